@@ -318,8 +318,8 @@ def fit(
             an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim` (AdamW by
             default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays where it is.
             `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled`,
-            `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no multiple at the end of an
-            epoch are left out, with a warning. `keeps`: `ema` keeps an average of the
+            `accumulate_in` and `multiple_of`: as for the Accumulator; a last update of an epoch that is no
+            multiple is left out, with a note. `keeps`: `ema` keeps an average of the
             weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
             checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`;
             `outputs` plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import time
-import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -17,17 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
-from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Notice
+from autoaccum.training.fit_events import CheckpointWritten, Notice
 from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.training_state import Progress
 
 FORMAT = "autoaccum checkpoint"
-VERSION = 3
+VERSION = 4
 _NAME = re.compile(r"checkpoint-(\d{8,})\.pt")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -47,7 +44,7 @@ class DamagedFileError(CheckpointError):
 def portable(content: Any, what: str = "a checkpoint") -> Any:
     """Copy a nested structure so that it loads without code: tensors on the CPU, NumPy scalars as Python numbers.
 
-    Tensors on the CPU are not copied, and a tensor that occurs twice stays shared.
+    Tensors on the CPU are not copied, unless they are a part of a larger one. A tensor that occurs twice stays shared.
 
     Raises:
         NotPortableError: An entry could be loaded only by running code; the message names it.
@@ -75,12 +72,12 @@ def portable(content: Any, what: str = "a checkpoint") -> Any:
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write a portable structure with `torch.save`, sync it, read it back, and then rename it to `path`.
+    """Write a portable structure with `torch.save`, sync it, and then rename it to `path`.
 
     An earlier file of that name stays until the rename, and the temporary file is removed on any error.
 
     Raises:
-        CheckpointError: The file cannot be written, or does not read back.
+        CheckpointError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -88,7 +85,6 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        read_file(temporary, mapped=True)
         temporary.replace(path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:
@@ -98,55 +94,37 @@ def write_file(path: Path, content: Any) -> None:
         raise CheckpointError(
             f"{path} cannot be written ({reason})", hint="free disk space, and check the folder's permissions"
         ) from None
-    except DamagedFileError as error:
-        raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def read_file(path: Path, *, mapped: bool = False) -> Any:
-    """Read a file of `write_file`: tensors in host memory, checksums compared, no code run.
-
-    Raises:
-        DamagedFileError: The file does not hold what was written.
-        CheckpointError: It cannot be read now.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of what the checksums have ruled out.
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, MemoryError) as error:
-        if getattr(error, "errno", errno.EINVAL) not in (None, errno.EINVAL) or isinstance(error, MemoryError):
-            reason = error.strerror if isinstance(error, OSError) else "there is too little memory"
-            raise CheckpointError(f"{path} cannot be read ({reason})", hint="check its permissions") from None
-        damaged = "its end"
-    except Exception:  # zipfile and torch raise errors of many kinds.
-        damaged = "its list of parts"
-    raise DamagedFileError(f"{path} is damaged ({damaged} is not as it was written)")
-
-
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the record in a checkpoint.
+    """Return the record in a checkpoint: tensors in host memory, checksums compared, no code run.
 
     Raises:
         DamagedFileError: The file does not hold what was written.
         CheckpointError: It has another format, or cannot be read now.
     """
-    content = read_file(path)
+    content = None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_whole = archive.testzip() is None
+        if is_whole:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError) as error:
+        if isinstance(error, MemoryError) or error.errno not in (None, errno.EINVAL):
+            raise CheckpointError(f"{path} cannot be read ({error})", hint="check its permissions") from None
+    except Exception:  # zipfile and torch raise errors of many kinds for a damaged file.
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is damaged (it is not a checkpoint of autoaccum)")
+        raise DamagedFileError(f"{path} is damaged")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is of format {content.get('version')}, this autoaccum reads format {VERSION}",
             hint="resume with the version that wrote it, or start a new run in another folder",
         )
-    record: dict[str, Any] = content.get("record", {})
-    if content.get("outline", "") not in ("", _digest_outline(record)):  # Earlier versions wrote none.
-        raise DamagedFileError(f"{path} is damaged (its values differ from those that were written)")
+    record: dict[str, Any] = content["record"]
     return record
 
 
@@ -174,9 +152,7 @@ class Checkpoints:
             CheckpointError: The file cannot be written; earlier checkpoints stay.
         """
         path = self.folder / f"checkpoint-{update:08}.pt"
-        content = portable(dict(record))
-        outline = _digest_outline(content)
-        write_file(path, {"format": FORMAT, "version": VERSION, "outline": outline, "record": content})
+        write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
         paths = self.paths()
         for earlier in paths[paths.index(path) + self._keep :]:
             with suppress(OSError):  # Tried again the next time.
@@ -191,20 +167,16 @@ class Checkpoints:
         Raises:
             CheckpointError: All of them are damaged, or one has another format or cannot be read now.
         """
-        damaged: list[str] = []
-        for path in self.paths():
+        paths = self.paths()
+        for path in paths:
             try:
-                record = read_checkpoint(path)
+                return path, read_checkpoint(path)
             except DamagedFileError as error:
-                damaged.append(str(error))
-                continue
-            for reason in damaged:
-                notify(Notice(f"{reason} and was skipped: training resumes from the one before"))
-            return path, record
-        if not damaged:
+                notify(Notice(f"{error} and was skipped: training resumes from the one before"))
+        if not paths:
             return None
         raise CheckpointError(
-            f"all checkpoints in {self.folder} are damaged: {'; '.join(damaged)}",
+            f"all checkpoints in {self.folder} are damaged",
             hint="restore one from a backup, or start a new run in another folder",
         )
 
@@ -220,7 +192,7 @@ class CheckpointWriter:
         store: The checkpoints to add to; None writes nothing.
         every: Updates between two checkpoints.
         make_record: Builds the content of a checkpoint.
-        notify: Called with `CheckpointWritten` and `CheckpointFailed` events.
+        notify: Called with `CheckpointWritten`, or a warning.
         ranks: The ranks.
 
     Attributes:
@@ -270,7 +242,7 @@ class CheckpointWriter:
             self.failure = None
         except (CheckpointError, UsageError) as error:
             self.failure = str(error)
-            self._notify(CheckpointFailed(self._progress.update, self.failure))
+            self._notify(Notice(f"no checkpoint was written after update {self._progress.update}: {error}"))
 
     def _write(self, store: Checkpoints) -> None:
         began, update, record = time.perf_counter(), self._progress.update, self._make_record()
@@ -288,11 +260,6 @@ def _own_values(tensor: Tensor) -> Tensor:
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     is_part = values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes
     return values.clone(memory_format=torch.contiguous_format) if is_part else values
-
-
-def _digest_outline(record: Any) -> str:
-    """Return a checksum of a record's names, plain values and forms of tensors; the file has one of their values."""
-    return StateHasher().hash(tree_map_only(Tensor, lambda one: torch.empty_like(one, device="meta"), record))
 
 
 def _below(path: str, key: object) -> str:

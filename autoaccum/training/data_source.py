@@ -88,29 +88,17 @@ def _count_samples(data: Sequence[Any], settings: DataSettings) -> int:
     """Count the samples of a list of batches; raise UsageError if it is empty, or looks like something else."""
     if not data:
         raise UsageError(f"data is an empty {type_name(data)}", hint="give at least one batch")
-    rows = [entry for entry in data if pytree.has_batch_dimension(entry)]
-    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not pytree.same_structure(data):
+    try:
+        sizes = [batch_size(wrap_batch(entry, settings.batching)) for entry in data]
+        reason = _single_value(wrap_batch(data[0], settings.batching), sizes[0], "data[0]", top=True)
+    except WorkloadError as error:
+        reason = error.message
+    if reason is not None:
         raise UsageError(
-            f"data is {describe_type(data)} of tensors of different kinds, which looks like one batch",
-            hint="give torch.utils.data.TensorDataset(*data) for all samples, or a list of batches",
+            f"data is {describe_type(data)} whose entries are no batches ({reason})",
+            hint="a list must hold batches; wrap samples in a Dataset (def __getitem__, def __len__)",
         )
-    samples = 0
-    for number, entry in enumerate(data):
-        try:
-            batch = wrap_batch(entry, settings.batching)
-            size = batch_size(batch)
-            reason = _single_value(batch, size, "data[0]", top=True) if number == 0 else None
-        except WorkloadError as error:
-            size, reason = 0, error.message
-            if number:
-                raise UsageError(f"data[{number}] is not a batch: {reason}", hint="give a list of batches") from error
-        if reason is not None:
-            raise UsageError(
-                f"data is {describe_type(data)} whose entries look like samples ({reason})",
-                hint="a list must hold batches; wrap samples in a Dataset (def __getitem__, def __len__)",
-            )
-        samples += size
-    return samples
+    return sum(sizes)
 
 
 def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str | None:
@@ -121,5 +109,5 @@ def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str 
         return None
     if pytree.is_leaf(node):
         return None if pytree.has_batch_dimension(node) else f"{path} is {describe_type(node)} without dimensions"
-    found = (_single_value(child, size, path + step) for step, child in pytree.children(node) or ())
-    return next((reason for reason in found if reason is not None), None)
+    reasons = (_single_value(child, size, path + step) for step, child in pytree.children(node) or ())
+    return next((reason for reason in reasons if reason is not None), None)

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from autoaccum.accumulation.rng_state import seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, split_batch, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, wrap_batch
 from autoaccum.workload.readings import is_samples
 from autoaccum.workload.samples import LongestBatches, longest_first
 
@@ -62,20 +63,6 @@ class Window:
     samples: int
     checksum: int = 0
 
-    def drop_remainder(self, multiple_of: int) -> Window:
-        """Return the window without the last samples that do not fill a multiple, as at the end of an epoch."""
-        left = self.samples % multiple_of
-        if not left:
-            return self
-        sizes = [batch_size(part) for part in self.parts]
-        parts, room = [], sum(sizes) - sum(sizes) % multiple_of  # Of several ranks, the last one has the remainder.
-        for part, size in zip(self.parts, sizes, strict=True):
-            used = min(size, room)
-            if used:
-                parts.append(part if used == size else split_batch(part, [used, size - used])[0])
-            room -= used
-        return Window(parts, self.samples - left, self.checksum)
-
 
 class WindowSource(abc.ABC):
     """Windows of data, epoch after epoch, from a position that can be saved and restored.
@@ -105,10 +92,6 @@ class WindowSource(abc.ABC):
         restored, self._is_restored = self._is_restored, False
         if not (restored and epoch == self._epoch):
             self._begin(epoch)
-
-    def order_warning(self) -> str | None:
-        """Return a warning if a resumed run would read other samples, as far as that can be tried."""
-        return None
 
     @abc.abstractmethod
     def planning_batch(self, worst_of: int | None = None) -> Any:
@@ -154,10 +137,10 @@ class WindowSource(abc.ABC):
         Raises:
             WorkloadError: `collate` returned more or fewer samples than it was given.
         """
-        made = wrap_batch(part, self._settings.batching, size, lambda one: self.planning_batch(one).collate(one))
-        if not has_size(made, size):
-            raise WorkloadError(f"collate made {batch_size(made)} samples of {size}", hint="return as many as given")
-        return made
+        batch = wrap_batch(part, self._settings.batching, size, lambda count: self.planning_batch(count).collate(count))
+        if not has_size(batch, size):
+            raise WorkloadError(f"collate made {batch_size(batch)} samples of {size}", hint="return as many as given")
+        return batch
 
     def _longest(self, samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
         """Return batches of `samples`, the longest first; in the given order if nothing in them has a length."""
@@ -170,20 +153,17 @@ class WindowSource(abc.ABC):
 
         Differently padded parts stay separate.
         """
-        runs: list[tuple[Any, list[int]]] = []
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            form = _layout(part, size, top=True)
-            if runs and runs[-1][0] == form:
-                runs[-1][1].append(number)
-            else:
-                runs.append((form, [number]))
-        return [part for _, run in runs for part in self._join([parts[at] for at in run], [sizes[at] for at in run])]
+        joined = []
+        for _, run in groupby(zip(parts, sizes, strict=True), key=lambda sized: _layout(*sized, top=True)):
+            alike, of_sizes = zip(*run, strict=True)
+            joined += self._join([*alike], [*of_sizes])
+        return joined
 
     def _join(self, parts: list[Any], sizes: list[int]) -> list[Any]:
-        each, total = self.multiple_of, sum(sizes)
-        together = len(split_evenly(total, self.part_size, each))
-        apart = sum(len(split_evenly(size, self.part_size, each)) for size in sizes)
-        if len(parts) == 1 or (together == apart and not any(size % each for size in sizes)):
+        multiple, total = self.multiple_of, sum(sizes)
+        together = len(split_evenly(total, self.part_size, multiple))
+        apart = sum(len(split_evenly(size, self.part_size, multiple)) for size in sizes)
+        if len(parts) == 1 or (together == apart and not any(size % multiple for size in sizes)):
             return parts  # Joining would be a useless copy.
         joined = join_batches(parts)
         # A list can be read in several ways, depending on its length.

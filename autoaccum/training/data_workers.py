@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
 import re
 import signal
 import sys
@@ -14,19 +12,15 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from autoaccum.errors import DataWorkerError, first_line
+from autoaccum.errors import DataWorkerError
 from autoaccum.training.data_windows import DataSettings
-from autoaccum.workload import pytree
 
 END: Final = object()
 """Returned after the last entry."""
 
 _OPTIONS = ("num_workers", "persistent_workers", "timeout", "prefetch_factor", "multiprocessing_context")
-_WORKER_FAILURE = re.compile(
-    r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files|ancdata|file </torch"
-)
+_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files")
 _USER_ERROR = "in DataLoader worker process"
-_WORKER_HINT = "most likely memory, /dev/shm or open files ran out: use fewer workers or none, or raise the limit"
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
@@ -53,10 +47,16 @@ class Reader:
         try:
             return next(self.entries, END)
         except (RuntimeError, OSError, EOFError) as error:
-            reason = _worker_failure(error) if self._has_workers else None
-            if reason is None:
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = next((line for line in lines if _WORKER_FAILURE.search(line)), None)
+            if not isinstance(error, RuntimeError) and _USER_ERROR not in str(error):
+                reason = lines[0]  # The connection to a worker has ended.
+            if reason is None or not self._has_workers:
                 raise
-            raise DataWorkerError(f"a process that reads data failed ({reason})", hint=_WORKER_HINT) from error
+            raise DataWorkerError(
+                f"a process that reads data failed ({reason})",
+                hint="memory, /dev/shm or open files may have run out: use fewer workers, or raise the limit",
+            ) from error
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the remaining entries."""
@@ -77,28 +77,8 @@ def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None
     options: dict[str, Any] = {"num_workers": settings.workers}
     if loader is not None and loader.num_workers > 0:
         options = {name: getattr(loader, name) for name in _OPTIONS}
-    start = WorkerInit(None if loader is None else loader.worker_init_fn, options.get("multiprocessing_context"))
+    start = WorkerInit(None if loader is None else loader.worker_init_fn)
     return {**options, "worker_init_fn": start, "pin_memory": pins and torch.accelerator.is_available()}
-
-
-def to_shared_memory(part: Any) -> Any:
-    """Move a worker's part, or list of samples, to shared memory, where a failure raises an error with its reason.
-
-    The queue would do so in a thread that prints the error, while the reader waits forever.
-    """
-    if get_worker_info() is not None:
-        for tensor in pytree.tensors(part):
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested:
-                tensor.share_memory_()  # type: ignore[no-untyped-call]
-    return part
-
-
-def _worker_failure(error: Exception) -> str | None:
-    """Return the line of the message that reports a failed worker or queue; None if the user's code failed."""
-    text = str(error)
-    if isinstance(error, RuntimeError):
-        return next((line for line in text.splitlines() if _WORKER_FAILURE.search(line)), None)
-    return None if _USER_ERROR in text else first_line(error) or type(error).__name__
 
 
 class WorkerInit:
@@ -109,23 +89,16 @@ class WorkerInit:
 
     Args:
         users: The user's own `worker_init_fn`.
-        context: How workers are started: a multiprocessing context or its name; None: the default.
     """
 
-    def __init__(self, users: Callable[[int], Any] | None, context: Any = None) -> None:
+    def __init__(self, users: Callable[[int], Any] | None) -> None:
         self._users = users
-        method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-        # A fork server is the parent of its workers, and ends with the main process.
-        self._parent = None if method == "forkserver" else os.getpid()
 
     def __call__(self, worker_id: int) -> None:
         """Initialise the worker with this number."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._parent is not None:
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._parent:
-                os._exit(1)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         info: Any = get_worker_info()
         if hasattr(info.dataset, "users_dataset"):
             object.__setattr__(info, "dataset", info.dataset.users_dataset)

@@ -1,8 +1,7 @@
-"""Evaluations between updates: their schedule, their data, and their metrics. They do not change the training."""
+"""Evaluations between updates: their data, their metrics, and when they run. They do not change the training."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.accumulation.backpropagation import add_by_name, autocast, model_device
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, add_by_name, autocast
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
-from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
-from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
+from autoaccum.accumulation.whole_batch.parts_runners import LossOfAll
 from autoaccum.checks import check_function, describe_type
-from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
+from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
-from autoaccum.training.fit_events import Evaluated, EvaluationFailed, Notice
+from autoaccum.training.fit_events import Evaluated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents
@@ -35,7 +33,6 @@ from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.pytree import unwrap_batch
-from autoaccum.workload.tracebacks import user_line
 
 
 class EvaluationData:
@@ -60,17 +57,6 @@ class EvaluationData:
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
 
-    def check_not_shared(self, trained_on: Any) -> None:
-        """Raise a UsageError if training reads the same stream: it would miss what an evaluation reads."""
-        read = (self._data, trained_on)
-        underlying = [data.dataset if isinstance(data, DataLoader) else data for data in read]
-        for own, other in (read, underlying):
-            if own is other and hasattr(own, "load_state_dict"):
-                raise UsageError(
-                    f"evaluation and training read the same {type(own).__name__}, which stores its position",
-                    hint="give a second one as the evaluation data, for example by copy.deepcopy",
-                )
-
     def batches(self, size: int, seed: int, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """Iterate over the data on the CPU: a dataset's samples in batches of `size`, batches as they are.
 
@@ -88,66 +74,25 @@ class EvaluationData:
 class EvaluationMetrics:
     """Metrics over all evaluation data, as if it were one batch.
 
-    Without `evaluate` they are the loss: means weighted by their divisors, sums added. A loss of several terms gives
-    each term by name, and `loss` is their sum. With `evaluate` they are the numbers it returns, averaged over samples.
-    A coupled loss is that of each whole batch, averaged over samples.
-
     Args:
-        evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
-            other entries of the mapping are ignored.
+        adds_up: Whether they are sums; else they are means, weighted by their divisors.
+        is_loss: Whether they are the terms of a loss: `loss` is their sum, and a term without weight does not count.
     """
 
-    def __init__(self, objective: Objective, evaluate: Callable[[nn.Module, Any], Any] | None) -> None:
+    def __init__(self, *, adds_up: bool, is_loss: bool) -> None:
         self.samples = 0
-        self._objective, self._evaluate = objective, evaluate
-        self._name = getattr(evaluate, "__name__", "evaluate")
-        self._is_sum = evaluate is None and objective.reduction == "sum"
+        self._adds_up, self._is_loss = adds_up, is_loss
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
-        self._outputs: list[Any] = []
-        self._sizes: list[int] = []
-        self._joining = OutputsJoining()
 
-    def add(self, model: nn.Module, part: Any, cpu_batch: Any) -> None:
-        """Evaluate `part`, on the model's device; `cpu_batch` is its copy on the CPU. If it raises, nothing is added.
-
-        A term without weight is left out, since it may be 0/0. Of a coupled loss, the outputs wait for `end_batch`.
-
-        Raises:
-            WorkloadError: `evaluate` returned no number.
-        """
-        if self._evaluate is not None:
-            figures = self._numbers(self._evaluate(model, unwrap_batch(part)))
-            self._count(figures, dict.fromkeys(figures, float(batch_size(cpu_batch))), cpu_batch)
-        elif self._objective.coupled:
-            self._outputs.append(self._objective.outputs(model, part))
-            self._sizes.append(batch_size(cpu_batch))
-        else:
-            self._count_terms(self._objective.terms(model, part), cpu_batch)
-
-    def end_batch(self, model: nn.Module, cpu_batch: Any, device: torch.device) -> None:
-        """Compute a coupled loss of the outputs of all parts of `cpu_batch`, which are on `device`."""
-
-        def outputs_of(samples: int) -> Any:
-            first = split_batch(cpu_batch, [samples, batch_size(cpu_batch) - samples])[0]
-            return self._objective.outputs(model, move_batch(first, device))
-
-        if self._outputs:
-            outputs = self._joining.join(self._outputs, self._sizes, outputs_of)
-            self._outputs, self._sizes = [], []
-            self._count_terms(self._objective.coupled_terms(outputs, cpu_batch, device), cpu_batch)
-
-    def _count_terms(self, terms: Mapping[str, Tensor], cpu_batch: Any) -> None:
-        weights = match_weights(self._objective.weight(cpu_batch), terms)
-        self._count({name: float(term) for name, term in terms.items()}, weights, cpu_batch)
-
-    def _count(self, figures: Mapping[str, float], weights: Mapping[str, float], cpu_batch: Any) -> None:
+    def add(self, figures: Mapping[str, float], weights: Mapping[str, float], samples: int) -> None:
+        """Add the figures of a part. One without weight is left out, since it may be 0/0."""
         added = {
-            name: figures[name] * (1.0 if self._is_sum else weight) if weight > 0 else 0.0
+            name: figures[name] * (1.0 if self._adds_up else weight) if weight > 0 else 0.0
             for name, weight in weights.items()
         }
         self._sums, self._weights = add_by_name([self._sums, added]), add_by_name([self._weights, weights])
-        self.samples += batch_size(cpu_batch)
+        self.samples += samples
 
     def totals(self) -> tuple[dict[str, float], dict[str, float], int]:
         """Return the sums, the weights and the samples so far, for `set_totals`."""
@@ -159,56 +104,39 @@ class EvaluationMetrics:
         self._sums, self._weights, self.samples = add_by_name(sums), add_by_name(weights), sum(counts)
 
     def values(self) -> dict[str, float]:
-        """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
-        found = {
-            name: self._sums[name] / (1.0 if self._is_sum else weight) if weight else math.nan
+        """Return the metrics by name; one without any weight is NaN."""
+        values = {
+            name: self._sums[name] / (1.0 if self._adds_up else weight) if weight else math.nan
             for name, weight in self._weights.items()
         }
-        if self._evaluate is not None:
-            return found
-        weighty = [found[name] for name, weight in self._weights.items() if weight > 0]
+        if not self._is_loss:
+            return values
+        weighty = [values[name] for name, weight in self._weights.items() if weight > 0]
         total = sum(weighty) if weighty else math.nan
-        return {"loss": total} if len(found) == 1 else {**found, "loss": total}
-
-    def _numbers(self, returned: Any) -> dict[str, float]:
-        named = returned if isinstance(returned, Mapping) else {self._name: returned}
-        numbers = {str(name): float(value) for name, value in named.items() if _is_number(value)}
-        if not numbers:
-            raise WorkloadError(
-                f"{self._name}(model, batch) returned {describe_type(returned)}, which is not a number",
-                hint="return a number, or a dict of numbers",
-            )
-        return numbers
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and not value.is_complex()
-    if isinstance(value, np.ndarray | np.generic):
-        return value.ndim == 0 and value.dtype.kind in "biuf"
-    return isinstance(value, int | float)
+        return {"loss": total} if len(values) == 1 else {**values, "loss": total}
 
 
 class Evaluation:
     """Evaluates in eval mode, without gradients, in the precision of training.
 
-    After running out of memory, the rest of this evaluation and later ones use smaller micro-batches. Everything else
-    that a step may change (see `Transaction`) is restored, and each evaluation reads the same data with the same seed,
-    so the number of evaluations does not affect the training. Several ranks share the batches, and begin with the
-    buffers of rank 0, such as BatchNorm's statistics. Of a sharded model, all ranks run all batches.
+    Without `evaluate` the metrics are the loss, a coupled one of each whole batch. With `evaluate` they are the numbers
+    it returns, averaged over samples. After running out of memory, the rest of this evaluation and later ones use
+    smaller micro-batches. Everything else that a step may change (see `Transaction`) is restored, and each evaluation
+    reads the same data with the same seed, so the number of evaluations does not affect the training. Several ranks
+    share the batches, and begin with the buffers of rank 0, such as BatchNorm's statistics. Of a sharded model, all
+    ranks run all batches.
 
     Args:
-        objective, evaluate: As for `EvaluationMetrics`.
+        evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
+            other entries of the mapping are ignored.
         micro_batch: The largest micro-batch to begin with.
         loss_batch: The samples of which a coupled loss is computed, in as many parts as fit; None: it is not coupled.
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
         interruptible: Context in which the run may be stopped at any moment without loss.
-        ranks: The ranks.
 
     Attributes:
         micro_batch: The largest micro-batch now.
-        joined_samples: The most samples that `whole_batch(x)` had so far; 0 if it was not called.
 
     Raises:
         WorkloadError: `evaluate` is not a function of a model and a batch.
@@ -230,87 +158,83 @@ class Evaluation:
     ) -> None:
         if evaluate is not None:
             check_function(evaluate, "evaluate", "(model, batch)")
-        self.micro_batch, self._loss_batch, self.joined_samples = micro_batch, loss_batch, 0
+        self.micro_batch, self._loss_batch = micro_batch, loss_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
         self._ranks = ranks or TrainingRanks()
+        self._loss_of_all = LossOfAll()
 
-    def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
-        """Evaluate `model` after `update`; an exception becomes the reason of a failure.
+    def run(self, model: nn.Module, update: int) -> Evaluated:
+        """Evaluate `model` after `update`.
 
-        An interrupt or a request to stop is raised; a `sys.exit()` of the user's code counts as a failure.
+        Raises:
+            DoesNotFitError: Not even one sample at a time fits.
+            WorkloadError: The data has no samples, or `evaluate` returned no number.
+            Exception: Errors of the user's code, unchanged.
         """
-        started = time.perf_counter()
-        score = EvaluationMetrics(self._objective, self._evaluate)
-        failed: EvaluationFailed | None = None
-        ranks, is_whole = self._ranks, is_sharded_model(model)
+        started, ranks = time.perf_counter(), self._ranks
+        is_loss = self._evaluate is None
+        metrics = EvaluationMetrics(adds_up=is_loss and self._objective.reduction == "sum", is_loss=is_loss)
         ranks.copy_from_first(buffer for module in (model, *self._loss_modules) for buffer in module.buffers())
-        try:
-            with self._restoring_state(model), torch.no_grad(), self._interruptible():
-                size = self._loss_batch or self.micro_batch
-                share = (0, 1) if is_whole else (ranks.rank, ranks.size)
-                for batch in self._data.batches(size, self._seed, *share):
-                    self._run_batch(model, batch, score)
-            if score.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
-                raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
-        except Exception as error:
-            out_of_memory = isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
-            failed = EvaluationFailed(update, _reason(error), out_of_memory)
-            clear_frames(error)
-        if ranks.size > 1:
-            failed = self._join_ranks(failed, score, is_whole=is_whole)
-        if failed is None:
-            return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
-        release_memory(model_device(model))
-        return failed
+        share = (0, 1) if is_sharded_model(model) else (ranks.rank, ranks.size)
+        with self._restoring_state(model), torch.no_grad(), self._interruptible():
+            forward = Backpropagation(
+                model, self._objective, precision=self._precision, scaler=None, on_phase=lambda phase: None
+            )
+            for batch in self._data.batches(self._loss_batch or self.micro_batch, self._seed, *share):
+                self._run_batch(forward, self._objective.wrap_batch(batch), metrics)
+        if metrics.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
+            raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
+        answers = [answer for answer in ranks.gather((self.micro_batch, metrics.totals())) if answer is not None]
+        self.micro_batch = min(size for size, _ in answers)
+        if share != (0, 1):
+            metrics.set_totals([totals for _, totals in answers])
+        return Evaluated(update, metrics.values(), metrics.samples, time.perf_counter() - started)
 
-    def _join_ranks(
-        self, failed: EvaluationFailed | None, score: EvaluationMetrics, *, is_whole: bool
-    ) -> EvaluationFailed | None:
-        """Add up the totals of all ranks, which go on with the least micro-batch; return the first failure."""
-        gathered = self._ranks.gather((failed, self.micro_batch, score.totals()))
-        answers = [answer for answer in gathered if answer is not None]
-        self.micro_batch = min(size for _, size, _ in answers)
-        for rank, (failure, *_) in enumerate(answers):
-            if failure is not None:
-                return dataclasses.replace(failure, reason=f"rank {rank}: {failure.reason}")
-        if not is_whole:
-            score.set_totals([totals for *_, totals in answers])
-        return None
-
-    def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
+    def _run_batch(self, forward: Backpropagation, batch: Any, metrics: EvaluationMetrics) -> None:
         """Evaluate in parts. A part that does not fit is split further, and earlier parts are not repeated."""
-        batch = self._objective.wrap_batch(batch)
-        waiting, retries = [batch], 0
+        waiting, outputs, parts, retries = [batch], list[Any](), list[Any](), 0
         while waiting:
             part = waiting.pop(0)
             size = batch_size(part)
             if size > self.micro_batch:
                 waiting[:0] = split_batch(part, split_evenly(size, self.micro_batch))
                 continue
-            error = self._attempt(model, part, score)
+            error = self._attempt(forward, part, metrics, outputs)
             if error is None:
+                parts.append(part)
                 continue
             _check_can_shrink(error, size)
             clear_frames(error)
             del error
-            release_memory(model_device(model))
+            release_memory(forward.device)
             self.micro_batch = shrink(size, retries)
             retries += 1
             waiting.insert(0, part)
-        device = model_device(model)
-        with autocast(self._precision, device):
-            score.end_batch(model, batch, device)
+        if outputs:
+            record, samples = LossRecord(), batch_size(batch)
+            self._loss_of_all.loss(forward, outputs, parts, [batch], record)
+            figures, _ = record.read(None)
+            metrics.add(figures, match_weights(self._objective.weight(batch), figures), samples)
 
-    def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
-        """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames."""
-        device, running = model_device(model), OnePart()
+    def _attempt(
+        self, forward: Backpropagation, part: Any, metrics: EvaluationMetrics, outputs: list[Any]
+    ) -> Exception | None:
+        """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames.
+
+        Of a coupled loss, which is computed of the whole batch, the outputs are added to `outputs`.
+        """
         try:
-            with autocast(self._precision, device), parts_run(running):
-                score.add(model, move_batch(part, device), part)
-            self.joined_samples = max(self.joined_samples, batch_size(part) if running.calls else 0)
-        except SystemExit as leaving:
-            return WorkloadError(f"it called sys.exit({leaving.code!r})", hint="an evaluation cannot end the training")
+            moved, samples = move_batch(part, forward.device), batch_size(part)
+            if self._evaluate is not None:
+                with autocast(self._precision, forward.device):
+                    figures = _numbers(self._evaluate(forward.model, unwrap_batch(moved)), self._evaluate)
+                metrics.add(figures, dict.fromkeys(figures, float(samples)), samples)
+            elif self._objective.coupled:
+                outputs.append(forward.outputs(moved))
+            else:
+                terms = {name: float(term) for name, term in forward.uncounted_terms(moved).items()}
+                metrics.add(terms, match_weights(self._objective.weight(part), terms), samples)
         except Exception as error:
             return error
         return None
@@ -335,29 +259,6 @@ class Evaluation:
             before.rollback()
 
 
-def _check_can_shrink(error: Exception, size: int) -> None:
-    """Raise `error`, or `DoesNotFitError` for a single sample, unless the part can be split further."""
-    try:
-        out_of_memory = find_out_of_memory(error)
-        if out_of_memory is None or (size == 1 and not out_of_memory.certain):
-            raise error
-        if size == 1:
-            clear_frames(error)
-            raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
-    finally:
-        del error  # Its traceback holds this frame.
-
-
-def _reason(error: Exception) -> str:
-    """Return the type, the first line, and the line of the user's code that raised it.
-
-    An error of autoaccum's own needs no type.
-    """
-    first, where, name = first_line(error), user_line(error), type(error).__name__
-    text = first if isinstance(error, AutoaccumError) else f"{name}: {first}" if first else name
-    return text if where is None else f"{text}, at {where}"
-
-
 class Evaluator:
     """Evaluates every `eval_every` updates, when `eval_due` says so, or after each epoch, and at the end.
 
@@ -367,7 +268,7 @@ class Evaluator:
         evaluation: The evaluation to run; None if there is no evaluation data.
         components: The model, and the averaged one.
         request: The request, with `eval_every` and `eval_due`.
-        notify: Called with each `Evaluated` or `EvaluationFailed`.
+        notify: Called with each `Evaluated`.
 
     Raises:
         UsageError: The request says when to evaluate, but there is no evaluation data.
@@ -381,9 +282,8 @@ class Evaluator:
         progress: Progress,
         notify: Callable[[Any], Any],
     ) -> None:
-        self._evaluation, self._components, self._progress, self._notify = evaluation, components, progress, notify
-        self._every, self._due, self._target = request.eval_every, request.eval_due, request.target_batch
-        self._has_warned = False
+        self.evaluation, self._components, self._progress, self._notify = evaluation, components, progress, notify
+        self._every, self._due = request.eval_every, request.eval_due
         self._after_epochs = self._every is None and self._due is None
         if evaluation is None and not self._after_epochs:
             name = "eval_due" if self._every is None else "eval_every"
@@ -416,38 +316,47 @@ class Evaluator:
 
     def run(self) -> None:
         """Evaluate now, unless this update has been evaluated."""
-        progress = self._progress
-        if self._evaluation is None or progress.update in (0, progress.evaluated_at):
+        progress, averages = self._progress, self._components.averages
+        if self.evaluation is None or progress.update in (0, progress.evaluated_at):
             return
-        done = self._evaluation.run(self._components.model, progress.update)
-        if isinstance(done, Evaluated) and self._components.averages is not None:
-            averaged = self._evaluation.run(self._components.averages.model, progress.update)
-            if isinstance(averaged, Evaluated):
-                values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
-                averaged = Evaluated(done.update, values, done.samples, done.seconds + averaged.seconds)
-            done = averaged
-        progress.evaluated_at = progress.update
-        if isinstance(done, Evaluated):
-            progress.evaluation = dict(done.values)
-            self._warn_of_parts(self._evaluation.joined_samples, min(self._target, done.samples))
-        self._notify(done)
+        evaluated = self.evaluation.run(self._components.model, progress.update)
+        if averages is not None:
+            averaged = self.evaluation.run(averages.model, progress.update)
+            values = {**evaluated.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
+            evaluated = Evaluated(progress.update, values, evaluated.samples, evaluated.seconds + averaged.seconds)
+        progress.evaluated_at, progress.evaluation = progress.update, dict(evaluated.values)
+        self._notify(evaluated)
 
-    def _warn_of_parts(self, joined: int, samples: int) -> None:
-        """Warn once if `whole_batch(x)` had fewer samples in an evaluation than it has in training."""
-        if not self._has_warned and 0 < joined < samples:
-            self._has_warned = True
-            self._notify(
-                Notice(
-                    f"in an evaluation whole_batch(x) is that of {joined} samples, in training of {self._target}: give"
-                    f" evaluation_batch={self._target} (--evaluation-batch), or evaluation data in batches of that size"
-                )
-            )
 
-    def state(self) -> dict[str, int]:
-        """Return the checkpoint's entry: the micro-batch that fitted."""
-        return {} if self._evaluation is None else {"micro_batch": self._evaluation.micro_batch}
+def _check_can_shrink(error: Exception, size: int) -> None:
+    """Raise `error`, or `DoesNotFitError` for a single sample, unless the part can be split further."""
+    try:
+        out_of_memory = find_out_of_memory(error)
+        if out_of_memory is None or (size == 1 and not out_of_memory.certain):
+            raise error
+        if size == 1:
+            clear_frames(error)
+            raise DoesNotFitError("not even one sample at a time fits in an evaluation: out of memory") from error
+    finally:
+        del error  # Its traceback holds this frame.
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue from a `state`."""
-        if self._evaluation is not None and "micro_batch" in state:
-            self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
+
+def _numbers(returned: Any, evaluate: Callable[..., Any]) -> dict[str, float]:
+    """Return the numbers that `evaluate` returned, by name."""
+    own_name = getattr(evaluate, "__name__", "evaluate")
+    named = returned if isinstance(returned, Mapping) else {own_name: returned}
+    numbers = {str(name): float(value) for name, value in named.items() if _is_number(value)}
+    if not numbers:
+        raise WorkloadError(
+            f"{own_name}(model, batch) returned {describe_type(returned)}, which is not a number",
+            hint="return a number, or a dict of numbers",
+        )
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.ndim == 0 and value.dtype.kind in "biuf"
+    return isinstance(value, int | float)

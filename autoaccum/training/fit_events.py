@@ -95,42 +95,6 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class OutOfMemoryRetry:
-    """An update ran out of memory: nothing was changed, and its batch is repeated in smaller micro-batches.
-
-    Attributes:
-        micro_batch: The largest micro-batch that was tried, in samples.
-        next_micro_batch: The largest that is tried next.
-    """
-
-    update: int
-    phase: str
-    micro_batch: int
-    next_micro_batch: int
-
-
-@dataclass(frozen=True)
-class SaverAdded:
-    """An update ran out of memory with the smallest micro-batch: nothing was changed, and its batch is repeated.
-
-    It runs with one more `saver` then (a word of `options.read_savers`), and so do later ones.
-    """
-
-    update: int
-    phase: str
-    micro_batch: int
-    saver: str
-
-
-@dataclass(frozen=True)
-class CeilingRaised:
-    """After enough updates without running out of memory, larger micro-batches are tried from the next update on."""
-
-    update: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
 class EpochEnded:
     """An epoch is over; `epoch` counts from 1, and `samples` are those of this epoch."""
 
@@ -157,42 +121,12 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class EvaluationFailed:
-    """An evaluation could not be finished; training continues.
-
-    Attributes:
-        update: The number of updates made before it.
-        out_of_memory: True if not even one sample at a time fits.
-    """
-
-    update: int
-    reason: str
-    out_of_memory: bool = False
-
-
-@dataclass(frozen=True)
 class CheckpointWritten:
-    """A checkpoint is on disk and has been read back."""
+    """A checkpoint is on disk."""
 
     update: int
     path: Path
     seconds: float
-
-
-@dataclass(frozen=True)
-class CheckpointFailed:
-    """A checkpoint could not be written; earlier ones stay, and training continues."""
-
-    update: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """The loss or the gradient of an update was not finite: its window is skipped, and the weights stay."""
-
-    update: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -272,23 +206,10 @@ class EventNotifier:
 
     def notify(self, event: Any) -> None:
         """Pass an event on. A callback's exception is raised unchanged, after all listeners have been called."""
-        warning = _warning(event)
-        if warning is not None and warning not in self.warnings:
-            self.warnings.append(warning)
+        if isinstance(event, Notice) and event.warns and event.text not in self.warnings:
+            self.warnings.append(event.text)
         for listener in self.listeners:
             listener(event)
         for callback in self._callbacks:
             if callback(event) is True:
                 self.should_stop = True
-
-
-def _warning(event: Any) -> str | None:
-    if isinstance(event, Notice):
-        return event.text if event.warns else None
-    if isinstance(event, SaverAdded):
-        return f"{event.saver} is in use from update {event.update} on: not even the smallest micro-batch fitted"
-    if isinstance(event, EvaluationFailed):
-        return f"the evaluation after update {event.update} failed: {event.reason}"
-    if isinstance(event, CheckpointFailed):
-        return f"no checkpoint was written after update {event.update}: {event.reason}"
-    return None

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from autoaccum.accumulation.argument_checks import unwrap_model
-from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.coupling import Coupling
-from autoaccum.accumulation.coupling_probe import SAMPLES, probe_model
-from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import derive_seed
-from autoaccum.accumulation.transaction import TorchState
-from autoaccum.errors import AutoaccumError
 from autoaccum.training.checkpoints import CheckpointWriter
 from autoaccum.training.data_source import Source
 from autoaccum.training.data_windows import Window
@@ -27,8 +20,6 @@ from autoaccum.training.stepper import Stepper
 from autoaccum.training.stop_signals import StopSignals
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import Goal, Progress, capture_settings, capture_training, restore_training
-from autoaccum.workload.batches import batch_size, join_batches, split_batch
-from autoaccum.workload.model_copies import is_large
 
 
 class Loop:
@@ -64,14 +55,15 @@ class Loop:
         self.components, self.choice, self.progress = components, choice, Progress()
         self._source, self._signals, self._notifier, self._ranks = source, signals, notifier, ranks
         self._run, self._digest = run, setup.digest
-        self._settings = None if folder is None else capture_settings(components)
-        self._has_noted_remainder = self._has_checked_coupling = False
+        self._settings = None if folder is None else capture_settings(components.optimizer)
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
         source.interruptible = signals.interruptible
         source.saves_position = folder is not None
         samples = source.samples_per_epoch
-        used = None if samples is None else samples - samples % source.multiple_of
-        self.goal = Goal(request.epochs, request.steps, None if used is None else -(-used // request.target_batch))
+        updates = None if samples is None else samples // request.target_batch
+        if samples is not None and updates is not None and (left := samples % request.target_batch):
+            updates += left % source.multiple_of == 0
+        self.goal = Goal(request.epochs, request.steps, updates)
         self._is_alone = ranks.size == 1
         # Several ranks stop between two updates, since a step has to end alike on all.
         check = signals.check if self._is_alone else lambda: None
@@ -104,12 +96,11 @@ class Loop:
             self._ranks.agree_on_window(window, self._notifier)
             if self._notifier.should_stop:
                 break
-            if window is not None and window.samples % self._source.multiple_of:
-                window = self._drop_remainder(window)
             if window is None:
                 self._end_epoch()
-            elif window.samples:
-                self._check_coupling(window)
+            elif window.samples % self._source.multiple_of:
+                self._drop(window)
+            else:
                 self._update(window, began)
                 del window  # Free the whole effective batch before the next one is read.
                 self._evaluator.run_if_due()
@@ -129,7 +120,7 @@ class Loop:
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self.choice.micro_batch,
             "stepper": self.stepper.state(),
-            "evaluation": self._evaluator.state(),
+            "evaluation": None if self._evaluator.evaluation is None else self._evaluator.evaluation.micro_batch,
             "data": self._source.state_dict(),
             "training": {**training, "random": first},
             "random_of_others": others,
@@ -142,44 +133,23 @@ class Loop:
             UsageError: The record belongs to another model or optimizer. The message names the difference; nothing is
                 changed.
         """
-        restore_training(record["training"], record["settings"], self.components, self._notifier.notify)
+        restore_training(record["training"], record["settings"], self.components)
         self._settings = record["settings"]
         vars(self.progress).update(record["progress"])
         self.stepper.restore(record["stepper"], same_plan=record["micro_batch"] == self.choice.micro_batch)
-        self._evaluator.restore(record["evaluation"])
+        if self._evaluator.evaluation is not None and record["evaluation"] is not None:
+            evaluation = self._evaluator.evaluation
+            evaluation.micro_batch = min(evaluation.micro_batch, record["evaluation"])
         note = self._source.load_state_dict(record["data"])
         if note is not None:
             self._notifier.notify(note)
 
-    def _drop_remainder(self, window: Window) -> Window:
-        """Drop the samples left over at the end of an epoch, with a notice the first time."""
-        each = self._source.multiple_of
-        if not self._has_noted_remainder:
-            self._has_noted_remainder = True
-            left = f"samples left over at the end of an epoch ({window.samples % each} here) are dropped"
-            self._notifier.notify(Notice(f"{left}: micro-batches are multiples of {each}", warns=False))
-        whole = window.drop_remainder(each)
-        if not whole.samples:
-            self._source.commit()
-        return whole
-
-    def _check_coupling(self, window: Window) -> None:
-        """Warn of batch coupling in the first window of several parts, as the plan or an experiment on a copy finds it.
-
-        The experiment may run the model itself, a teacher, or their generators; all of them are restored.
-        """
-        if self._has_checked_coupling or (len(window.parts) < 2 and self._is_alone) or self.components.is_sharded:
-            return
-        self._has_checked_coupling = True
-        if not self._ranks.is_first:
-            return
-        components = self.components
-        known = None if self.choice.plan is None else self.choice.plan.coupling
-        found = known or _probe_coupling(components, _take_samples(window.parts))
-        # The Accumulator itself warns of BatchNorm layers, in more detail; exact ones are those of the whole window.
-        already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
-        for sentence in found.warnings(already_warned, is_joint=bool(components.objective.coupled)):
-            self._notifier.notify(Notice(sentence))
+    def _drop(self, window: Window) -> None:
+        """Leave out the short window at the end of an epoch, with a notice."""
+        multiple = self._source.multiple_of
+        text = f"{window.samples} samples left over at the end of an epoch are dropped"
+        self._notifier.notify(Notice(f"{text}: micro-batches are multiples of {multiple}", warns=False))
+        self._source.commit()
 
     def _update(self, window: Window, began: float) -> None:
         learning_rate = self.stepper.learning_rate
@@ -220,7 +190,6 @@ class Loop:
         components, evaluation = self.components, None
         if setup.eval_data is not None:
             data = EvaluationData(setup.eval_data, collate=setup.collate, workers=request.workers)
-            data.check_not_shared(setup.data)
             is_coupled = components.objective.coupled and components.evaluate is None
             size = setup.evaluation_batch
             evaluation = Evaluation(
@@ -236,31 +205,3 @@ class Loop:
                 ranks=self._ranks,
             )
         return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
-
-
-def _take_samples(parts: Sequence[Any]) -> Any:
-    """Return a few samples of an update, or None if there are too few or the parts differ in structure."""
-    taken: list[Any] = []
-    while sum(map(batch_size, taken)) < SAMPLES and len(taken) < len(parts):
-        taken.append(parts[len(taken)])
-    try:
-        joined = join_batches(taken)
-        return split_batch(joined, [SAMPLES, batch_size(joined) - SAMPLES])[0]
-    except (AutoaccumError, RuntimeError):
-        return None
-
-
-def _probe_coupling(components: TrainingComponents, batch: Any) -> Coupling:
-    if batch is None:
-        return Coupling(reason="the first update has too few samples, or parts of different structure")
-    model, objective = components.model, components.objective
-    criterion = None if objective.criterion is None else objective.criterion.function
-    held = find_python_attributes(unwrap_model(model), components.optimizer)
-    modules, generators = find_reachable((objective.loss_function, criterion), held)
-    if any(is_large(module) for module in (model, *modules.values())):
-        return Coupling(reason="the modules to copy are too large")
-    state = TorchState([model, *modules.values()], generators=generators)
-    try:
-        return probe_model(model, objective, batch, components.batchnorm)
-    finally:
-        state.restore()

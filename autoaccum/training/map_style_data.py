@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -20,7 +19,7 @@ from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
-from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
+from autoaccum.training.data_workers import END, Reader, worker_options
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices
@@ -54,7 +53,7 @@ class MapStyleSource(WindowSource):
         self._loader: DataLoader[Any] = DataLoader(
             PartFetcher(dataset, self._collate, settings.seed),  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
-            collate_fn=to_shared_memory,
+            collate_fn=_unchanged,
             generator=torch.Generator(),
             **worker_options(settings, loader),
         )
@@ -123,24 +122,6 @@ class MapStyleSource(WindowSource):
             return None
         return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
 
-    def order_warning(self) -> str | None:
-        """Return a warning if a custom sampler, of which a copy is asked for its first window twice, differs."""
-        samplers = (getattr(self._sampler, "sampler", self._sampler), self._sampler)
-        custom = [each for each in samplers if not type(each).__module__.startswith("torch.")]
-        if not custom:
-            return None
-        with suppress(TypeError), preserve_rng_state(), self.interruptible():  # An iterator cannot be copied.
-            copied = copy.copy(self._sampler)
-            with suppress(AttributeError):  # A list has no samplers.
-                copied.sampler = copy.copy(copied.sampler)
-            first, again = (next(_windows(copied, self._user_loader, self._settings, 0), None) for _ in range(2))
-            if first == again:
-                return None
-        return (
-            f"{describe_type(custom[0])} yields a different order each time it is iterated: a resumed run would omit or"
-            " repeat samples; draw the order from a random generator, or derive it in set_epoch(epoch)"
-        )
-
     def close(self) -> None:
         """End the workers."""
         if self._reader is not None:
@@ -185,6 +166,9 @@ class MapStyleSource(WindowSource):
                 sizes.append(asked.samples)
             if asked.is_last:
                 return parts, sizes, asked.of_window
+        if self._asked:
+            what = f"{describe_type(self._dataset)} or its collate function"
+            raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early")
         return parts, sizes, 0
 
     def _some_indices(self, most: int) -> Sequence[Any]:
@@ -226,11 +210,7 @@ class PartFetcher:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             set_epoch(self.users_dataset, request.epoch)
-        try:
-            return self._part(request)
-        except StopIteration as error:  # A DataLoader would end its own iteration.
-            what = f"{describe_type(self.users_dataset)} or its collate function"
-            raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early") from error
+        return self._part(request)
 
     def _part(self, request: PartRequest) -> Any:
         if not request.indices:
@@ -246,6 +226,10 @@ class PartFetcher:
             seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
             seed_generators(seed, self._generators)
         return self._collate(items)
+
+
+def _unchanged(part: Any) -> Any:
+    return part
 
 
 def _windows(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankF
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
 from autoaccum.training.data_windows import Window
-from autoaccum.training.fit_events import EventNotifier, Notice
+from autoaccum.training.fit_events import EventNotifier
 from autoaccum.training.stop_signals import StopRequested, StopSignals
 
 _T = TypeVar("_T")
@@ -47,8 +47,6 @@ class TrainingRanks:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
         self.is_first, self.is_ending = ranks.rank == 0, False
         self.is_alone = ranks.size == 1
-        self._warned: dict[str, None] = {}
-        self._shared = set[str]()
 
     def gather(self, value: _T) -> list[_T | None]:
         """Return the values that the ranks give, in their order; each calls this at the same point.
@@ -123,7 +121,7 @@ class TrainingRanks:
         self.is_alone = not all(self.gather(is_ready))
 
     def agree_on_window(self, window: Window | None, notifier: EventNotifier) -> None:
-        """Have all ranks stop if the callback of one wants to, and show what only other ranks warn of.
+        """Have all ranks stop if the callback of one wants to.
 
         Raises:
             UsageError: The ranks do not read the same data in the same order.
@@ -131,57 +129,28 @@ class TrainingRanks:
         if self.size == 1:
             return
         read = None if window is None else (window.samples, window.checksum)
-        answers = self.gather((read, notifier.should_stop, self._new_warnings(notifier)))
-        known = [answer for answer in answers if answer is not None]
-        self._show_warnings([new for *_, new in known], notifier)
-        if any(wants_stop for _, wants_stop, _ in known):
+        answers = [answer for answer in self.gather((read, notifier.should_stop)) if answer is not None]
+        if any(wants_stop for _, wants_stop in answers):
             notifier.should_stop = True
-        elif len({of_rank for of_rank, *_ in known}) > 1:
+        elif len({of_rank for of_rank, _ in answers}) > 1:
             raise UsageError(
                 "the ranks do not read the same samples in the same order",
                 hint="let the data and its sampler draw from the generators of Python, NumPy or torch, and give all"
                 " samples to every rank: fit deals them itself",
             )
 
-    def share_warnings(self, notifier: EventNotifier) -> None:
-        """Show on rank 0 what only other ranks warn of."""
-        if self.size > 1:
-            self._show_warnings([new or [] for new in self.gather(self._new_warnings(notifier))], notifier)
-
     @contextmanager
     def warning_once(self) -> Iterator[None]:
-        """Show Python's warnings on rank 0 only, and there also those that only another rank has."""
-        if self.size == 1:
-            yield
-            return
-        with warnings.catch_warnings():
-            shown = warnings.showwarning
-
-            def show(message: Warning | str, *where: Any, **options: Any) -> None:
-                self._warned[str(message)] = None
-                if self.is_first:
-                    shown(message, *where, **options)
-
-            warnings.showwarning = show
+        """Show Python's warnings on rank 0 only."""
+        with warnings.catch_warnings() if not self.is_first else nullcontext():
+            if not self.is_first:
+                warnings.simplefilter("ignore")
             yield
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the `tensors` of rank 0, except those that cannot be sent."""
         sent = [one for one in tensors if not (one.is_meta or one.is_quantized)]
         copy_from_first(self._ranks, [(f"tensor {at}", one) for at, one in enumerate(sent)])
-
-    def _new_warnings(self, notifier: EventNotifier) -> list[str]:
-        new = [text for text in (*notifier.warnings, *self._warned) if text not in self._shared]
-        self._shared.update(new)
-        return new
-
-    def _show_warnings(self, by_rank: list[list[str]], notifier: EventNotifier) -> None:
-        own = {*notifier.warnings, *self._warned}
-        for rank, texts in enumerate(by_rank):
-            for text in dict.fromkeys(texts):
-                if self.is_first and text not in own:
-                    own.add(text)
-                    notifier.notify(Notice(f"rank {rank}: {text}"))
 
 
 def raise_other(error: BaseException) -> NoReturn:

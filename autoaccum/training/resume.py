@@ -8,10 +8,9 @@ be equal.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from autoaccum.accumulation.argument_checks import check_plan, current_facts, differences, plan_facts, unwrap_model
+from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.sharded_tensors import model_class
@@ -33,10 +33,6 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
-from autoaccum.units import format_bytes
-
-_RATE_TOLERANCE = 1e-6
-"""Rounding of a learning rate that is a float32 tensor."""
 
 
 @dataclass(frozen=True)
@@ -66,37 +62,28 @@ def find_checkpoint(
     """
     if folder is None:
         return None
-    own: LoadedCheckpoint | None = None
+    read: LoadedCheckpoint | None = None
 
     def choose() -> Path | None:
-        nonlocal own
-        own = _find_newest(folder, resume, notify)
-        return None if own is None else own.path
+        nonlocal read
+        if resume == "never" and folder.checkpoints.paths():
+            raise UsageError(f"{folder.path} already holds a run, and resume is never", hint="use another folder")
+        newest = folder.checkpoints.newest(notify)
+        if newest is None and resume == "must":
+            raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="start the run without --resume must")
+        read = None if newest is None else LoadedCheckpoint(*newest)
+        return None if newest is None else newest[0]
 
     path = ranks.by_first(choose)
-    return own if path is None or own is not None else LoadedCheckpoint(path, read_checkpoint(path))
-
-
-def _find_newest(folder: RunFolder, resume: str, notify: Callable[[Any], Any]) -> LoadedCheckpoint | None:
-    if resume == "never":
-        if folder.checkpoints.paths():
-            raise UsageError(f"{folder.path} already holds a run, and resume is never", hint="use another folder")
-        return None
-    found = folder.checkpoints.newest(notify)
-    if found is None and resume == "must":
-        raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="start the run without --resume must")
-    return None if found is None else LoadedCheckpoint(*found)
-
-
-def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
-    """Return what must be equal on resuming, from the request and its data, as plain values."""
-    return {"target batch": request.target_batch, "seed": request.seed, "data": source.fingerprint()}
+    return read if path is None or read is not None else LoadedCheckpoint(path, read_checkpoint(path))
 
 
 def describe_run(request: FitRequest, components: TrainingComponents, source: Source) -> dict[str, Any]:
-    """Return all that must be equal on resuming, except what `restore_training` compares."""
+    """Return what must be equal on resuming, as plain values, except what `restore_training` compares."""
     return {
-        **describe_request(request, source),
+        "target batch": request.target_batch,
+        "seed": request.seed,
+        **{f"data: {name}": value for name, value in source.fingerprint().items()},
         "model": model_class(unwrap_model(components.model)).__name__,
         "optimizer": type(components.optimizer).__name__,
         "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
@@ -109,31 +96,21 @@ def describe_run(request: FitRequest, components: TrainingComponents, source: So
     }
 
 
-def check_same_run(checkpoint: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
-    """Raise UsageError, which names all differences, rather than resume a different training."""
-    then = {"coupled": False, **checkpoint.record["run"]}  # Earlier versions had no coupled losses.
-    different = "; ".join(_differences("", then, here))
+def check_same_run(
+    checkpoint: LoadedCheckpoint, here: Mapping[str, Any], setup: TrainingSetup, notify: Callable[[Any], Any]
+) -> None:
+    """Raise UsageError, which names all differences, rather than resume a different training; warn of changed code."""
+    then = checkpoint.record["run"]
+    different = "; ".join(
+        f"{name} was {then.get(name)!r}, is {value!r}" for name, value in here.items() if then.get(name) != value
+    )
     if different:
         raise UsageError(
             f"{checkpoint.path} belongs to another training: {different}",
             hint="use the same arguments as before, or another run folder",
         )
-
-
-def _differences(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in here.items():
-        was = then.get(name)
-        if isinstance(value, Mapping) and isinstance(was, Mapping) and was.keys() == value.keys():
-            yield from _differences(f"{name}: ", was, value)
-        elif was != value:
-            yield f"{of}{name} was {was!r}, is {value!r}"
-
-
-def warn_of_changes(checkpoint: LoadedCheckpoint, name: str, digest: str, notify: Callable[[Any], Any]) -> None:
-    """Warn if the workload's files have changed since the run began."""
-    then = checkpoint.record["digest"]
-    if then and digest and then != digest:
-        notify(Notice(f"{name} has changed since the checkpoint was written: training continues with the new code"))
+    if checkpoint.record["digest"] != setup.digest:
+        notify(Notice(f"{setup.name} has changed since the run began: training continues with the new code"))
 
 
 @dataclass(frozen=True)
@@ -158,25 +135,20 @@ def choose_micro_batch(
         UsageError: The given plan is for other updates or another device.
         DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
     """
-    found = _choose_without_planning(request, setup, checkpoint, notify)
-    if found is not None:
-        unused = [name for name in ("memory", "reserve", "worst_of") if getattr(request.options, name) is not None]
-        if unused:
-            verb = "is" if len(unused) == 1 else "are"
-            notify(Notice(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
-        each = max(setup.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
-        check_multiple(request.target_batch, each, "the target batch")
-        return replace(found, multiple_of=each)
+    known = _choose_without_planning(request, setup, checkpoint, notify)
+    if known is not None:
+        multiple = max(setup.multiple_of, 1 if known.plan is None else known.plan.multiple_of)
+        check_multiple(request.target_batch, multiple, "the target batch")
+        return replace(known, multiple_of=multiple)
     notify(Planning(setup.name))
     try:
-        made = setup.plan(source.planning_batch, notify)
+        plan = setup.plan(source.planning_batch, notify)
     except (UsageError, NotMeasuredError) as error:
         hint = "" if error.hint is None else f"{error.hint}; or "
         raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_option(32)}") from error.__cause__
-    earlier = None if checkpoint is None else checkpoint.plan
-    if earlier is not None:  # Trials do not depend on the learning rate: a tuned one stays valid for the new plan.
-        made = replace(made, learning_rate=earlier.learning_rate)
-    return MicroBatchChoice(made.micro_batch, made, made.multiple_of)
+    if checkpoint is not None and checkpoint.plan is not None:  # A tuned learning rate stays valid for the new plan.
+        plan = replace(plan, learning_rate=checkpoint.plan.learning_rate)
+    return MicroBatchChoice(plan.micro_batch, plan, plan.multiple_of)
 
 
 def choose_learning_rate(request: FitRequest, plan: Plan | None) -> float | None:
@@ -192,29 +164,27 @@ def check_choice(
     notify: Callable[[Any], Any],
 ) -> None:
     """Raise UsageError for a plan of another training, with what to run instead; then send notices on the choice."""
-    plan, rate = choice.plan, choose_learning_rate(request, choice.plan)
-    if plan is not None:
-        of_model = components.model, components.optimizer, components.objective
-        modes = components.precision, components.batchnorm, components.accumulate_in
-        try:
-            check_plan(plan, current_facts(*of_model, *modes, components.savers))
-        except UsageError as error:
-            raise UsageError(error.message, hint=_replan_hint(request, plan)) from None
-        digest = plan.workload.get("digest")
-        if request.plan is not None and digest and setup.digest and digest != setup.digest:
-            changed = f"{setup.name} is not the workload of the plan, or has changed since"
-            notify(Notice(f"{changed}: if memory runs out, plan again"))
-        if rate is not None and request.learning_rate is None:
-            notify(Notice(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
-        if components.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
-            size = format_bytes(sum(tensor.nbytes for tensor in components.averages.tensors))
-            hint = 'if memory runs out, plan again with keeps="ema" (--keeps ema)'
-            notify(Notice(f"the averaged weights take {size} that the plan does not count: {hint}"))
-    if rate is not None and components.scheduler is not None:
-        begins = float(components.optimizer.param_groups[0].get("initial_lr", rate))
-        if not math.isclose(begins, rate, rel_tol=_RATE_TOLERANCE):  # Some, such as OneCycleLR, set their own.
-            name = type(components.scheduler).__name__
-            notify(Notice(f"the learning rate is set to {rate:.6g}, but {name} starts at {begins:.6g}", warns=False))
+    plan = choice.plan
+    if plan is None:
+        return
+    of_model = components.model, components.optimizer, components.objective
+    modes = components.precision, components.batchnorm, components.accumulate_in
+    try:
+        check_plan(plan, current_facts(*of_model, *modes, components.savers))
+    except UsageError as error:
+        raise UsageError(error.message, hint=_replan_hint(request, plan)) from None
+    digest = plan.workload.get("digest")
+    if request.plan is not None and digest and setup.digest and digest != setup.digest:
+        notify(Notice(f"{setup.name} is not the workload of the plan, or has changed since: the plan may not fit"))
+    if plan.learning_rate is not None and request.learning_rate is None:
+        notify(Notice(f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it", warns=False))
+    if components.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
+        notify(Notice('the plan does not count the averaged weights: if memory runs out, plan again with keeps="ema"'))
+    if plan.coupling is not None and plan.iter_size > 1:
+        # The Accumulator itself warns of BatchNorm layers, in more detail; exact ones are those of the whole window.
+        already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
+        for sentence in plan.coupling.warnings(already_warned, is_joint=bool(components.objective.coupled)):
+            notify(Notice(sentence))
 
 
 def _choose_without_planning(
@@ -234,9 +204,7 @@ def _choose_without_planning(
     plan = checkpoint.plan
     if plan is None:
         return MicroBatchChoice(int(checkpoint.record["micro_batch"]))
-    different = _device_differences(plan, setup.device)
-    if plan.world_size != (ranks := world_size()):
-        different = [(counted(plan.world_size, "rank"), counted(ranks, "rank")), *different]
+    different = _place_differences(plan, setup.device)
     if not different:
         return MicroBatchChoice(plan.micro_batch, plan)
     notify(Notice(f"the run was planned for {different[0][0]}, and this is {different[0][1]}: it is planned again"))
@@ -247,34 +215,29 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> 
     """Check a plan before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    if plan.world_size != (ranks := world_size()):
-        planned, here = counted(plan.world_size, "rank"), counted(ranks, "rank")
-        raise UsageError(f"the plan is for {planned}, fit trains on {here}", hint=f"plan with --world-size {ranks}")
-    for name in ("parallel", "mesh"):
-        planned, given = getattr(plan, name), getattr(request.options, name)
-        if None not in (planned, given) and planned != given:
-            raise UsageError(f"the plan is for {name}={planned!r}, and {given!r} is given", hint="leave it out")
     if plan.parallel == "fsdp2" and isinstance(request.model_or_workload, nn.Module):
         raise UsageError("the plan shards the model, and fit shards those that it builds", hint="give it a workload")
+    different = _place_differences(plan, setup.device)
     if plan.target_batch != request.target_batch:
-        raise UsageError(
-            f"the plan is for updates of {plan.target_batch} samples, but {request.target_batch} are requested",
-            hint=_replan_hint(request, plan),
-        )
-    different = _device_differences(plan, setup.device)
+        different.append((f"updates of {plan.target_batch} samples", f"updates of {request.target_batch}"))
+    for name in ("parallel", "mesh"):
+        planned, asked = getattr(plan, name), getattr(request.options, name)
+        if None not in (planned, asked) and planned != asked:
+            different.append((f"{name}={planned!r}", f"{name}={asked!r}"))
     if different:
-        (planned, here), *_ = different
-        raise UsageError(f"the plan is for {planned}; this is {here}", hint=_replan_hint(request, plan))
+        planned, here = different[0]
+        raise UsageError(f"the plan is for {planned}; here is {here}", hint=_replan_hint(request, plan))
 
 
-def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
-    """Return how the plan's device differs from this one, as text for both."""
-    if device.type != "cuda":
-        here: dict[str, Any] = {"kind": device.type}
-    else:
+def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
+    """Return how the plan's ranks and device differ from those here, as text for both."""
+    here: dict[str, Any] = {"kind": device.type}
+    if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
-        here = {"kind": "cuda", "card": card.name, "total_bytes": card.total_memory}
-    return differences(plan_facts(plan), here)
+        here |= {"card": card.name, "total_bytes": card.total_memory}
+    different = [(plan.world_size, world_size())] if plan.world_size != world_size() else []
+    by_ranks = [(counted(planned, "rank"), counted(ranks, "rank")) for planned, ranks in different]
+    return [*by_ranks, *differences(plan_facts(plan), here)]
 
 
 def _replan_hint(request: FitRequest, plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import io
@@ -56,10 +57,8 @@ class RunFolder:
                     f"{self.path} holds {', '.join(others)} and no checkpoint: training would overwrite them",
                     hint="use another folder, or move these files",
                 )
-            self._created = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path / _LOCK)
-            folder.mkdir(exist_ok=True)  # A refused process may have removed it before it released the lock.
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"{self.path} is not a folder, or lies below a file", hint=_OTHER_FOLDER) from None
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
@@ -95,13 +94,6 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            if not self.checkpoints.paths():  # Training never started: leave nothing behind.
-                with suppress(OSError):
-                    for created in self._created[:1]:  # `checkpoints`: the next process creates it again.
-                        created.rmdir()
-                    (self.path / _LOCK).unlink(missing_ok=True)
-                    for created in self._created[1:]:
-                        created.rmdir()
             os.close(self._lock)
             self._lock = None
 
@@ -120,7 +112,6 @@ class MetricsLog:
 
     def __init__(self, folder: Path, update: int, evaluated_at: int, notify: Callable[[Any], Any]) -> None:
         self._path, self._notify = folder / "metrics.jsonl", notify
-        self._has_failed = False
         self._file: io.FileIO | None = None
         try:
             self._file = io.FileIO(self._path, "a+")
@@ -162,10 +153,10 @@ class MetricsLog:
         if self._file is None:
             return False
         end = self._file.seek(0, io.SEEK_END)
-        rest = memoryview(json.dumps(_finite(values), allow_nan=False).encode() + b"\n")
+        line = json.dumps(_finite(values), allow_nan=False).encode() + b"\n"
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)
@@ -174,10 +165,7 @@ class MetricsLog:
         return True
 
     def _fail(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            reason = error.strerror or error
-            self._notify(Notice(f"{self._path} cannot be written ({reason}): some lines are missing"))
+        self._notify(Notice(f"{self._path} cannot be written ({error.strerror}): some lines are missing"))
 
 
 def _lock(path: Path) -> int:
@@ -195,9 +183,6 @@ def _lock(path: Path) -> int:
     except OSError:
         os.close(handle)
         raise
-    if os.fstat(handle).st_nlink == 0:  # A refused process has just removed it.
-        os.close(handle)
-        return _lock(path)
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return handle

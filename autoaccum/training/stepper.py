@@ -13,7 +13,7 @@ from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
-from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, SaverAdded, Skipped
+from autoaccum.training.fit_events import Notice
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.training_setup import TrainingComponents
@@ -22,82 +22,41 @@ from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")
 _PATIENCE = 32
-_MOST_PATIENCE = 32
-"""The most that patience grows by: raises that keep failing are tried every 1,024 updates in the end."""
-
-_NEAR = 8
-"""A size less than an eighth below the planned one is raised to it."""
+_MOST_PATIENCE = 1024
 
 
 class Ceiling:
     """The largest micro-batch, from update to update.
 
-    The Accumulator lowers it when memory runs out. After `patience` updates without that, it is raised halfway to the
-    planned size, or to it once that is near. A raise has succeeded after as many updates again, which resets the
-    patience; a raise that fails doubles the patience and returns to the size that fitted before.
+    The Accumulator lowers it when memory runs out. After `patience` updates without that, the planned size is tried
+    again, and the patience doubles, up to 1,024 updates.
 
     >>> ceiling = Ceiling(256, patience=2)
-    >>> [ceiling.record(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 100), (0, 100)]]
-    [None, None, 178, 100, None, None]
-    >>> ceiling.largest, ceiling.patience
-    (100, 4)
+    >>> [ceiling.record(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 90), (0, 90)]]
+    [100, 100, 256, 90, 90, 90]
 
     Args:
         planned: The initial and the largest size, at least 1.
-        patience: Updates without running out of memory before a raise, at least 1.
-
-    Attributes:
-        largest: The ceiling now, in samples.
-        patience: Updates before the next raise.
+        patience: Updates without running out of memory before the planned size is tried again, at least 1.
     """
 
     def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
         self.planned = self.largest = planned
-        self.patience = self._usual_patience = patience
-        self._stable_updates = 0
-        self._last_fit: int | None = None  # The ceiling before a raise that has not succeeded yet.
+        self.patience, self.stable_updates = patience, 0
 
-    def record(self, retries: int, micro_batch: int) -> int | None:
-        """Record an update's `retries` and the Accumulator's ceiling after it; return the new ceiling if it changes."""
-        self.largest = min(max(micro_batch, 1), self.planned)
-        if retries:
-            return self._lower()
-        self._stable_updates += 1
-        if self._last_fit is not None and self._stable_updates >= self.patience:
-            self._last_fit, self.patience = None, self._usual_patience
-        if self._last_fit is not None or self.largest == self.planned or self._stable_updates < self.patience:
-            return None
-        self._last_fit, self._stable_updates = self.largest, 0
-        halfway = (self.largest + self.planned + 1) // 2
-        self.largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
+    def record(self, retries: int, micro_batch: int) -> int:
+        """Record an update's `retries` and the Accumulator's ceiling after it; return the ceiling of the next one."""
+        self.largest = min(micro_batch, self.planned)
+        self.stable_updates = 0 if retries else self.stable_updates + 1
+        if self.largest < self.planned and self.stable_updates >= self.patience:
+            self.largest, self.stable_updates = self.planned, 0
+            self.patience = min(2 * self.patience, _MOST_PATIENCE)
         return self.largest
 
-    def state(self) -> dict[str, int | None]:
-        """Return the state for `restore`, as plain values."""
-        return {
-            "largest": self.largest,
-            "stable_updates": self._stable_updates,
-            "patience": self.patience,
-            "last_fit": self._last_fit,
-        }
-
-    def restore(self, state: Mapping[str, int | None]) -> None:
-        """Continue from a `state`; a smaller planned size than before limits it."""
-        self.largest = min(max(state["largest"] or 1, 1), self.planned)
-        self._stable_updates = state["stable_updates"] or 0
-        self.patience = min(max(state["patience"] or 1, self._usual_patience), self._usual_patience * _MOST_PATIENCE)
-        fitted = state["last_fit"]
-        self._last_fit = None if fitted is None else min(fitted, self.planned)
-
-    def _lower(self) -> int | None:
-        fitted, self._last_fit, self._stable_updates = self._last_fit, None, 0
-        if fitted is None:
-            return None
-        self.patience = min(2 * self.patience, self._usual_patience * _MOST_PATIENCE)
-        if fitted <= self.largest:
-            return None
-        self.largest = fitted
-        return fitted
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue from the attributes of an earlier run; a smaller planned size than before limits it."""
+        self.patience, self.stable_updates = state["patience"], state["stable_updates"]
+        self.largest = min(state["largest"], self.planned)
 
 
 class Stepper(StepObserver):
@@ -109,7 +68,7 @@ class Stepper(StepObserver):
         request: The request, with `clip_norm`, `skip_nonfinite` and `check`.
         progress: The progress; skipped windows are counted in it.
         check: Called at the start of each phase of a step; an exception from it rolls the step back.
-        notify: Called with `OutOfMemoryRetry`, `SaverAdded`, `CeilingRaised` and `Skipped`.
+        notify: Called with notices.
 
     Attributes:
         ceiling: The largest micro-batch now.
@@ -217,15 +176,12 @@ class Stepper(StepObserver):
         """
         if self._components.averages is not None and result.updated:
             self._components.averages.update()
-        raised = self.ceiling.record(result.retries, self._accumulator.micro_batch)
-        self._accumulator.micro_batch = self.ceiling.largest
+        self._accumulator.micro_batch = self.ceiling.record(result.retries, self._accumulator.micro_batch)
         if result.updated and self._components.scheduler is not None:
             self._components.scheduler.step()  # Before any event: a callback that raises ends the run here.
-        if raised is not None and not result.retries:
-            self._notify(CeilingRaised(self._progress.update, raised))
         if self._skip_reason is not None:
             self._progress.skipped += 1
-            self._notify(Skipped(self._progress.update, self._skip_reason))
+            self._notify(Notice(f"update {self._progress.update} is skipped: {self._skip_reason}", warns=False))
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of this update, as `Updated` describes it."""
@@ -235,12 +191,12 @@ class Stepper(StepObserver):
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain values."""
-        return {"ceiling": self.ceiling.state(), "savers": list(self.added_savers)}
+        return {"ceiling": dict(vars(self.ceiling)), "savers": list(self.added_savers)}
 
     def restore(self, state: Mapping[str, Any], *, same_plan: bool) -> None:
         """Continue from the `state` of an earlier run, as far as memory goes only if the micro-batch is the same."""
         if same_plan:
-            self._accumulator.restore_savers(state.get("savers", ()))  # Earlier versions added none.
+            self._accumulator.restore_savers(state["savers"])
             self.ceiling.restore(state["ceiling"])
             self._accumulator.micro_batch = self.ceiling.largest
 
@@ -254,9 +210,12 @@ class Stepper(StepObserver):
         self._retries += 1
         # A step that ends without an update would not lower it.
         self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
-        self._notify(OutOfMemoryRetry(self._progress.update + 1, phase, micro_batch, next_micro_batch))
+        self._tell(f"out of memory in {phase} with {micro_batch}, repeated with {next_micro_batch}", warns=False)
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
         """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
         self._retries += 1
-        self._notify(SaverAdded(self._progress.update + 1, phase, micro_batch, saver))
+        self._tell(f"out of memory in {phase} with {micro_batch}: this and later updates run with {saver}", warns=True)
+
+    def _tell(self, text: str, *, warns: bool) -> None:
+        self._notify(Notice(f"update {self._progress.update + 1}: {text}", warns=warns))

@@ -26,10 +26,8 @@ from autoaccum.training.resume import (
     check_same_run,
     choose_learning_rate,
     choose_micro_batch,
-    describe_request,
     describe_run,
     find_checkpoint,
-    warn_of_changes,
 )
 from autoaccum.training.run_folder import MetricsLog, RunFolder
 from autoaccum.training.stop_signals import StopRequested, StopSignals
@@ -75,9 +73,6 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         source = open_source(setup.data, settings)
         stack.callback(source.close)
         checkpoint = find_checkpoint(folder, request.resume, notify, ranks)
-        if checkpoint is not None:
-            check_same_run(checkpoint, describe_request(request, source))  # Before a plan that may take minutes.
-            warn_of_changes(checkpoint, setup.name, setup.digest, notify)
         resumed_from = None if checkpoint is None else checkpoint.path
         choice = choose_micro_batch(request, setup, source, checkpoint, notify)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
@@ -86,7 +81,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         components = setup.build(choice.plan, choose_learning_rate(request, choice.plan))
         run = describe_run(request, components, source)
         if checkpoint is not None:
-            check_same_run(checkpoint, run)
+            check_same_run(checkpoint, run, setup, notify)
         check_choice(request, setup, components, choice, notify)
         # Ranks meet here, and one that waits for the others can still be stopped at once.
         choice = _lower(choice, None if folder is None else ranks.by_first(folder.read_ceiling), notify)
@@ -97,8 +92,6 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         loop = Loop(*parts, signals=signals, notifier=notifier, ranks=ranks)
         if ranks.rank > 0:
             _seed_training(request.seed, ranks.rank)
-        if folder is not None and (warning := source.order_warning()):
-            notify(Notice(warning))
         if checkpoint is not None:
             loop.restore(checkpoint.record)
             loop.checkpoint_writer.resume_from(checkpoint.path)
@@ -213,7 +206,6 @@ def _result(
                 ema_path = ranks.by_first(lambda: folder.write_weights(averages.model.state_dict(), "ema.pt"))
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
-    ranks.share_warnings(notifier)
     return FitResult(
         model=loop.components.model,
         optimizer=loop.components.optimizer,

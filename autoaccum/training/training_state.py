@@ -1,28 +1,26 @@
 """The progress of a training, and its state: captured for a checkpoint, and restored bit for bit.
 
-Weights and optimizer state use `torch.distributed.checkpoint.state_dict`, by parameter name.
+Weights and optimizer state are saved whole and by parameter name, whether the model is sharded, wrapped or neither.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as torch_state
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.rng_state import capture_rng_state, restore_rng_state
+from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepResult
-from autoaccum.errors import UsageError, first_line
-from autoaccum.training.fit_events import Notice
+from autoaccum.errors import UsageError
 from autoaccum.training.training_setup import TrainingComponents
 
-_GATHERED = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 _MOST_LISTED = 3
 """Differences that one message lists."""
 
@@ -96,37 +94,32 @@ class Goal:
         return updates if self.steps is None else min(updates, self.steps)
 
 
-def capture_settings(components: TrainingComponents) -> dict[str, Any]:
-    """Return the settings of optimizer and scheduler before any update: a resumed run must have the same."""
-    groups = components.optimizer.param_groups
-    plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return {"groups": copy.deepcopy(plain), "schedule": copy.deepcopy(_schedule(components))}
+def capture_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups before any update: a resumed run must have the same."""
+    return copy.deepcopy(
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    )
 
 
 def capture_training(components: TrainingComponents) -> dict[str, Any]:
     """Return all state that training changes, except the position in the data. Tensors are not copied.
 
-    That of a sharded model is gathered on rank 0, as all ranks call this; the others return no tensors of it.
+    That of a sharded model is gathered, as all ranks call this.
 
     Raises:
         UsageError: The scheduler has no state_dict.
     """
-    root, optimizer = _joint_module(components), components.optimizer
-    gathered = _GATHERED if components.is_sharded else None
-    state = torch_state.get_model_state_dict(root, options=gathered)
-    averages = components.averages
+    root, optimizer, averages = _joint_module(components), components.optimizer, components.averages
+    model, names = _whole(root.state_dict()), _group_names(root, optimizer)
+    state = _whole(optimizer.state_dict())
+    flat = [name for group in names for name in group]
     return {
-        "model": state,
-        "hidden": {name: buffer for name, buffer in root.named_buffers() if name not in state},
-        "frozen": [name for name, parameter in _parameters(root).items() if not parameter.requires_grad],
+        "model": {_bare(name): value for name, value in model.items()},
+        "hidden": {name: buffer for name, buffer in root.named_buffers() if name not in model},
+        "frozen": [_bare(name) for name, parameter in root.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, module in root.named_modules() if not module.training],
-        "groups": _group_names(root, optimizer),
-        # torch makes a step with zero gradients if an optimizer has no state yet.
-        "optimizer": (
-            torch_state.get_optimizer_state_dict(root, optimizer, options=gathered)
-            if optimizer.state
-            else optimizer.state_dict()
-        ),
+        "groups": names,
+        "optimizer": {**state, "state": {flat[index]: values for index, values in state["state"].items()}},
         "scheduler": _schedule(components),
         "scaler": None if components.scaler is None else components.scaler.state_dict(),
         "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
@@ -135,54 +128,43 @@ def capture_training(components: TrainingComponents) -> dict[str, Any]:
 
 
 def full_weights(components: TrainingComponents) -> dict[str, Any]:
-    """Return the weights of the model as a `state_dict`; those of a sharded one on rank 0, as all ranks call this."""
-    model = unwrap_model(components.model)
-    if not components.is_sharded:
-        return dict(model.state_dict())
-    return dict(torch_state.get_model_state_dict(model, options=_GATHERED))
+    """Return the weights of the model as a `state_dict`; those of a sharded one whole, as all ranks call this."""
+    weights = unwrap_model(components.model).state_dict()
+    return {_bare(name): value for name, value in _whole(dict(weights)).items()}
 
 
-def restore_training(
-    state: Mapping[str, Any], settings: Mapping[str, Any], components: TrainingComponents, notify: Callable[[Any], Any]
-) -> None:
+def restore_training(state: Mapping[str, Any], settings: list[dict[str, Any]], components: TrainingComponents) -> None:
     """Restore what `capture_training` captured, bit for bit, except random states, which are restored last.
 
     Args:
         state: The captured state. The optimizer may take over its tensors.
         settings: The settings at the start of the run, by `capture_settings`.
         components: The components to restore; changed only if everything matches.
-        notify: Called with a notice if a setting differs.
 
     Raises:
         UsageError: The state belongs to another training, or its settings differ; the message names the differences.
     """
-    root, here = _joint_module(components), capture_settings(components)
-    found = _differences(state, root, components.optimizer)
-    if not found:
-        found = _changed_groups(settings["groups"], here["groups"], state["optimizer"]["param_groups"])
-    if found:
-        more = f"; and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+    root, optimizer = _joint_module(components), components.optimizer
+    differences = [*_differences(state, root, optimizer)] or [*_changed_settings(state, settings, optimizer)]
+    if differences:
+        more = f"; and {len(differences) - _MOST_LISTED} more" if len(differences) > _MOST_LISTED else ""
         raise UsageError(
-            f"the checkpoint belongs to another training: {'; '.join(found[:_MOST_LISTED])}{more}",
+            f"the checkpoint belongs to another training: {'; '.join(differences[:_MOST_LISTED])}{more}",
             hint="use the same arguments as before, or another run folder",
         )
-    if components.is_sharded:
-        state = _divide(state, _parameters(root))
-    _restore("the optimizer", lambda: _restore_optimizer(state["optimizer"], root, components.optimizer))
-    _restore("the model", lambda: torch_state.set_model_state_dict(root, dict(state["model"])))
+    here = root.state_dict()
+    root.load_state_dict({name: _part(state["model"][_bare(name)], like) for name, like in here.items()})
+    _restore_optimizer(state, root, optimizer)
     buffers = dict(root.named_buffers())
     for name, value in state["hidden"].items():
         if name in buffers and buffers[name].shape == value.shape:
             buffers[name].copy_(value)
-    for name, parameter in _parameters(root).items():
-        parameter.requires_grad_(name not in state["frozen"])
+    for name, parameter in root.named_parameters():
+        parameter.requires_grad_(_bare(name) not in state["frozen"])
     for name, module in root.named_modules():
         module.training = name not in state["evaluating"]
     if components.scheduler is not None:
-        changed = _changed(settings["schedule"], here["schedule"], state["scheduler"])
-        _restore("the scheduler", lambda: components.scheduler.load_state_dict(state["scheduler"]))
-        if changed:
-            notify(Notice(f"the scheduler resumes with its saved {', '.join(changed)}: the new settings are not used"))
+        components.scheduler.load_state_dict(state["scheduler"])
     if components.scaler is not None:
         components.scaler.load_state_dict(state["scaler"])
     if components.averages is not None:
@@ -190,28 +172,51 @@ def restore_training(
         components.averages.updates = state["ema"]["updates"]
 
 
-def _divide(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a captured state with this rank's parts of what is like a sharded parameter."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    def part(name: str, value: Any) -> Any:
-        like = parameters.get(name)
-        if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
-            return value
-        # Each rank has read the whole.
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-    optimizer = state["optimizer"]
-    divided = {
-        name: {key: part(name, value) for key, value in values.items()} for name, values in optimizer["state"].items()
-    }
-    model = {name: part(name, value) for name, value in state["model"].items()}
-    return {**state, "model": model, "optimizer": {**optimizer, "state": divided}}
-
-
 def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:
     """Restore the random states of the interrupted run, as `capture_training` has them."""
     restore_rng_state(random, components.devices, _generators(_joint_module(components)))
+
+
+def _restore_optimizer(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> None:
+    saved, parameters = state["optimizer"], [one for group in optimizer.param_groups for one in group["params"]]
+    names = [name for group in state["groups"] for name in group]
+    divided = {
+        index: {key: _part(value, parameters[index]) for key, value in saved["state"][name].items()}
+        for index, name in enumerate(names)
+        if name in saved["state"]
+    }
+    optimizer.load_state_dict({**saved, "state": divided})
+    for index, values in divided.items():
+        own = optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, str):  # torch takes a string for a list,
+                own[key] = value
+            elif isinstance(value, Tensor) and own[key].dtype != value.dtype:  # and casts to the parameter's dtype.
+                own[key] = value.to(own[key].device)
+
+
+def _whole(state: Any) -> Any:
+    """Return a nest of dicts with every sharded tensor gathered in the host memory of rank 0."""
+    if isinstance(state, Tensor) and is_sharded(state):
+        sharded: Any = state
+        gathered = sharded.to(sharded.device_mesh.device_type).full_tensor()
+        return gathered.cpu() if torch.distributed.get_rank() == 0 else gathered.new_empty(0, device="cpu")
+    return {key: _whole(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def _part(value: Any, like: Any) -> Any:
+    """Return this rank's part of what is like a sharded tensor, and anything else as it is."""
+    if not (is_sharded(like) and isinstance(value, Tensor) and value.shape == like.shape):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Each rank has read the whole.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _bare(name: str) -> str:
+    """Return a name without the prefix that torch.compile adds."""
+    return name.replace("_orig_mod.", "")
 
 
 def _joint_module(components: TrainingComponents) -> nn.Module:
@@ -219,10 +224,10 @@ def _joint_module(components: TrainingComponents) -> nn.Module:
     root = nn.Module()
     root.model = unwrap_model(components.model)
     root.loss_modules = nn.ModuleList(unwrap_model(each) for each in components.loss_modules if _can_be_saved(each))
-    known = {id(parameter) for parameter in root.parameters()}
+    in_modules = {id(parameter) for parameter in root.parameters()}
     for group in components.optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in known:
+            if id(parameter) not in in_modules:
                 root._parameters[f"optimizer_only{len(root._parameters)}"] = parameter  # Need not be an nn.Parameter.
     return root
 
@@ -235,58 +240,44 @@ def _can_be_saved(module: nn.Module) -> bool:
 
 def _schedule(components: TrainingComponents) -> Any:
     scheduler = components.scheduler
-    for name in ("state_dict", "load_state_dict"):
-        if scheduler is not None and not callable(getattr(scheduler, name, None)):
-            raise UsageError(
-                f"the {type(scheduler).__name__} has no {name}, so it cannot be saved in a run folder",
-                hint="define state_dict and load_state_dict, or train without a run folder",
-            )
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise UsageError(
+            f"the {type(scheduler).__name__} has no state_dict and load_state_dict, so it cannot be saved",
+            hint="define them, or train without a run folder",
+        )
     return None if scheduler is None else scheduler.state_dict()
 
 
 def _generators(root: nn.Module) -> list[torch.Generator]:
-    found = (value for module in root.modules() for value in vars(module).values())
-    return [value for value in found if isinstance(value, torch.Generator)]
-
-
-def _parameters(root: nn.Module) -> dict[str, Tensor]:
-    """Return parameters by name, without the prefix that torch.compile adds."""
-    return {name.replace("_orig_mod.", ""): parameter for name, parameter in root.named_parameters()}
+    values = (value for module in root.modules() for value in vars(module).values())
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def _group_names(root: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(parameter): name for name, parameter in _parameters(root).items()}
+    names = {id(parameter): _bare(name) for name, parameter in root.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _restore_optimizer(saved: dict[str, Any], root: nn.Module, optimizer: Optimizer) -> None:
-    if not saved["state"]:
-        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in saved_group.items() if key != "params"})
-        return
-    parameters = _parameters(root)
-    for name in saved["state"]:
-        parameters[name].requires_grad_(True)  # torch skips the state of frozen parameters.
-    if not optimizer.state:  # Without any state torch makes a step first, which some optimizers count.
-        optimizer.state[parameters[next(iter(saved["state"]))]] = {}
-    options = torch_state.StateDictOptions(strict=False)  # Parameters that never had a gradient have no state.
-    torch_state.set_optimizer_state_dict(root, optimizer, saved, options=options)
-    for name, values in saved["state"].items():
-        state = optimizer.state[parameters[name]]
-        for key, value in values.items():
-            if isinstance(value, str):  # torch splits a string,
-                state[key] = value
-            elif isinstance(value, Tensor) and state[key].dtype != value.dtype:  # and casts to the parameter's dtype.
-                state[key] = value.to(state[key].device)
+def _differences(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    there, here = state["model"], {_bare(name): value for name, value in root.state_dict().items()}
+    for name in {**there, **here}:
+        was, now = _describe_tensor(there.get(name)), _describe_tensor(here.get(name))
+        if was != now:
+            yield f"{name} was {was}, is {now}"
+    if there.keys() == here.keys() and state["groups"] != _group_names(root, optimizer):
+        yield "the optimizer's parameter groups differ"
 
 
-def _differences(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> list[str]:
-    here, there = torch_state.get_model_state_dict(root), state["model"]
-    forms = {name: (_describe_tensor(there.get(name)), _describe_tensor(here.get(name))) for name in {**there, **here}}
-    found = [f"{name} was {theirs}, is {ours}" for name, (theirs, ours) in forms.items() if theirs != ours]
-    if not found and state["groups"] != _group_names(root, optimizer):
-        found.append("the optimizer's parameter groups differ")
-    return found
+def _changed_settings(state: Mapping[str, Any], then: list[dict[str, Any]], optimizer: Optimizer) -> Iterator[str]:
+    """Yield the settings that differ, except those that training itself has changed in a reused optimizer."""
+    for old, current, new in zip(then, state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
+        for key in old:
+            if key in new and repr(new[key]) not in (repr(old[key]), repr(current.get(key))):
+                yield f"{key} was {_short(old[key])}, is {_short(new[key])}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _describe_tensor(value: Any) -> str:
@@ -294,25 +285,3 @@ def _describe_tensor(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "missing" if value is None else "not a tensor"
-
-
-def _changed_groups(then: Any, now: Any, saved: Any) -> list[str]:
-    found: dict[str, None] = {}
-    for old, new, current in zip(then, now, saved, strict=True):
-        for key in _changed(old, new, current):
-            was, now_is = (f"{it:.6g}" if isinstance(it, float) else str(it) for it in (old[key], new[key]))
-            found[f"{key} was {was}, is {now_is}"] = None
-    return list(found)
-
-
-def _changed(then: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return the settings that differ, except those that training itself has changed in a reused object."""
-    return [key for key in now if key in then and repr(now[key]) not in (repr(then[key]), repr(saved.get(key)))]
-
-
-def _restore(what: str, restore: Callable[[], Any]) -> None:
-    try:
-        restore()
-    except Exception as error:
-        reason = first_line(error) or type(error).__name__
-        raise UsageError(f"the state of {what} cannot be restored ({reason})", hint="use another run folder") from error

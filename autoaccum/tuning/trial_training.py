@@ -24,14 +24,7 @@ from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_source import is_map_style
-from autoaccum.training.fit_events import (
-    Evaluated,
-    EvaluationFailed,
-    OutOfMemoryRetry,
-    SaverAdded,
-    Started,
-    Updated,
-)
+from autoaccum.training.fit_events import Evaluated, Started, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
@@ -134,16 +127,11 @@ class TrialMonitor:
         if isinstance(event, Updated):
             now = time.perf_counter()
             self.seconds, self._since = self.seconds + now - self._since, now
-            self.samples = event.samples
+            self.samples, self.oom_retries = event.samples, self.oom_retries + event.retries
             return self._has_passed(100)
         if isinstance(event, Evaluated):
             self._record_loss(event.values["loss"], event.update)
-        elif isinstance(event, EvaluationFailed):
-            self.ending = "out_of_memory" if event.out_of_memory else "failed"
-            self.reason = f"the evaluation after update {event.update} failed: {event.reason}"
-        elif isinstance(event, OutOfMemoryRetry | SaverAdded):
-            self.oom_retries += 1
-        if isinstance(event, (Started, Evaluated, EvaluationFailed)):
+        if isinstance(event, (Started, Evaluated)):
             self._since = time.perf_counter()
         return self.ending is not None
 

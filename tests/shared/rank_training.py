@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.coupling import Coupling
-from autoaccum.training import loop
 
 SAMPLES = 51
 
@@ -46,7 +43,5 @@ def train(
     prepare(optimizer)
     options = {"loss": nn.CrossEntropyLoss(), "callbacks": [], "progress": False, **options}
     options["callbacks"] = [events.append, *options["callbacks"]]
-    with pytest.MonkeyPatch.context() as patch:  # The experiment takes longer than ten updates.
-        patch.setattr(loop, "_probe_coupling", lambda components, batch: Coupling(loss=False))
-        result = autoaccum.fit(trained, Rows() if data is None else data, optimizer=optimizer, **options)
+    result = autoaccum.fit(trained, Rows() if data is None else data, optimizer=optimizer, **options)
     return result, trained.state_dict(), events

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from autoaccum.training.evaluation import Evaluation, EvaluationData
-from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 from autoaccum.workload.objective import resolve_objective
 
 SAMPLES, CLASSES = 23, 3
@@ -39,15 +38,8 @@ def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, 
 
 def values(made: Evaluation, model: nn.Module) -> dict[str, float]:
     outcome = made.run(model, 7)
-    assert isinstance(outcome, Evaluated), outcome
     assert outcome.update == 7
     return dict(outcome.values)
-
-
-def reason(made: Evaluation, model: nn.Module) -> str:
-    outcome = made.run(model, 7)
-    assert isinstance(outcome, EvaluationFailed), outcome
-    return outcome.reason
 
 
 def whole(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:

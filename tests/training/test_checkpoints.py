@@ -7,7 +7,7 @@ import os
 import random
 import resource
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,37 +135,6 @@ def test_any_truncation_is_found(tmp_path: Path) -> None:
             read_checkpoint(path)
 
 
-ALTERATIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a name is gone": lambda content: content["record"].pop("update"),
-    "a number": lambda content: content["record"].update(update=7),
-    "a type": lambda content: content["record"].update(update=[1]),
-    "a tensor's form": lambda content: content["record"].update(weights=torch.ones(3)),
-    "all of it": lambda content: content.pop("record"),
-}
-
-
-@pytest.mark.parametrize("kind", ALTERATIONS)
-def test_an_altered_checkpoint_is_skipped_although_its_checksums_are_right(kind: str, tmp_path: Path) -> None:
-    store, notices = Checkpoints(tmp_path), list[Any]()
-    store.write(1, {"update": 1, "weights": torch.ones(2)})
-    path = store.write(2, {"update": 2, "weights": torch.ones(2)})
-    content = torch.load(path, weights_only=True)
-    ALTERATIONS[kind](content)
-    torch.save(content, path)
-    found = store.newest(notices.append)
-    assert found is not None
-    assert found[1]["update"] == 1
-    assert "2.pt is damaged (its values differ from those that were written) and was skipped" in notices[0].text
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_outline(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).write(1, {"update": 1})
-    content = torch.load(path, weights_only=True)
-    del content["outline"]
-    torch.save(content, path)
-    assert read_checkpoint(path) == {"update": 1}
-
-
 class Malicious:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -212,8 +181,8 @@ def test_damaged_checkpoints_are_skipped_with_a_notice(tmp_path: Path) -> None:
     assert read["update"] == 1
     assert ["3.pt is damaged" in notices[0].text, "2.pt is damaged" in notices[1].text] == [True, True]
     path.write_bytes(b"PK\x03\x04")
-    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: .*03.pt is damaged.*01.pt.*another"):
-        store.newest(never)
+    with pytest.raises(CheckpointError, match="all checkpoints in .* are damaged"):
+        store.newest(notices.append)
     assert len(store.paths()) == 3
 
 
@@ -257,24 +226,3 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path) -> None:
     newest = store.newest(never)
     assert newest is not None
     assert newest[0] == earlier
-
-
-@pytest.mark.parametrize("fault", ["changed", "cut"])
-def test_a_file_that_does_not_read_back_is_removed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, sync = Checkpoints(tmp_path), os.fsync
-    earlier = store.write(1, {"weight": torch.zeros(1000)})
-    content = earlier.read_bytes()
-
-    def corrupt(handle: int) -> None:
-        sync(handle)
-        if fault == "changed":
-            os.pwrite(handle, b"\x01", os.fstat(handle).st_size // 2)
-        else:
-            os.ftruncate(handle, os.fstat(handle).st_size - 500)
-
-    monkeypatch.setattr(os, "fsync", corrupt)
-    for update in (1, 2):
-        with pytest.raises(CheckpointError, match="does not read back as it was written: check the disk"):
-            store.write(update, {"weight": torch.zeros(1000)})
-    assert [*tmp_path.iterdir()] == [earlier]
-    assert earlier.read_bytes() == content

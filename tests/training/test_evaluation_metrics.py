@@ -16,7 +16,6 @@ from small_evaluations import (
     dataset,
     evaluation,
     net,
-    reason,
     samples,
     values,
     whole,
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from autoaccum.errors import WorkloadError
 from autoaccum.training.evaluation import Evaluation, EvaluationData
 from autoaccum.training.fit_events import Evaluated
 from autoaccum.workload.objective import resolve_objective
@@ -128,5 +128,5 @@ def test_named_numbers_are_averaged_and_a_result_without_numbers_is_refused() ->
 
     mean = pytest.approx((4 * 5 * 5 + 3 * 3) / SAMPLES)
     assert values(evaluation(evaluate=evaluate), net()) == {"a": mean, "b": mean, "c": mean, "d": 1.0}
-    message = reason(evaluation(evaluate=lambda model, batch: model(batch[0])), net())
-    assert "returned a Tensor, which is not a number: return a number, or a dict of numbers" in message
+    with pytest.raises(WorkloadError, match="returned a Tensor, which is not a number: return a number, or a dict"):
+        evaluation(evaluate=lambda model, batch: model(batch[0])).run(net(), 7)

@@ -22,7 +22,6 @@ from autoaccum.workload.spec import Workload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
-    pytest.mark.usefixtures("known_coupling"),
 ]
 EMA: Any = swa_utils.get_ema_multi_avg_fn
 X = torch.randn(48, 5, generator=torch.Generator().manual_seed(1))

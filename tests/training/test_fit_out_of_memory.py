@@ -15,7 +15,7 @@ from warm_children import WarmPython
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError
-from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, Started, Updated
+from autoaccum.training.fit_events import Started, Updated
 
 SCRIPT = """
 import json, re, resource, sys, warnings
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import autoaccum
-from autoaccum.training.fit_events import CeilingRaised, Evaluated, OutOfMemoryRetry, Updated
+from autoaccum.training.fit_events import Evaluated, Updated
 
 warnings.simplefilter("error")
 torch.set_num_threads(1)
@@ -59,10 +59,8 @@ scale = max(float(p.detach().abs().max()) for p in plain.parameters())
 print(json.dumps({
     "error": max(float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), model.parameters())) / scale,
     "oom_retries": result.oom_retries,
-    "retry_events": sum(isinstance(event, OutOfMemoryRetry) for event in events),
     "largest": [event.micro_batch for event in updates],
     "samples": sorted({event.micro_batches * 0 + event.samples - 1024 * (event.update - 1) for event in updates}),
-    "raised": [event.micro_batch for event in events if isinstance(event, CeilingRaised)],
     "evaluations": sum(isinstance(event, Evaluated) for event in events),
     "warnings": result.warnings,
     "retries": [json.loads(line).get("retries") for line in open(sys.argv[1] + "/limited/metrics.jsonl")],
@@ -76,12 +74,11 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path, warm_pytho
     assert child.returncode == 0, child.stderr
     seen = json.loads(child.stdout)
     assert seen["error"] < 1e-9
-    assert seen["oom_retries"] == seen["retry_events"] >= 1
+    assert seen["oom_retries"] >= 1
     assert seen["samples"] == [1024], "the effective batch is the same in every update"
     assert seen["largest"][2] == 1024
     assert seen["largest"][3] < 1024, "with the limit on, it goes on with smaller micro-batches"
     assert seen["largest"][-1] > seen["largest"][7], "and with larger ones again, long after it was lifted"
-    assert seen["raised"]
     assert seen["evaluations"] == 10, "the evaluation under the limit shrinks, too"
     assert seen["warnings"] == []
     assert sum(retries or 0 for retries in seen["retries"]) == seen["oom_retries"]
@@ -124,8 +121,7 @@ def test_the_ceiling_falls_rises_and_survives_a_stop(tmp_path: Path) -> None:
     started = [event for event in events if isinstance(event, Started)]
     assert [event.micro_batch for event in started] == [32, 7]
     assert sizes[-1] == 32, "after a while without OOM all of it is used again"
-    assert [event.micro_batch for event in events if isinstance(event, CeilingRaised)][-1] == 32
-    assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in events) > 0
+    assert result.oom_retries > 0
 
 
 def test_if_not_even_one_sample_fits_it_says_so_and_saves_its_state(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path, warm_python: Wa
     codes = {name: code for name, (code, _) in seen["refused"].items()}
     assert codes.pop("too small a budget") in (1, 2)
     assert set(codes.values()) == {2}
-    assert "the plan is for updates of 1024 samples, but 512 are requested" in messages["target"]
+    assert "the plan is for updates of 1024 samples; here is updates of 512" in messages["target"]
     assert "the plan is for the model Sequential" in messages["model"]
     assert "here is the model Linear" in messages["model"]
     assert "the plan is for 2 ranks" in messages["ranks"]

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from rank_training import Rows
 from torch import nn
 
 from autoaccum.errors import CheckpointError, RankLostError
-from autoaccum.training import checkpoints, fit_events
-from autoaccum.training.fit_events import EvaluationFailed, Updated
+from autoaccum.training import checkpoints
+from autoaccum.training.fit_events import Updated
 
 STEPS = 6
 
@@ -77,10 +76,17 @@ def stop_in_all_ways(folder: str) -> Any:
         "signal": ending(f"{folder}/signal", callbacks=[on_second(3, lambda: os.kill(os.getpid(), signal.SIGTERM))]),
         "loss": ending(f"{folder}/loss", loss=Failing(at=9)),
         "optimizer": ending(f"{folder}/optimizer", breaks_at=4),
+        "evaluation": ending(f"{folder}/evaluation", eval_data=Rows(), eval_every=5, evaluate=fail_on_second),
     }
     again: dict[str, dict[str, Any]] = {"loss": {"loss": Failing(0)}}
     resumed = {name: train(f"{folder}/{name}", **again.get(name, {})) for name in seen}
     return seen, {name: (result.resumed_from.name, weights) for name, (result, weights, _) in resumed.items()}
+
+
+def fail_on_second(model: nn.Module, batch: Any) -> float:
+    if dist.get_rank() == 1:
+        fail()
+    return 1.0
 
 
 class Failing(nn.Module):
@@ -102,7 +108,7 @@ def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> Non
     """The last checkpoint is that of the last whole update, and the run resumes from it."""
     (first, resumed), (second, _) = on_ranks(2, stop_in_all_ways, str(tmp_path))
     told, own = "RankFailedError: rank 1 failed: ValueError: a bug of the user's: ", "ValueError: a bug of the user's"
-    for name in ("callback", "data", "loss"):
+    for name in ("callback", "data", "loss", "evaluation"):
         assert first[name].startswith(told), name
         assert second[name] == own
     assert first["stop"] == second["stop"] == "callback"
@@ -110,7 +116,7 @@ def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> Non
     updates = {name: int(checkpoint[-5:-3]) for name, (checkpoint, _) in resumed.items()}
     assert first["optimizer"].startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ValueError within the upd")
     assert second["optimizer"].startswith("UpdateInterrupted: ValueError within the update, which cannot be undone")
-    assert updates == {"optimizer": 4, "callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4}
+    assert updates == {"optimizer": 4, "callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4, "evaluation": 5}
     _, weights, _ = train(None)
     for name, (_, state) in resumed.items():
         for key, value in weights.items():
@@ -118,30 +124,11 @@ def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> Non
 
 
 def have_trouble(folder: str) -> Any:
-    rank = dist.get_rank()
     seen: dict[str, Any] = {}
-
-    def warn_on_second(event: Any) -> None:
-        if rank == 1 and isinstance(event, Updated):
-            warnings.warn("rank 1 alone sees this", stacklevel=1)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result, _, events = train(None, callbacks=[warn_on_second])
-    seen["warnings"] = result.warnings, [str(one.message) for one in caught if "alone" in str(one.message)]
-
     loss = Failing(5, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses"))
     result, weights, events = train(None, loss=loss, steps=4)
     ceilings = [event.micro_batch for event in events if isinstance(event, Updated)]
     seen["memory"] = result.oom_retries, ceilings, weights
-
-    def evaluate(model: nn.Module, batch: Any) -> float:
-        if rank == 1:
-            fail()
-        return 1.0
-
-    _, _, events = train(None, eval_data=Rows(), eval_every=3, evaluate=evaluate)
-    seen["evaluation"] = [one.reason for one in events if isinstance(one, EvaluationFailed)]
 
     write, calls = checkpoints.write_file, itertools.count()
 
@@ -151,9 +138,8 @@ def have_trouble(folder: str) -> Any:
         write(path, content)
 
     checkpoints.write_file = write_once
-    result, _, events = train(f"{folder}/full", keep=9)
-    failed = [event.update for event in events if isinstance(event, fit_events.CheckpointFailed)]
-    seen["full"] = failed, result.unsaved, result.updates
+    result, _, _ = train(f"{folder}/full", keep=9)
+    seen["full"] = result.unsaved, result.updates
     seen["full at first"] = ending(f"{folder}/full at first")
     checkpoints.write_file = write
     return seen
@@ -162,16 +148,11 @@ def have_trouble(folder: str) -> Any:
 @pytest.mark.slow
 def test_trouble_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
     first, second = on_ranks(2, have_trouble, str(tmp_path))
-    assert first["warnings"] == (("rank 1: rank 1 alone sees this",), [])
-    assert second["warnings"] == ((), [])
     assert first["memory"][:2] == second["memory"][:2] == (1, [3, 3, 2, 2])
     _, weights, _ = train(None, steps=4)
     for key, value in weights.items():
         torch.testing.assert_close(first["memory"][2][key], value, rtol=1e-9, atol=1e-9)
-    failed = "rank 1: ValueError: a bug of the user's, at "
-    assert [reason[: len(failed)] for reason in first["evaluation"]] == [failed, failed]
-    assert first["evaluation"] == second["evaluation"]
-    assert first["full"] == second["full"] == ([2, 4, 6, 6], "the disk is full", STEPS)
+    assert first["full"] == second["full"] == ("the disk is full", STEPS)
     assert first["full at first"] == second["full at first"] == "CheckpointError: the disk is full"
 
 

@@ -174,7 +174,7 @@ def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
             {"parallel": "ddp"},
             True,
             {"parallel": "fsdp2"},
-            "the plan is for parallel='ddp', and 'fsdp2' is given",
+            "the plan is for parallel='ddp'; here is parallel='fsdp2'",
         ),
         (None, True, {"parallel": "ddp"}, "Sequential"),
         (None, True, {"mesh": (2, 2)}, "the mesh 2x2 has 4 ranks, and there are 2: give a mesh of 2"),

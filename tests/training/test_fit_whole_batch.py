@@ -143,14 +143,12 @@ def test_updates_are_those_of_the_full_batch(case: str) -> None:
     assert done.warnings == ()
 
 
-@pytest.mark.usefixtures("known_coupling")
 def test_a_window_of_one_micro_batch_is_the_same() -> None:
     parts, whole = (fit("two towers", steps=4, micro_batch=size).model for size in (5, TARGET))
     assert_same(parts, whole, 1e-12)
 
 
 @pytest.mark.parametrize("case", ["exact", "two towers"])
-@pytest.mark.usefixtures("known_coupling")
 def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_path: Path) -> None:
     fit(case, steps=4, run_dir=tmp_path)
     other = not CASES[case].get("coupled_loss")
@@ -158,16 +156,6 @@ def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_pa
         with pytest.raises(UsageError, match=f"{option} was .*, is {value!r}"):
             fit(case, steps=UPDATES, run_dir=tmp_path, **{option: value})
     assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
-
-
-@pytest.mark.usefixtures("known_coupling")
-def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None:
-    fit("exact", steps=3, run_dir=tmp_path)
-    for path in (tmp_path / "checkpoints").glob("*.pt"):
-        content = torch.load(path, weights_only=True)
-        del content["record"]["run"]["coupled"], content["outline"]
-        torch.save(content, path)
-    assert fit("exact", steps=4, run_dir=tmp_path).updates == 4
 
 
 @pytest.mark.parametrize(
@@ -178,7 +166,6 @@ def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None
         ("a list of samples", 8, (0, 8, 16, 21)),
     ],
 )
-@pytest.mark.usefixtures("known_coupling")
 def test_an_evaluation_has_the_loss_of_whole_batches(
     case: str, evaluation_batch: int | None, bounds: tuple[int, ...]
 ) -> None:
@@ -197,7 +184,6 @@ def test_an_evaluation_has_the_loss_of_whole_batches(
 
 
 @pytest.mark.parametrize(("case", "number"), [("exact", signal.SIGTERM), ("two towers", signal.SIGINT)])
-@pytest.mark.usefixtures("known_coupling")
 def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
     case: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -226,7 +212,6 @@ def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
 
 
 @pytest.mark.parametrize("case", ["exact", "two towers"])
-@pytest.mark.usefixtures("known_coupling")
 def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(case: str) -> None:
     seen: list[Evaluated] = []
 
@@ -272,20 +257,6 @@ def test_live_objects_are_planned_verified_and_trained_with_a_loss_of_outputs() 
         autoaccum.fit(workload("two towers"), LOADED, **own)
     with pytest.raises(WorkloadError, match="there is outputs, but no coupled_loss"):
         autoaccum.fit(live, LOADED, **{**own, "coupled_loss": None})
-
-
-@pytest.mark.parametrize(
-    ("case", "evaluation_batch", "warned"),
-    [("whole_batch", None, True), ("whole_batch", TARGET, False), ("two towers", None, False)],
-)
-def test_an_evaluation_in_parts_says_that_whole_batch_is_of_a_part(
-    case: str, evaluation_batch: int | None, warned: bool
-) -> None:
-    given: dict[str, Any] = {"evaluation_dataset": TensorDataset(*HELD_OUT), "evaluation_batch": evaluation_batch}
-    said = fit(case, steps=6, **given).warnings  # After two epochs.
-    assert [text.partition(":")[0] for text in said] == [
-        "in an evaluation whole_batch(x) is that of 5 samples, in training of 16"
-    ] * warned
 
 
 def test_a_plan_of_a_coupled_loss_is_refused_for_an_uncoupled_one_and_the_other_way_round() -> None:

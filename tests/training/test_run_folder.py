@@ -101,4 +101,4 @@ def test_the_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
             run.write_weights(Odd(1, 1).state_dict(), "ema.pt")
     weights = torch.load(path, weights_only=True)
     assert model.load_state_dict(weights).missing_keys == []
-    assert sorted(path.name for path in run.path.iterdir()) == ["model.pt"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["autoaccum.lock", "checkpoints", "model.pt"]

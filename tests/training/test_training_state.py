@@ -99,6 +99,7 @@ class Training:
 
     def digest(self) -> str:
         torch.manual_seed(0)
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # Which changes the order of a group's settings.
         return state_digest(self.net, self.optimizer, self.scaler, criterion=self.criterion)
 
 
@@ -119,22 +120,21 @@ def components(
     )
 
 
-def transfer(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> list[str]:
+def transfer(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> None:
     """Copy the state from one to the other, through a file that cannot run code."""
-    file, notices = io.BytesIO(), list[Any]()
-    settings = capture_settings(whole) if settings is None else settings
+    file = io.BytesIO()
+    settings = capture_settings(whole.optimizer) if settings is None else settings
     torch.save(portable([capture_training(whole), settings]), file)
     file.seek(0)
     state, saved_settings = torch.load(file, weights_only=True)
-    restore_training(state, saved_settings, resumed, notices.append)
-    return [event.text for event in notices]
+    restore_training(state, saved_settings, resumed)
 
 
 def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
     whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
-    settings = capture_settings(whole.components())
+    settings = capture_settings(whole.optimizer)
     whole.train(0, update)
-    assert transfer(whole.components(), resumed.components(), settings) == []
+    transfer(whole.components(), resumed.components(), settings)
     if hasattr(whole.optimizer, "_opt_called"):
         resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
     assert resumed.digest() == whole.digest()
@@ -200,7 +200,10 @@ def test_optimizer_state_has_the_same_dtype_and_shape() -> None:
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
     transfer(components(model, nn.MSELoss(), optimizer), components(model, nn.MSELoss(), other))
-    assert state_digest(model, other) == state_digest(model, optimizer)
+    for parameter in model.parameters():
+        for key, value in optimizer.state[parameter].items():
+            own = other.state[parameter][key]
+            assert own == value if isinstance(value, str) else (torch.equal(own, value) and own.dtype == value.dtype)
 
 
 def another_shape(training: Training) -> None:
@@ -266,15 +269,4 @@ def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
         made.append(components(model, nn.MSELoss(), optimizer))
     transfer(*made)
     assert torch.equal(*weights)
-    assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
-
-
-def test_a_scheduler_with_changed_settings_resumes_with_a_notice() -> None:
-    whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
-    other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
-    whole.train(0, 3)
-    (notice,) = transfer(
-        whole.components(), other.components(), capture_settings(Training("groups", "cosine").components())
-    )
-    assert notice == "the scheduler resumes with its saved T_max: the new settings are not used"
-    assert other.scheduler.T_max == 10
+    torch.testing.assert_close(made[0].optimizer.state_dict(), made[1].optimizer.state_dict(), rtol=0, atol=0)

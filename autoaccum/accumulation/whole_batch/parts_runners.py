@@ -48,7 +48,7 @@ class LockstepParts:
     def __init__(self, *, exact_batchnorm: bool, on_part: Callable[[int], None]) -> None:
         self._exact_batchnorm, self._on_part = exact_batchnorm, on_part
         self.host_bytes = 0
-        self._loss_of_all = _LossOfAll()
+        self._loss_of_all = LossOfAll()
 
     def __call__(
         self,
@@ -110,7 +110,7 @@ class RepeatedParts:
 
     def __init__(self) -> None:
         self._has_compared = False
-        self._loss_of_all = _LossOfAll()
+        self._loss_of_all = LossOfAll()
 
     def __call__(
         self,
@@ -178,7 +178,7 @@ def join_parts(
     backpropagation.run_parts = lockstep if in_lockstep else RepeatedParts()
 
 
-class _LossOfAll:
+class LossOfAll:
     """Computes a coupled loss of the outputs of all parts, of all ranks."""
 
     def __init__(self) -> None:
@@ -192,15 +192,16 @@ class _LossOfAll:
         What else the loss uses, such as its own parameters, gets its gradients on the first rank only.
         """
         leaves = [_require_gradients(one) for one in outputs]
-        loss = self._loss(backpropagation, leaves, parts, batches, record)
+        loss = self.loss(backpropagation, leaves, parts, batches, record)
         backpropagation.on_phase("backward")
         is_first = backpropagation.ranks.rank == 0
         backpropagation.backward(loss, None if is_first else [one for one in _tensors(leaves) if one.requires_grad])
         return [[leaf.grad for leaf in pytree.tensors(one)] for one in leaves]
 
-    def _loss(
+    def loss(
         self, backpropagation: Backpropagation, outputs: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
     ) -> Tensor:
+        """Return the loss of the outputs of this rank's `parts`, of `batches`, with those of other ranks."""
         ranks, sizes = backpropagation.ranks, [*map(batch_size, parts)]
         outputs_of = _outputs_of(backpropagation, batches)
         if ranks.size == 1:
