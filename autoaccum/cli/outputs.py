@@ -88,7 +88,12 @@ class Outputs:
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
             joins = bool(seen.coupled or seen.joining)
-            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, joins=joins, savers=seen.savers)
+            about: dict[str, Any] = {
+                "batchnorm": seen.batchnorm,
+                "savers": seen.savers,
+                "multiple_of": seen.multiple_of,
+            }
+            check_emittable(recipe=seen.recipe, joins=joins, **about)
         elif isinstance(event, Explained):
             self._account = event.account
 

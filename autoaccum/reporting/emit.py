@@ -24,12 +24,9 @@ _TEMPLATE = Path(__file__).with_name("train_step.py.jinja")
 _HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _DIGITS_OF_DIGEST = 12
 _LONGEST_PARTS = 60
-_WIDTH, _LONGEST_LINE, _LONGEST_IN_LOOP = 88, 120, 100
-_FEW = 3
-"""Up to this many tensors in a tuple are written out; more with a comprehension."""
+_WIDTH = 88
 _RESERVED_NAMES = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
 _ROOM = "The plan leaves memory for what the training loop holds besides the step: "
-_ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
 
 
 def check_emittable(
@@ -38,6 +35,7 @@ def check_emittable(
     batchnorm: str = "micro",
     joins: bool = False,
     savers: Sequence[str] = (),
+    multiple_of: int = 1,
     recipe: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
@@ -45,53 +43,45 @@ def check_emittable(
     `recipe` is that of the `Inspection`, if it is known yet. `joins`: parts of an update need each other.
 
     Raises:
-        UsageError: Several ranks, BatchNorm statistics or a loss over several parts, or a batch or criterion that
-            cannot be written in a line of PyTorch.
+        UsageError: The step of the plan takes more than a few lines of PyTorch.
     """
-    if world_size > 1:
+    reasons = {
+        f"the plan is for {world_size} ranks": world_size > 1,
+        f'batchnorm is "{batchnorm}"': batchnorm != "micro",
+        "micro-batches need something of each other (a coupled loss, or whole_batch(x))": joins,
+        f"the plan uses {', '.join(savers)}": bool(savers),
+        f"micro-batches are multiples of {multiple_of}": multiple_of > 1,
+        **({} if recipe is None else _reasons_of_recipe(recipe)),
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is not None:
         raise UsageError(
-            f"--emit writes a loop for one process, but the plan is for {world_size} ranks",
-            hint="plan with --world-size 1, or write the loop around autoaccum.Accumulator",
+            f"--emit writes a few lines of plain PyTorch, which cannot do this: {reason}",
+            hint="leave out --emit, and train with autoaccum.Accumulator",
         )
-    if batchnorm not in ("micro", "frozen"):
-        raise UsageError(
-            f'--emit writes a few lines of plain PyTorch, which cannot do batchnorm "{batchnorm}"',
-            hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
-        )
-    if joins:
-        raise UsageError(
-            "--emit writes a few lines of plain PyTorch, which cannot join what micro-batches need of each other, for a"
-            " coupled loss or whole_batch(x)",
-            hint="plan without --emit, and write the loop around autoaccum.Accumulator",
-        )
-    if savers:
-        raise UsageError(
-            f"--emit writes a few lines of plain PyTorch, without {' and '.join(savers)}",
-            hint="plan without --emit, and write the loop around autoaccum.Accumulator",
-        )
-    if recipe is None:
-        return
-    not_written: str | None = None
-    if recipe["divisor"] == "class weights":
-        not_written = "the criterion's mean is over class weights"
-    elif recipe["batch"] == "own":
-        not_written = "the batch is split by the workload's own split(batch, sizes)"
-    if not_written is not None:
-        raise UsageError(f"{not_written}, which --emit cannot write", hint=_ALTERNATIVES)
-    if misweighted := recipe.get("misweighted"):
+    if recipe is not None and (misweighted := recipe.get("misweighted")):
         raise UsageError(
             f"the emitted step would give its parts wrong weights: {misweighted}",
             hint="add what the loss divides by to the workload, and plan again",
         )
-    if recipe["weights"] and not recipe["terms"]:
-        raise UsageError(
-            "weight(batch) returns a mapping, but the loss is one number", hint="return a number from both"
-        )
+
+
+def _reasons_of_recipe(recipe: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what a recipe may have that cannot be written, and whether it has."""
     kinds = set(_kinds(recipe["batch"]))
     # A loss may read attributes, which a dict does not have.
-    is_plain = kinds <= {"tuple", "list", "dict"} or recipe["call"] is not None or recipe.get("own")
-    if not is_plain or not kinds <= {"tuple", "list", "dict", "mapping"}:
-        raise _refused_form()
+    reads_attributes = "mapping" in kinds and recipe["call"] is None and not recipe.get("own")
+    return {
+        "the batch is split by the workload's own split(batch, sizes)": recipe["batch"] == "own",
+        "the batch has more than tensors in tuples, lists and dicts": (
+            not kinds <= {"tensor", "tuple", "list", "dict", "mapping"} or reads_attributes
+        ),
+        "the criterion's mean is over class weights": recipe["divisor"] == "class weights",
+        "the loss has several terms": bool(recipe["terms"] or recipe["weights"]),
+        f"parameters are in {', '.join(recipe['half'])}, whose gradients have to be summed in fp32": (
+            bool(recipe["half"])
+        ),
+    }
 
 
 def module_name(path: str) -> str:
@@ -109,67 +99,53 @@ def module_name(path: str) -> str:
 def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     """Return the text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
 
-    It is plain PyTorch, formatted and typed, with what this plan needs: the weighting of its loss, its precision, the
-    structure of its batches. `module` is the name from `module_name`, for the example in its docstring.
+    It is plain PyTorch, formatted and typed, with what this plan needs: the weighting of its loss and its precision.
+    `module` is the name from `module_name`, for the example in its docstring.
 
     Raises:
         UsageError: As from `check_emittable`.
     """
     recipe, workload = plan.workload["recipe"], plan.workload
-    batchnorm = str(workload.get("batchnorm") or "micro")
-    joins = bool(workload.get("coupled") or workload.get("joining"))
     check_emittable(
         world_size=plan.world_size,
-        batchnorm=batchnorm,
-        joins=joins,
-        savers=plan.workload.get("savers") or (),
+        batchnorm=str(workload.get("batchnorm") or "micro"),
+        joins=bool(workload.get("coupled") or workload.get("joining")),
+        savers=workload.get("savers") or (),
+        multiple_of=plan.multiple_of,
         recipe=recipe,
     )
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    precision = str(workload.get("precision", "fp32"))
+    by_weight, own = recipe["divisor"] == "weight", recipe.get("own")
+    room = describe_extra_memory(plan)
     text = template.render(
-        plan=plan, module=module, freezes=batchnorm == "frozen", **recipe, **_template_values(plan, recipe)
+        plan=plan,
+        module=module,
+        own=own,
+        call=recipe["call"],
+        divisor=recipe["divisor"],
+        ignore_index=recipe["ignore_index"],
+        scaled=precision == "fp16",
+        half_type=_HALF_TYPES.get(precision),
+        weighs=by_weight or recipe["divisor"] == "targets",
+        takes_weight=by_weight and not (own or {}).get("weight"),
+        stars=_stars(recipe),
+        origin=_wrapped(_origin(plan)),
+        room=_wrapped("; ".join(room), _ROOM) if room else "",
+        warnings=[_wrapped(warning, "- ", "  ") for warning in plan.warnings],
     )
-    if max(map(len, text.splitlines())) > _LONGEST_LINE:
-        raise _refused_form()
     return text + "\n"
 
 
-def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the template: conditions for its lines, code for batches, and text for the docstring."""
-    form, has_call, is_sum = recipe["batch"], recipe["call"] is not None, recipe["divisor"] == "nothing"
-    by_weight = recipe["divisor"] == "weight"
-    by_term = by_weight and bool(recipe["weights"])
-    takes_weight = by_weight and not (recipe.get("own") or {}).get("weight")
-    typed = {
-        "Callable": takes_weight or not recipe.get("own"),
-        "Mapping": bool(recipe["terms"]),
-    }
-    precision = str(plan.workload.get("precision", "fp32"))
-    sums_wide = bool(recipe["half"]) and plan.iter_size > 1 and plan.workload.get("accumulate_in") != "parameters"
-    moved = _changed(form, "part", cut=False)
-    given = _entries(form)[0] if has_call else ""
-    kind = next(iter(given)) if isinstance(given, Mapping) else ""
-    return {
-        "scaled": precision == "fp16",
-        "half_type": _HALF_TYPES.get(precision),
-        "weighs": by_weight or recipe["divisor"] == "targets",
-        "by_term": by_term,
-        "takes_weight": takes_weight,
-        "typed": ", ".join(name for name, is_used in typed.items() if is_used),
-        "sums_wide": sums_wide,
-        "shared_loss": "part_loss" if is_sum or sums_wide or by_term else "part_loss * share",
-        "batch_type": _type_of(form),
-        "rows": {name: _rows_in(form, name) for name in ("batch", "part")},
-        "cut_code": _changed(form, "batch", cut=True),
-        "inputs": _inputs(form) if has_call else [],
-        "stars": {"dict": "**", "mapping": "**", "": ""}.get(kind, "*"),
-        "moved_code": moved,
-        "names_moved": not has_call and moved != "part.to(device)",
-        "origin": _wrapped(_origin(plan)),
-        "room": _wrapped("; ".join(describe_extra_memory(plan)), _ROOM) if describe_extra_memory(plan) else "",
-        "warnings": [_wrapped(warning, "- ", "  ") for warning in plan.warnings],
-    }
+def _stars(recipe: Mapping[str, Any]) -> str:
+    """Return how a criterion's inputs are given to the model: as they are, one by one, or by name."""
+    if recipe["call"] is None or isinstance(recipe["batch"], str):
+        return ""
+    ((_, (inputs, *_)),) = recipe["batch"].items()
+    if isinstance(inputs, str):
+        return ""
+    return "**" if next(iter(inputs)) in ("dict", "mapping") else "*"
 
 
 def _origin(plan: Plan) -> str:
@@ -199,71 +175,12 @@ def _wrapped(text: str, first: str = "", later: str = "") -> str:
     return textwrap.fill(harmless, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
-# --- code for batches ------------------------------------------------------------------------------------------------
-
-
-def _refused_form() -> UsageError:
-    return UsageError(
-        "the batch has a structure that cannot be split and moved in a line of plain PyTorch",
-        hint="make it of tensors in tuples, lists and dicts, or train with autoaccum.Accumulator",
-    )
-
-
 def _kinds(form: Form) -> Iterator[str]:
-    """Yield the kinds of containers and of values that are no tensor; a container within a dict is `nest`."""
-    if form == "tensor":
-        return
+    """Yield the kinds of all containers and values in a batch."""
     if isinstance(form, str):
         yield form
         return
-    kind = next(iter(form))
+    ((kind, content),) = form.items()
     yield kind
-    for inner in _entries(form).values():
-        yield from ("nest",) if kind in ("dict", "mapping") and not isinstance(inner, str) else _kinds(inner)
-
-
-def _entries(form: Form) -> Mapping[Any, Form]:
-    """Return the structures in a container, by key or index."""
-    assert isinstance(form, Mapping)
-    ((_, content),) = form.items()
-    return content if isinstance(content, Mapping) else dict(enumerate(content))
-
-
-def _type_of(form: Form) -> str:
-    if isinstance(form, str):
-        return "Tensor"
-    kind, inner = next(iter(form)), list(map(_type_of, _entries(form).values()))
-    common = inner[0] if len(set(inner)) == 1 else "Any"
-    if kind == "tuple":
-        return f"tuple[{', '.join(inner) if len(inner) <= _FEW else f'{common}, ...'}]"
-    return {"list": f"list[{common}]", "dict": f"dict[str, {common}]"}.get(kind, "Any")
-
-
-def _changed(form: Form, name: str, *, cut: bool) -> str:
-    """Return code that cuts the batch `name` to samples `a:b`, or moves it to `device`; mappings become dicts."""
-    if isinstance(form, str):
-        return f"{name}[a:b]" if cut else f"{name}.to(device)"
-    kind = next(iter(form))
-    if kind in ("dict", "mapping"):
-        return f"{{k: {_changed('tensor', 'v', cut=cut)} for k, v in {name}.items()}}"
-    entries = _entries(form)
-    if len(entries) > _FEW and set(map(str, entries.values())) == {"tensor"}:
-        each = f"{_changed('tensor', 'v', cut=cut)} for v in {name}"
-        return f"[{each}]" if kind == "list" else f"tuple({each})"
-    inner = ", ".join(_changed(entry, f"{name}[{index}]", cut=cut) for index, entry in entries.items())
-    return f"[{inner}]" if kind == "list" else f"({inner}{',' * (len(entries) == 1)})"
-
-
-def _rows_in(form: Form, name: str) -> str:
-    """Return code for the first tensor in the batch `name`, whose length is the number of samples."""
-    if isinstance(form, str):
-        return name
-    key, inner = next(iter(_entries(form).items()))
-    return _rows_in(inner, f'{name}["{key}"]' if next(iter(form)) in ("dict", "mapping") else f"{name}[{key}]")
-
-
-def _inputs(form: Form) -> list[str]:
-    """Return lines that name a criterion's inputs and targets on the model's device."""
-    moved = [_changed(entry, f"part[{index}]", cut=False) for index, entry in _entries(form).items()]
-    both = f"inputs, targets = {', '.join(moved)}"
-    return [both] if len(both) <= _LONGEST_IN_LOOP else [f"inputs = {moved[0]}", f"targets = {moved[1]}"]
+    for inner in content.values() if isinstance(content, Mapping) else content:
+        yield from _kinds(inner)

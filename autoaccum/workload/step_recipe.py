@@ -34,15 +34,12 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
     """
     criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
     code = own.code(batch) if own is not None and objective.uses_model_weight else None
-    # The buffers of a compiled module have other names.
-    is_module = objective.criterion_module is not None and not hasattr(objective.criterion_module, "_orig_mod")
     half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
     return {
         "divisor": find_divisor(objective, batch),
         "ignore_index": None if criterion is None else ignored_class(settings(criterion.function)),
         "call": None if criterion is None else "one",
         "own": None if own is None else {"loss": own.access, "weight": code},
-        "is_module": is_module,
         "terms": [] if list(terms) == ["loss"] else list(terms),
         "weights": list(weight) if isinstance(weight, dict) else [],
         "batch": describe_form(batch, batch_size(batch)),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from imported_files import import_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +16,6 @@ import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.spec import Workload
 
@@ -101,18 +99,11 @@ def test_is_asked_for() -> None:
         workload(multiple_of=0)
 
 
-def test_is_found_out_on_a_simulated_card_and_emitted(tmp_path: Path) -> None:
+def test_is_found_out_on_a_simulated_card(tmp_path: Path) -> None:
     (tmp_path / "mixed.py").write_text(FILE)
     found = autoaccum.plan(str(tmp_path / "mixed.py"), target_batch=36, max_micro_batch=17, gpu="rtx3090")
     assert (found.multiple_of, found.micro_batches) == (2, (12, 12, 12))
     assert not any("traced by itself" in note for note in found.notes)  # Sizes follow from 2, 4 and 6.
-    written = tmp_path / "train_step.py"
-    written.write_text(emit_wrapper(found))
-    step = import_file(written)
-    assert [len(x) for x, _ in step.cut(pairs(30))] == [10, 10, 10]
-    assert [len(x) for x, _ in step.cut(pairs(26))] == [10, 8, 8]
-    with pytest.raises(ValueError, match="7 samples are not a multiple of 2"):
-        step.cut(pairs(7))
 
 
 def test_a_retry_is_of_multiples() -> None:

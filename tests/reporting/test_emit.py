@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import environment
-from emitted_variants import LABELS, with_recipe, workload, write_variants
+from emitted_variants import with_recipe, workload, write_variants
 from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
@@ -51,10 +51,7 @@ def test_is_formatted(written: Path) -> None:
 
 
 def test_fits_on_one_screen(written: Path) -> None:
-    lengths = {path.stem: path.read_text(encoding="utf-8").count("\n") for path in written.iterdir()}
-    assert lengths["form_dict"] <= 70
-    assert lengths["targets_fp32_"] <= 76
-    assert max(lengths.values()) <= 110
+    assert max(path.read_text(encoding="utf-8").count("\n") for path in written.iterdir()) <= 105
 
 
 def test_emitting_loads_no_torch() -> None:
@@ -104,47 +101,51 @@ def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
 
 def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
     plain = emit_wrapper(with_recipe(a_plan, divisor="samples"))
-    assert not any(word in plain for word in ("scaler", "autocast", "weights", "NaN", "IGNORE_INDEX", "sums", "Any"))
+    assert not any(
+        word in plain
+        for word in (
+            "scaler",
+            "autocast",
+            "weights",
+            "NaN",
+            "IGNORE_INDEX",
+        )
+    )
     summed = emit_wrapper(with_recipe(a_plan, divisor="nothing"))
     assert "share" not in summed
     assert "not divided" in summed
 
 
-def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan: Plan) -> None:
-    with pytest.raises(UsageError, match="the plan is for 2 ranks: plan with --world-size 1, or write the loop around"):
-        check_emittable(world_size=2)
-    with pytest.raises(UsageError, match="a few lines of plain PyTorch, without recompute: plan without"):
-        check_emittable(savers=("recompute",))
-    check_emittable(world_size=1, recipe=a_plan.workload["recipe"])
-    running = dataclasses.replace(a_plan, workload={**a_plan.workload, "batchnorm": "running"})
-    with pytest.raises(
-        UsageError, match='which cannot do batchnorm "running": plan with --batchnorm frozen or micro, or'
-    ):
-        emit_wrapper(running)
-    for mode, text in (
-        ({"batchnorm": "exact"}, "cannot do batchnorm .exact"),
-        ({"coupled": True}, "coupled loss"),
-    ):
-        with pytest.raises(UsageError, match=text):
-            emit_wrapper(dataclasses.replace(a_plan, workload={**a_plan.workload, **mode}))
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"world_size": 2}, "the plan is for 2 ranks"),
+        ({"savers": ("recompute",)}, "the plan uses recompute"),
+        ({"batchnorm": "frozen"}, 'batchnorm is "frozen"'),
+        ({"joins": True}, "micro-batches need something of each other"),
+        ({"multiple_of": 2}, "micro-batches are multiples of 2"),
+    ],
+)
+def test_refuses_what_takes_more_than_a_few_lines(changes: dict[str, Any], seen: str) -> None:
+    with pytest.raises(UsageError, match=f"plain PyTorch, which cannot do this: {seen}.*: leave out --emit, and train"):
+        check_emittable(**changes)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "text"),
+    ("recipe", "seen"),
     [
-        ({"batch": "value", "call": None}, "cannot be split and moved in a line"),
-        ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "cannot be split and moved in a line"),
-        ({"batch": {"dict": {"x": "tensor", "scale": "scalar"}}, "call": None}, "cannot be split and moved in a line"),
-        ({"batch": {"mapping": {"x": "tensor"}}, "call": None}, "cannot be split and moved in a line"),
-        ({"batch": {"dict": {"x": LABELS}}, "call": None}, "cannot be split and moved in a line"),
-        ({"batch": "own", "call": None}, r"split\(batch, sizes\), which --emit cannot write"),
-        ({"divisor": "class weights"}, r"mean is over class weights.*: write loss\(model, batch\) and weight\(batch\)"),
-        ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, but the loss is one number"),
+        ({"batch": "value", "call": None}, "more than tensors in tuples"),
+        ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "more than tensors in tuples"),
+        ({"batch": {"mapping": {"x": "tensor"}}, "call": None}, "more than tensors in tuples"),
+        ({"batch": "own", "call": None}, r"the workload's own split\(batch, sizes\)"),
+        ({"divisor": "class weights"}, "mean is over class weights"),
+        ({"terms": ["a", "b"]}, "the loss has several terms"),
+        ({"half": ["bfloat16"]}, "parameters are in bfloat16, whose gradients have to be summed in fp32"),
         ({"misweighted": "by tokens"}, "would give its parts wrong weights: by tokens"),
     ],
 )
-def test_refuses_what_cannot_be_written_down(a_plan: Plan, recipe: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
+def test_refuses_a_recipe_that_cannot_be_written_down(a_plan: Plan, recipe: dict[str, Any], seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
         emit_wrapper(with_recipe(a_plan, **{"divisor": "samples", **recipe}))
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from factories import make_plan
 from torch import Tensor, nn
 
-from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import describe_model
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
@@ -23,44 +22,25 @@ from autoaccum.workload.step_recipe import describe_recipe
 
 def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) -> Plan:
     """A plan with what is recorded of `workload`, as if `ceiling` had been measured."""
-    schedule = make_schedule(target, ceiling)
     model, batch = workload.build_model(), workload.build_batch(3)
     terms = workload.objective.terms(model, batch)
-    recorded: dict[str, Any] = {
-        "kind": "measured",
-        "target_batch": target,
-        "micro_batch": schedule.micro_batch,
-        "iter_size": schedule.iter_size,
-        "micro_batches": schedule.micro_batches,
-        "world_size": 1,
-        "largest_fit": schedule.micro_batch,
-        "capped": False,
-        "limit_bytes": 128 * MIB,
-        "peak_bytes": None,
-        "device": {"name": "cpu", "kind": "cpu"},
-        "environment": {},
-        "workload": {
-            "name": workload.name,
-            "digest": "0123456789abcdef",
-            "model": type(model).__name__,
-            "precision": workload.precision,
-            "batchnorm": workload.batchnorm,
-            "loss": "loss" if workload.criterion is None else "criterion",
-            "savers": workload.savers,
-            "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_model(workload, model)},
-        },
-        "trials": (Trial(parts=(schedule.micro_batch, schedule.smallest_part), outcome="ok"),),
+    facts = {
+        "name": workload.name,
+        "digest": "0123456789abcdef",
+        "model": type(model).__name__,
+        "precision": workload.precision,
+        "batchnorm": workload.batchnorm,
+        "loss": "loss" if workload.criterion is None else "criterion",
+        "savers": workload.savers,
+        "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_model(workload, model)},
     }
-    return Plan(**{**recorded, **changes})
+    return make_plan(target, ceiling, **{"limit_bytes": 128 * MIB, "peak_bytes": None, "workload": facts, **changes})
 
 
 LABELS = {"dict": {"x": "tensor", "y": "tensor"}}
-OWN: dict[str, Any] = {"call": None, "batch": LABELS, "own": {"loss": ".loss", "weight": None}}
 FORMS: dict[str, Any] = {
     "tensor": "tensor",
     "pair": {"tuple": ["tensor", "tensor"]},
-    "single": {"tuple": ["tensor"]},
-    "five": {"list": ["tensor"] * 5},
     "dict": LABELS,
     "nested": {"tuple": [{"dict": {"input_ids": "tensor", "attention_mask": "tensor"}}, "tensor"]},
 }
@@ -79,38 +59,21 @@ def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
     return dataclasses.replace(plan, workload=recorded)
 
 
-def frozen(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, workload={**plan.workload, "batchnorm": "frozen"})
-
-
 def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     """A name and the text of every kind of file there is."""
     for name, form in FORMS.items():
         yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, call=None, divisor="samples"))
     inputs = {"tuple": [{"mapping": {"x": "tensor", "mask": "tensor"}}, "tensor"]}
-    for name, form in (("pair", FORMS["pair"]), ("nested", FORMS["nested"]), ("mapping", inputs)):
+    for name, form in (("nested", FORMS["nested"]), ("mapping", inputs)):
         yield f"criterion {name}", emit_wrapper(with_recipe(plan, divisor="samples", batch=form))
-    for precision, half in (("fp32", []), ("fp16", []), ("bf16", ["bfloat16"])):
-        called = f"{precision} {'half' if half else ''}"
+    for precision in ("fp32", "fp16", "bf16"):
         for divisor in ("nothing", "weight", "samples", "targets"):
-            yield f"{divisor} {called}", emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half))
-        for divisor, weights in (("nothing", []), ("samples", []), ("weight", []), ("weight", ["a", "b"])):
-            recipe: dict[str, Any] = {"divisor": divisor, "half": half, "call": None, "weights": weights}
-            text = emit_wrapper(with_recipe(plan, precision, terms=["a", "b"], **recipe))
-            yield f"terms {divisor} {len(weights)} {called}", text
+            yield f"{divisor} {precision}", emit_wrapper(with_recipe(plan, precision, divisor=divisor))
     for weight, divisor in (('(batch["y"][..., 1:] != -100).sum()', "weight"), (None, "samples"), (None, "weight")):
         own = {"loss": '["loss"]', "weight": weight}
-        recipe = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
+        recipe: dict[str, Any] = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
         yield f"own {divisor} {weight is None}", emit_wrapper(with_recipe(plan, **recipe))
-    one = dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1)
-    yield "one part", emit_wrapper(one)
-    for name, recipe in (
-        ("sample mean", {"divisor": "samples"}),
-        ("half", {"half": ["bfloat16"]}),
-        ("long inputs", {"batch": FORMS["nested"], "call": "one", "divisor": "samples"}),
-    ):
-        yield f"frozen {name}", emit_wrapper(frozen(with_recipe(plan, **recipe)))
-    yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
+    yield "one part", emit_wrapper(dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
     named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
     yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))
