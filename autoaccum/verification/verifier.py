@@ -49,9 +49,6 @@ from autoaccum.workload.tracebacks import user_code
 from autoaccum.workload.uneven_batches import shorten
 
 _NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
-_MIN_LOSS_SCALE = 2.0**-10
-"""The smallest loss scale under fp16: what still overflows is not due to the scale."""
-
 _ONE_VALUE = "more than 1 value per channel"
 """From `_verify_batch_size` of torch/nn/functional.py: BatchNorm refuses a single sample."""
 
@@ -155,7 +152,7 @@ class Verifier:
         """Return runs whose full batch has a finite loss and gradient.
 
         Raises:
-            WorkloadError: The weight is 0, or the gradient is not finite at any loss scale.
+            WorkloadError: The weight is 0, or the gradient is not finite.
         """
         self._random.restore()  # Each precision begins with the same weights.
         workload, optimizer = self._prepared.workload, self._prepared.optimizer
@@ -170,10 +167,6 @@ class Verifier:
                 hint="make batch(size) return samples that count",
             )
         odd = _nonfinite_gradient(runs)
-        while odd is not None and fixture.loss_scale > _MIN_LOSS_SCALE and precision == "fp16":
-            fixture.loss_scale /= 16
-            runs = self._paired(fixture, self._batch, sizes)
-            odd = _nonfinite_gradient(runs)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         if largest_entry(runs.full().gradients.values()) == 0:
@@ -244,13 +237,11 @@ class Verifier:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
         self._compare(runs, "accumulator", window, tolerances)
         if self._prepared.workload.accumulate is not None:
-            loaded = dataloader_window(sum(runs.sizes), self._micro_batch)
-            own = runs if loaded == runs.sizes or self._team is not None else runs.with_sizes(loaded)
-            if len(set(own.parts_by_rank)) > 1:
+            if len(set(runs.parts_by_rank)) > 1:
                 parts = format_parts(runs.sizes)
                 self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
                 return
-            self._compare(own.for_user_loop(), "accumulate", window, tolerances)
+            self._compare(runs.for_user_loop(), "accumulate", window, tolerances)
 
     def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
         found, tolerances = _compared(runs, method, window, tolerances)
@@ -406,13 +397,3 @@ def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...
     if micro == 1 and target > 2:
         return (1, 1)
     return next((parts for parts in windows if len(set(parts)) > 1), windows[0] if windows else None)
-
-
-def dataloader_window(samples: int, micro: int) -> tuple[int, ...]:
-    """Return the parts as a DataLoader with batches of `micro` samples yields them.
-
-    >>> dataloader_window(16, 6)
-    (6, 6, 4)
-    """
-    whole, left = divmod(samples, micro)
-    return (micro,) * whole + ((left,) if left else ())

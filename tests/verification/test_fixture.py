@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.fixture import Fixture, in_float64, widened
 
 
 class Tied(nn.Module):
@@ -146,3 +147,40 @@ def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
     assert TEACHER is teacher
     with Fixture(make(lambda: nn.Linear(3, 2), loss=distil), precision="fp32").running():
         assert TEACHER.weight.dtype == torch.float32
+
+
+class Narrowing(nn.Module):
+    """Computes as transformers do: norms and logits in float32, masks made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normed = inputs.to(torch.float32) * torch.rsqrt(inputs.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        mask = torch.zeros(3, dtype=torch.float32, device=inputs.device)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = self.linear(normed.type_as(inputs)) + mask + torch.ones(3)
+        probabilities: Tensor = logits.float().softmax(-1, dtype=torch.float32)
+        return probabilities
+
+
+def test_nothing_is_rounded_on_the_way() -> None:
+    torch.manual_seed(0)
+    model, inputs = Narrowing().double(), torch.randn(4, 3, dtype=torch.float64)
+    with in_float64():
+        found = model(inputs)
+    normed = inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-6)
+    wanted = (nn.functional.linear(normed, model.linear.weight, model.linear.bias) + 1).softmax(-1)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-15)
+
+
+def test_a_nest_is_widened_without_touching_it() -> None:
+    more = [torch.ones(2, dtype=torch.bfloat16), "text"]
+    batch: dict[str, Any] = {"x": torch.ones(2), "ids": torch.arange(2), "more": more}
+    wide = widened(batch)
+    assert [wide["x"].dtype, wide["ids"].dtype, wide["more"][0].dtype] == [torch.float64, torch.int64, torch.float64]
+    assert wide["more"][1] == "text"
+    assert batch["x"].dtype == torch.float32
+    assert widened(np.ones(2)).dtype == np.float64

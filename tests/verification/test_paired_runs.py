@@ -152,18 +152,6 @@ def test_other_precisions_are_run_as_they_train(precision: Any, bound: float) ->
     assert gradient.dtype == torch.float32
 
 
-def test_a_loop_may_scale_its_loss() -> None:
-    def scaling(model: nn.Module, micro_batches: list[Any]) -> None:
-        scaler = torch.amp.GradScaler("cpu")
-        total = sum(len(targets) for _, targets in micro_batches)
-        for inputs, targets in micro_batches:
-            torch.autograd.backward(scaler.scale(F.cross_entropy(model(inputs), targets) * len(targets) / total))
-        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-
-    made = runs(make(accumulate=scaling))
-    assert distance(made.full(), made.user_loop()) < 1e-14
-
-
 def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
     def unrecorded(model: nn.Module, pair: Any) -> Tensor:
         with torch.no_grad():

@@ -48,22 +48,6 @@ def test_at_the_limit_the_cause_is_unknown_and_the_answer_stays() -> None:
     assert [(one.kind, one.proved) for one in known.causes] == [("batchnorm", True)]
 
 
-def test_the_whole_and_the_shorter_window_are_compared_before_any_experiment() -> None:
-    """An experiment that never ends once kept everything, the comparison of the shorter window too."""
-    events: list[Any] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if any(isinstance(event, Diagnosing) for event in events):
-            time.sleep(0.2)
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    began = time.monotonic()
-    found = verify(_workload(criterion=None, loss=loss), time_limit=0.5, on_event=events.append)
-    assert len(found.comparisons) == 2
-    assert [cause.kind for cause in found.causes] == ["unknown"]
-    assert time.monotonic() - began < 30
-
-
 def test_a_run_ends_within_its_forward() -> None:
     """One update may take minutes: every call of a module looks at the time."""
     calls = 0
@@ -86,11 +70,6 @@ def test_a_run_ends_within_its_forward() -> None:
         runs.full(Ablation(neutral_rng=True))
     fixture.deadline = Deadline(None)
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-@pytest.mark.slow
-def test_ranks_are_not_waited_for_after_the_limit(warm_children: None) -> None:
-    assert [one.kind for one in verify(_workload(), world_size=2, time_limit=1e-6).causes] == ["unknown"]
 
 
 MODEL = """

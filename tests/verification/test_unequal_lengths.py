@@ -75,10 +75,8 @@ def test_a_wrong_weight_shows_on_samples_that_are_equally_long(case: str) -> Non
 
 RIGHT: dict[str, tuple[Any, Any, Any]] = {
     "tokens, by labels": (small.token_loss, full, small.token_weight),
-    "tokens, by ids that are no padding": (small.token_loss, full, lambda batch: (batch["input_ids"] != 0).sum()),
     "tokens, by the mask": (small.token_loss, full, lambda batch: batch["attention_mask"].sum()),
     "a mask": (masked_loss, masked, lambda batch: batch[2].sum()),
-    "a mask, and labels that cannot be ignored": (indexed_loss, masked, lambda batch: batch[2].sum()),
     "samples, whatever the mask": (mean_loss, masked, None),
 }
 
@@ -96,17 +94,6 @@ def test_what_cannot_be_shortened_is_not_called_equivalent() -> None:
     assert not verification.equivalent
     assert all(one.equal for one in verification.comparisons)
     assert verification.untested == ('batch["attention_mask"]',)
-
-
-def test_a_loop_of_means_shows_on_samples_that_are_equally_long() -> None:
-    def means(model: nn.Module, micro_batches: list[Any]) -> None:
-        total = sum(len(part["labels"]) for part in micro_batches)
-        for part in micro_batches:
-            torch.autograd.backward(small.token_loss(model, part) * len(part["labels"]) / total)
-
-    verification = found(small.token_loss, full, weight=small.token_weight, accumulate=means)
-    assert [one.equal for one in verification.comparisons[:4]] == [True, True, True, False]
-    assert not verification.equivalent
 
 
 def test_short_and_long_samples_are_taken_though_the_longest_are_all_alike() -> None:

@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import warnings
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch.nn import functional
 
 from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.verification_result import Compared, Diagnosing, VerificationStarted
-from autoaccum.verification.verifier import dataloader_window, last_window
+from autoaccum.verification.verification_result import Compared, VerificationStarted
 from autoaccum.workload.spec import Workload
 
 
@@ -96,29 +94,6 @@ def test_a_dataset_gives_the_batch_where_there_is_none() -> None:
     assert found.workload["worst_of"] == 32
 
 
-def test_a_loop_of_the_authors_own_is_compared_too() -> None:
-    def sound(model: nn.Module, micro_batches: list[Any]) -> None:
-        total = sum(len(targets) for _, targets in micro_batches)
-        for inputs, targets in micro_batches:
-            torch.autograd.backward(functional.cross_entropy(model(inputs), targets, reduction="sum") / total)
-
-    def short(model: nn.Module, micro_batches: list[Any]) -> None:
-        for inputs, targets in micro_batches:
-            torch.autograd.backward(functional.cross_entropy(model(inputs), targets) / 4)
-
-    found = verify(dataclasses.replace(WORKLOAD, accumulate=sound))
-    assert found.equivalent
-    assert [(one.method, one.micro_batches) for one in found.comparisons] == [
-        ("accumulator", (4, 4, 4, 4)),
-        ("accumulate", (4, 4, 4, 4)),
-        ("accumulator", (4, 3)),
-        ("accumulate", (4, 3)),
-    ]
-    wrong = verify(dataclasses.replace(WORKLOAD, accumulate=short))
-    assert [one.equal for one in wrong.comparisons] == [True, True, True, False]
-    assert [cause.kind for cause in wrong.causes] == ["last window"]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions_tell_their_tolerance(precision: str) -> None:
     found = verify(WORKLOAD, precision=precision)
@@ -128,17 +103,6 @@ def test_other_precisions_tell_their_tolerance(precision: str) -> None:
     tolerances = {one.tolerance for one in found.comparisons[0].differences[:2]}
     assert len(tolerances) == 1
     assert {"fp32": 1e-7, "bf16": 1e-2}[precision] < tolerances.pop() < {"fp32": 1e-5, "bf16": 0.2}[precision]
-
-
-def test_causes_are_searched_in_float64_where_rounding_would_hide_them() -> None:
-    events: list[Any] = []
-    found = verify(
-        dataclasses.replace(WORKLOAD, model=_normed), target_batch=8, precision="fp32", on_event=events.append
-    )
-    assert not found.equivalent
-    assert [type(event) for event in events[:3]] == [VerificationStarted, Compared, Diagnosing]
-    assert [cause.kind for cause in found.causes] == ["batchnorm"]
-    assert "the causes were searched for in float64" in found.notes
 
 
 def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
@@ -311,27 +275,6 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     assert told in str(raised.value)
 
 
-def test_windows_are_shorter_and_uneven_where_they_can_be() -> None:
-    for micro, target in combinations(range(1, 20), 2):
-        assert sum(dataloader_window(target, micro)) == target
-        short = last_window(target, micro)
-        if short is None:
-            assert target - micro == 1 or target == 2
-            continue
-        assert micro < sum(short) < target
-        assert max(short) <= micro
-        assert len(short) > 1
-        assert len(set(short)) == 2 or micro == 1 or target - micro < 3
-
-
-def test_large_losses_are_scaled_by_less_under_fp16() -> None:
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, 4), torch.randn(size, 3) * 1000
-
-    workload = Workload(model=lambda: nn.Linear(4, 3), batch=batch, criterion=nn.MSELoss())
-    assert verify(workload, precision="fp16").equivalent
-
-
 def test_a_batch_without_weight_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0, so no sample counts"):
         verify(Workload(model=_model, batch=_batch, loss=lambda m, b: m(b[0]).mean(), weight=lambda b: 0))
@@ -348,9 +291,8 @@ def _exiting(*_: Any) -> Any:
         ({"batch": _exiting}, r"batch\(16\)"),
         ({"criterion": None, "loss": _exiting}, "an update in parts of 4"),
         ({"accumulate": _exiting}, r"accumulate\(\)"),
-        ({"optimizer": _exiting}, "the workload"),
     ],
-    ids=["model", "batch", "loss", "accumulate", "optimizer"],
+    ids=["model", "batch", "loss", "accumulate"],
 )
 def test_a_sys_exit_of_the_users_verifies_nothing(changed: dict[str, Any], doing: str) -> None:
     with pytest.raises(WorkloadError, match=rf"^{doing} called sys.exit\(0\)$"):
