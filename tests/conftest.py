@@ -61,16 +61,6 @@ def light_collections(request: pytest.FixtureRequest) -> None:
         request.config.stash[_FROZEN] = imported
 
 
-@pytest.fixture(autouse=True)
-def no_feeders() -> None:
-    """End the queue threads of an earlier test's DataLoader workers: trials in place refuse to run with threads."""
-    feeders = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
-    if feeders:
-        gc.collect()
-        for feeder in feeders:
-            feeder.join(5)
-
-
 @pytest.fixture(scope="module")
 def write_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Write a workload file into a new folder and return its path."""

@@ -41,7 +41,7 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.out_of_memory import DelayedInterrupts
+from autoaccum.accumulation.interrupts import DelayedInterrupts
 from autoaccum.accumulation.ranks.group import check_alike, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first, sum_gradients, without_calls
 from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read_reduce

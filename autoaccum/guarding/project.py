@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoaccum.accumulation.interrupts import DelayedInterrupts
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
 from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
@@ -229,7 +229,7 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
             )
         yield Checkout(inside, original=top, root=worktree)
     finally:
-        with DelayedSignals():
+        with DelayedInterrupts():
             _run(folder, "worktree", "remove", "--force", "--force", str(worktree))  # Twice: even if incomplete.
             shutil.rmtree(worktree, ignore_errors=True)
 

@@ -240,7 +240,7 @@ def compare_plans(
         reference = make_setup(workload, asked, on_output=on_output, device_maker=make_one).reference
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
-            setup = PlanSetup(device, reference, isolated=False)
+            setup = PlanSetup(device, reference)
             with device:
                 if request.compares_savers:
                     rows = plan_front(setup, asked, card.name, on_event)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import join_words
-from autoaccum.devices.base import Device, TimingDevice, TrialSettings
-from autoaccum.devices.explanation import ExplainingDevice, PredictingDevice
-from autoaccum.devices.update_cost import CountingDevice
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.explanation import ExplainingDevice
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import check_device, check_values, make_device
+from autoaccum.planning.device_choice import make_device
 from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import Checkout
-    from autoaccum.devices.in_place.live_objects import LiveObjects
+    from autoaccum.devices.live_tensors import LiveTensors
     from autoaccum.workload.spec import Workload
 
 
@@ -28,14 +30,30 @@ class PlanSetup:
     """The workload's name and the device that runs its trials.
 
     Attributes:
-        device: The device; the caller closes it.
+        device: The device; the caller closes it, or uses `running`.
         reference: The name of the workload in the plan.
-        isolated: Whether a trial in a fresh process may end differently from one that follows others.
+        live: Tensors of the caller on the card, which trials need; None: there are none.
+        files: Closes what the children read.
     """
 
     device: Device
     reference: str
-    isolated: bool = True
+    live: LiveTensors | None = None
+    files: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plan says of the caller's objects."""
+        return () if self.live is None else (self.live.note,)
+
+    @contextmanager
+    def running(self) -> Iterator[Device]:
+        """Return the device, with the caller's tensors in host memory meanwhile; close everything at the end."""
+        with ExitStack() as stack:
+            stack.enter_context(self.files)
+            if self.live is not None:
+                stack.enter_context(self.live.on_host())
+            yield stack.enter_context(self.device)
 
 
 def make_setup(
@@ -46,7 +64,7 @@ def make_setup(
     checkout: Checkout | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
-    device_maker: Callable[[TrialSettings], Device] | None = None,
+    device_maker: Callable[[TrialSettings], Device] = make_device,
 ) -> PlanSetup:
     """Resolve the workload and make the device that runs its trials.
 
@@ -57,12 +75,13 @@ def make_setup(
             `reduction`, `evaluate`, `split` and `size`; those not given are None or left out. With a Trainer of
             Lightning go `model`, `data` and `weight`.
         checkout: The folder the workload's modules are imported from; None: this process's import path.
-        on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
+        on_output: Receives each line the workload prints; stderr otherwise.
         verb: The command named in messages.
-        device_maker: Makes the device, but for trials in this process; None: `make_device`.
+        device_maker: Makes the device.
 
     Raises:
-        UsageError: Not exactly one of the three is given, or an option cannot be honoured.
+        UsageError: Not exactly one of the three is given, an option cannot be honoured, or an object cannot be sent to
+            the processes of the trials.
         WorkloadError: The live objects do not go together.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
@@ -77,37 +96,62 @@ def make_setup(
     )
     if isinstance(resolved, str):
         settings = dataclasses.replace(settings, reference=resolved)
-    elif options.gpu is None:
-        from autoaccum.devices.in_place import InPlaceDevice
+        return PlanSetup(device_maker(settings), resolved)
+    reference = f"{resolved.name} (made in code)"
+    options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
+    tensors = None
+    if options.gpu is None:
+        options, tensors = _place(resolved, options, request.options.optimizer, is_live=workload is None)
+    settings = dataclasses.replace(settings, reference=reference, options=options)
+    with ExitStack() as files:
+        device = device_maker(dataclasses.replace(settings, pickled=_pack(resolved, options, files)))
+        return PlanSetup(device, reference, tensors, files.pop_all())
 
-        check_values(options)
-        check_device(options.device)
-        device = InPlaceDevice(
-            resolved, share=request.share, device=options.device, memory=options.memory, reserve=options.reserve
-        )
-        return PlanSetup(device, f"{resolved.name} (in this process)", isolated=False)
-    else:
-        options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
-        reference = f"{resolved.name} (made in code)"
-        settings = dataclasses.replace(
-            settings, reference=reference, pickled=_pickle(resolved, options), options=options
-        )
-    return PlanSetup((device_maker or make_device)(settings), settings.reference, isolated=options.gpu is None)
+
+def _place(
+    workload: Workload, options: Options, optimizer: Any, *, is_live: bool
+) -> tuple[Options, LiveTensors | None]:
+    """Return the options with the device where a live model is, and what it and its optimizer hold on a card."""
+    from torch import nn
+
+    from autoaccum.accumulation.backpropagation import model_device
+    from autoaccum.devices.live_tensors import LiveTensors, choose_device
+
+    model = workload.model
+    device = choose_device(model, options.device)
+    if device == "auto" and is_live and getattr(workload.loss, "trained_by", "") != "lightning":
+        device = "cpu"  # A Trainer of Lightning moves the model when it fits.
+    options = dataclasses.replace(options, device=device)
+    if isinstance(model, nn.Module) and model_device(model).type == "cuda":
+        return options, LiveTensors.of(model, optimizer)
+    return options, None
+
+
+def _pack(workload: Workload, options: Options, files: ExitStack) -> str:
+    """Pickle the workload; trials on a device of this machine read the model, with its weights, from a file."""
+    from autoaccum.devices.child.pickling import pack
+
+    if options.gpu is not None:
+        return pack(workload, with_values=options.values is not None)
+    folder = files.enter_context(TemporaryDirectory(prefix="autoaccum-"))
+    return pack(workload, folder=Path(folder))
 
 
 def resolve_workload(
     workload: Any, live: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
-) -> str | Workload | LiveObjects:
-    """Return what was given: a reference, a Workload with the options in place of its own, or live objects.
+) -> str | Workload:
+    """Return what was given: a reference, or a Workload with the options in place of its own.
+
+    The model of a Workload of live objects is the live one.
 
     Raises:
-        UsageError: Not exactly one of the three is given, or an argument does not go with it.
+        UsageError: Not exactly one way is taken, or an argument does not go with it.
         WorkloadError: The Workload or the live objects cannot be used with these options.
     """
     given = [name for name, value in live.items() if value is not None]
     if workload is None:
         if live.get("trainer") is not None:
-            return _read_trainer(live, given, options, share, verb)
+            return _with_options(_read_trainer(live, given), options, share, verb)
         if "data" in given:
             raise UsageError("data is given without a trainer", hint="give the Trainer, too: trainer=trainer")
         return _read_live_objects(live, given, options, verb)
@@ -123,14 +167,8 @@ def resolve_workload(
     return os.fspath(workload)
 
 
-def _read_trainer(
-    live: Mapping[str, Any], given: list[str], options: Options, share: int, verb: str
-) -> Workload | LiveObjects:
-    """Return what a Trainer trains: live objects that share its model's tensors, or for Lightning a Workload."""
-    from torch import nn
-
-    from autoaccum.devices.in_place import LiveObjects
-    from autoaccum.workload.samples import take_longest
+def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
+    """Return the Workload of a Trainer, whose model shares the tensors of the Trainer's."""
     from autoaccum.workload.trainers import workload_of
 
     trainer = live["trainer"]
@@ -139,11 +177,7 @@ def _read_trainer(
         raise UsageError(
             f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"
         )
-    if isinstance(workload.model, nn.Module):
-        return _with_options(workload, options, share, verb)
-    if options.worst_of is not None:
-        workload = take_longest(workload, options.worst_of, share)
-    return LiveObjects.of_workload(workload, options)
+    return workload
 
 
 def _usage(verb: str) -> str:
@@ -153,18 +187,7 @@ def _usage(verb: str) -> str:
     return f"give one: {ways.format(verb)}"
 
 
-def _pickle(workload: Workload | LiveObjects, options: Options) -> str:
-    """Pickle the workload for a process of its own: a simulation changes torch for everything in its process."""
-    from autoaccum.devices.child.pickling import pack
-    from autoaccum.devices.in_place import LiveObjects
-
-    with_values = options.values is not None
-    if isinstance(workload, LiveObjects):
-        return pack(workload.as_workload(), workload.model, workload.live_optimizer, with_values=with_values)
-    return pack(workload, with_values=with_values)
-
-
-def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:
+def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> Workload:
     if not given:
         raise UsageError(f"there is nothing to {verb}", hint=_usage(verb))
     missing = [name for name in ("model", "batch") if live.get(name) is None]
@@ -177,27 +200,9 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
         )
     if live.get("evaluate") is not None and options.evaluation_batch is None:
         raise UsageError("evaluate is given without evaluation_batch", hint="say how many samples a pass has")
-    from torch import nn
+    from autoaccum.devices.live_objects import workload_of_objects
 
-    from autoaccum.devices.in_place import LiveObjects
-    from autoaccum.workload.batches import read_batching
-    from autoaccum.workload.objective import read_coupled_loss, resolve_objective
-
-    objective = resolve_objective(
-        read_coupled_loss(live.get("loss"), live.get("outputs"), live.get("coupled_loss")),
-        criterion=live.get("criterion"),
-        weight=live.get("weight"),
-        reduction=live.get("reduction") or "mean",
-        model=live["model"] if isinstance(live["model"], nn.Module) else None,
-    )
-    return LiveObjects(
-        model=live["model"],
-        batch=live["batch"],
-        objective=dataclasses.replace(objective, batching=read_batching(live.get("split"), live.get("size"))),
-        evaluate=live.get("evaluate"),
-        name=type(live["model"]).__name__,
-        options=options,
-    )
+    return workload_of_objects(live, options)
 
 
 def _with_options(workload: Any, options: Options, share: int, verb: str) -> Workload:
@@ -211,22 +216,10 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
 
 
 def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if the device gives no explanation or speed that is requested."""
-    device = setup.device
-    if request.prefer == "fastest" and not isinstance(device, (TimingDevice, CountingDevice)):
-        raise UsageError(
-            'prefer="fastest" (--prefer fastest) times updates in a process of their own, and trials of live objects,'
-            " or of a Workload made in code, run in this one",
-            hint="plan a file, or leave it out",
-        )
-    if not request.explain or isinstance(device, ExplainingDevice):
+    """Raise UsageError before any trial if the device gives no explanation that is requested."""
+    if not request.explain or isinstance(setup.device, ExplainingDevice):
         return
-    if setup.isolated or isinstance(device, PredictingDevice):
-        raise UsageError(
-            f"explain (--explain) shows where the memory of a card goes, and trials run on the {device.name.upper()}",
-            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
-        )
     raise UsageError(
-        "explain shows where the memory of a card goes, which trials in this process cannot tell",
-        hint="predict for a card, which need not be here: gpu=NAME",
+        f"explain (--explain) shows where the memory of a card goes, and trials run on the {setup.device.name.upper()}",
+        hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
     )

@@ -81,12 +81,12 @@ def make_plan(
             ranks: Ranks, request: PlanRequest, heard: Listener, printed: Callable[[str], None] | None
         ) -> Plan:
             setup = make_setup(workload, request, live=live, on_output=printed)
-            with setup.device:
+            with setup.running():
                 return plan_on_device(setup, request, on_event=heard, started=started, ranks=ranks)
 
         return plan_with_ranks(plan_here, request, on_event, on_output)
     setup = make_setup(workload, request, live=live, on_output=on_output)
-    with setup.device:
+    with setup.running():
         return plan_on_device(setup, request, on_event=on_event, started=started)
 
 
@@ -124,7 +124,15 @@ def plan_on_device(
     refuted = [refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     holds_own = bool(inspection.coupled) and not planner.runner.of_all_ranks
     of_ranks = ranks_notes(device, holds_own=holds_own) if schedule.world_size > 1 else ()
-    more_notes = (*speeds.notes, *forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)
+    more_notes = (
+        *setup.notes,
+        *speeds.notes,
+        *forecast.notes,
+        *reduction.notes,
+        *of_ranks,
+        *least_notes,
+        *explanation_notes,
+    )
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -345,7 +353,7 @@ class _Planner:
         return dataclasses.replace(found, capped=False, refuted=refuted)
 
     def _search(self, sizes: Sequence[int], forecast: Forecast) -> SearchResult:
-        request, isolated = self.request, self.setup.isolated
+        request = self.request
         return search(
             self.runner.try_size,
             sizes,
@@ -355,8 +363,7 @@ class _Planner:
             predict=forecast.peak_bytes,
             known=forecast.trials,
             answer=lambda size: request.schedule(size).micro_batch,
-            isolated=isolated,
-            confirms=isolated or self.predicts,
+            isolated=not self.predicts,
             from_largest=self.runner.joined,
         )
 

@@ -240,8 +240,6 @@ def _device(plan: Plan) -> str:
         known.append(str(device["card"]))
     if device.get("kind") == "simulated":
         known.append(format_bytes(device.get("total_bytes") or 0))
-    if device.get("in_place"):
-        known.append("in this process")
     if device.get("used_by_others_bytes"):
         known.append(f"of which others hold {format_bytes(device['used_by_others_bytes'])}")
     if plan.devices is not None:

@@ -33,7 +33,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, fin
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import check_word, describe_type
-from autoaccum.devices.in_place.sample_batches import make_batches
+from autoaccum.devices.live_objects import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import (
@@ -168,27 +168,25 @@ class TrainingSetup:
         self.device = find_device(request.options.device)
 
     def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
-        """Find the micro-batch by trials: in child processes if a file has all the code, else in this process.
+        """Find the micro-batch by trials, of the file if that has all the code, else of the objects.
 
         Args:
             planning_batch: `Source.planning_batch`, which makes `batch(size)` from the data if the workload has none.
             on_event: Called with the planner's events.
 
         Raises:
-            UsageError: This process is one of several ranks, and trials would run in it.
+            UsageError: Ranks shard the model, which no trial on a device of this machine does.
         """
         request, options, workload, ranks = self._request, self._request.options, self._workload, world_size()
         limits: dict[str, Any] = {name: getattr(options, name) for name in ("memory", "reserve", "parallel", "mesh")}
         limits["world_size"] = ranks
         chosen: dict[str, Any] = {"savers": options.savers} if options.chooses_savers else {}
+        listeners: dict[str, Any] = {"on_event": on_event}
+        if on_event is not None:
+            listeners["on_output"] = lambda line: on_event(WorkloadOutput(line))
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(request.model_or_workload, str | os.PathLike)
         is_file = is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code)
-        if ranks > 1 and not is_file:
-            raise UsageError(
-                f"this process is one of {ranks} ranks, and trials of objects in code would run in it",
-                hint="plan a file of them (autoaccum plan --world-size N) and give plan=",
-            )
         if ranks > 1 and workload is not None and choose_parallel(options.parallel, workload.parallelize) == "fsdp2":
             raise UsageError(
                 "trials on a device of this machine run the whole model, and ranks shard it",
@@ -199,19 +197,18 @@ class TrainingSetup:
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
             live["reduction"] = _reduction(request)
             limits |= {**options.overrides, **chosen, "evaluation_batch": None}  # It has no batch of evaluation data.
-            return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
+            return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, **listeners)
         limits["device"] = options.device
         if is_file:
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
             of_file = PlanRequest(
                 request.target_batch, Options(**limits, **options.overrides | chosen, worst_of=worst_of)
             )
-            on_output = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
-            return make_plan(os.fspath(request.model_or_workload), of_file, on_event=on_event, on_output=on_output)
+            return make_plan(os.fspath(request.model_or_workload), of_file, **listeners)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
-        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits, **chosen)), on_event=on_event)
+        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits, **chosen)), **listeners)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
         """Build the model and its components from the current random states.

@@ -94,10 +94,12 @@ class Fixture:
         self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
         self.deadline = Deadline(None)
         memo: dict[int, Any] = {}
-        model = workload.build_model()
+        model = workload.model if isinstance(workload.model, nn.Module) else workload.build_model()
         check_unsharded(model)
         model = unwrap_model(model)
         self._model = self._on_device(_copy_model(model, memo))
+        if not self._model.training:
+            self._model.train()
         self._optimizer = None if optimizer is None else _copy_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.

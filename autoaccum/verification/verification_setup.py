@@ -1,4 +1,4 @@
-"""Set up a verification: resolve the workload, limit memory, and restore everything afterwards."""
+"""Set up a verification: resolve the workload, limit memory, and restore random states afterwards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from autoaccum.accumulation.rng_state import preserve_rng_state
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
-from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
-from autoaccum.devices.in_place.live_objects import LiveObjects, TrialTarget, prepare
-from autoaccum.devices.in_place.saved_state import StateRestorer
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
@@ -83,22 +82,19 @@ def run_verification(
             hint="give a larger target batch",
         )
 
-    def work(interruptions: DelayedSignals) -> Verification:
-        with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():
-            warnings.simplefilter("ignore")
-            with interruptions.window():
-                return _run(Verifier(tried, reference, options, target, micro, on_event), began)
-
     with preserve_rng_state(), blame_exit("the workload"):
         tried, reference = _prepare(workload, live or {}, options, accumulate, target)
+        optimizer = options.optimizer if isinstance(options.optimizer, Optimizer) else None
         from_file = isinstance(workload, (str, os.PathLike))
-        return StateRestorer(tried, at_once=True).run(work)
+        with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():
+            warnings.simplefilter("ignore")
+            return _run(Verifier(tried, optimizer, reference, options, target, micro, on_event), began)
 
 
 def _prepare(
     given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
-) -> tuple[TrialTarget, str]:
-    """Return the workload with all live objects that its runs can reach, and its name for the record.
+) -> tuple[Workload, str]:
+    """Return the workload and its name for the record.
 
     Raises:
         UsageError: The workload is given in no way or in several, or an argument does not go with it.
@@ -106,20 +102,19 @@ def _prepare(
     """
     alone = dataclasses.replace(options, worst_of=_worst_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
-    found: Any = way
-    reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     if isinstance(way, str):
-        loaded = load_workload(way, "verify")
+        reference, loaded = way, load_workload(way, "verify")
         worst_of = _worst_of(loaded, options, target)
         found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
-    tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
+    else:
+        reference, found = f"{way.name} (made in code)", way
     requested = {"batchnorm": options.batchnorm, "coupled": options.coupled, "multiple_of": options.multiple_of}
-    workload = replace_fields(tried.workload, accumulate=accumulate, **requested)
-    check_optimizer(None if tried.optimizer is not None else workload.optimizer)
+    workload = replace_fields(found, accumulate=accumulate, **requested)
+    check_optimizer(workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
         raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
-    return dataclasses.replace(tried, workload=workload), reference
+    return workload, reference
 
 
 def _worst_of(workload: Any, options: Options, target: int) -> int | None:

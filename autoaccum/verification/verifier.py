@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+from torch.optim import Optimizer
+
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
 from autoaccum.devices.deadline import Deadline, TimeIsOver
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
@@ -45,6 +46,7 @@ from autoaccum.verification.verification_result import (
 )
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.samples import take_small_batch
+from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
 from autoaccum.workload.uneven_batches import shorten
 
@@ -68,18 +70,22 @@ class _Unequal(NamedTuple):
 
 
 class Verifier:
-    """Verifies one workload, which the record calls `reference`, in parts of at most `micro` samples."""
+    """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples.
+
+    `optimizer` is the live one of the workload's model, if there is one.
+    """
 
     def __init__(
         self,
-        subject: TrialTarget,
+        workload: Workload,
+        optimizer: Optimizer | None,
         reference: str,
         options: Options,
         target: int,
         micro: int,
         on_event: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._prepared, self._reference, self._options = subject, reference, options
+        self._workload, self._optimizer, self._reference, self._options = workload, optimizer, reference, options
         self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
         self._unequal: list[_Unequal] = []
@@ -90,7 +96,7 @@ class Verifier:
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
         self._double: Fixture | None = None
         self._team: RankTeam | None = None
-        self._each = subject.workload.multiple_of or 1
+        self._each = workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
         self._micro_batch = max(micro // self._each, 1) * self._each
         if self._micro_batch == target:
@@ -109,7 +115,7 @@ class Verifier:
     def _run(self, began: float) -> Verification:
         target = self._target
         seed_everything()
-        self._batch = take_small_batch(self._prepared.workload, target)
+        self._batch = take_small_batch(self._workload, target)
         self._random = RngState()
         runs = self._window_runs(self._dealt(target))
         self._notify(
@@ -155,7 +161,7 @@ class Verifier:
             WorkloadError: The weight is 0, or the gradient is not finite.
         """
         self._random.restore()  # Each precision begins with the same weights.
-        workload, optimizer = self._prepared.workload, self._prepared.optimizer
+        workload, optimizer = self._workload, self._optimizer
         with user_code("model()"):
             fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
         runs = self._paired(fixture, self._batch, sizes)
@@ -236,7 +242,7 @@ class Verifier:
     def _compare_both(self, runs: PairedRuns, window: Window, tolerances: Tolerances) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
         self._compare(runs, "accumulator", window, tolerances)
-        if self._prepared.workload.accumulate is not None:
+        if self._workload.accumulate is not None:
             if len(set(runs.parts_by_rank)) > 1:
                 parts = format_parts(runs.sizes)
                 self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
@@ -313,7 +319,7 @@ class Verifier:
         return all(comparison.equal for comparison in self._comparisons)
 
     def _record(self, runs: PairedRuns, tolerances: Tolerances, began: float) -> Verification:
-        workload, objective = self._prepared.workload, self._prepared.workload.objective
+        workload, objective = self._workload, self._workload.objective
         return Verification(
             equivalent=self._is_equal and not self._untested,
             target_batch=self._target,
@@ -345,7 +351,7 @@ class Verifier:
     def _describe(self, runs: PairedRuns) -> dict[str, Any]:
         trained = runs.fixture.fresh()
         return {
-            "name": self._prepared.workload.name,
+            "name": self._workload.name,
             "model": type(trained.model).__name__,
             "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
             "optimizer": type(trained.optimizer).__name__,

@@ -155,6 +155,8 @@ class Workload:
             check_function(self.evaluate, "evaluate", "(model, batch)")
         if self.loss is None and self.criterion is None and self.coupled_loss is None:
             object.__setattr__(self, "loss", ModelLoss())
+        if isinstance(self.loss, ModelLoss) and isinstance(self.model, nn.Module):
+            self.loss.read_model(self.model)
         criterion = self.objective.criterion
         if isinstance(module := getattr(criterion, "function", None), nn.Module):
             trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]

@@ -82,9 +82,7 @@ def _choose(tracer: _Tracer, limit_bytes: int) -> tuple[str, ...]:
     card, memory = find_card(CARD), MemorySize(bytes=limit_bytes)
     release = read_torch_release()
     with SimulatedDevice(card, lambda: tracer, share=1, torch_version=release, memory=memory, environment={}) as device:
-        plan = plan_on_device(
-            PlanSetup(device, "gpt", isolated=False), PlanRequest(1, Options(gpu=CARD, savers=("auto",)))
-        )
+        plan = plan_on_device(PlanSetup(device, "gpt"), PlanRequest(1, Options(gpu=CARD, savers=("auto",))))
     return tuple(plan.workload["savers"])
 
 

@@ -41,7 +41,7 @@ def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> P
         memory=MemorySize(bytes=int(gib * GIB)),
         environment={},
     )
-    return PlanSetup(device, "model.py", isolated=False)
+    return PlanSetup(device, "model.py")
 
 
 def measure_traces(
@@ -174,6 +174,6 @@ def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path)
         tracer = partial(InProcessTracer, settings, card)
         device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release(), environment={})
         with device:
-            found.append(measure_simulated(Task(PlanSetup(device, str(path), isolated=False), request, None)))
+            found.append(measure_simulated(Task(PlanSetup(device, str(path)), request, None)))
     assert found[0] == found[1]
     assert found[0].micro_batches == (16, 16, 16)

@@ -161,7 +161,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
         return tracers[-1]
 
     def plan(card: Card, device: Device) -> ComparisonRow:
-        setup = PlanSetup(device, "model.py", isolated=False)
+        setup = PlanSetup(device, "model.py")
         return plan_row(setup, make_request(64, gpu=card.name), card.name, estimates=True)
 
     fleet = CardFleet(
@@ -175,7 +175,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
     assert traced == [(2, 2), (5, 5), (5, 3)] * (1 if keeps else 3), "no card's own parts"
     assert all(tracer.closed == 1 for tracer in tracers)
     with SimulatedDevice(cards[1], lambda: SyntheticTracer(inspection=INSPECTION), **fields) as device:
-        alone = plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64, gpu="rtx3090"))
+        alone = plan_on_device(PlanSetup(device, "model.py"), make_request(64, gpu="rtx3090"))
     assert alone.iter_size > 2, "with parts of two sizes"
     shared = rows["rtx3090"].plan
     assert shared is not None
@@ -207,7 +207,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def compare_savers(path: str, memory_bytes: int) -> tuple[list[ComparisonRow], list[Event]]:
     events: list[Event] = []
     with device_with(path, memory_bytes) as device:
-        setup = PlanSetup(device, "blocks.py", isolated=False)
+        setup = PlanSetup(device, "blocks.py")
         return plan_front(setup, make_request(SHARE, gpu="rtx3090"), "rtx3090", events.append), events
 
 
@@ -224,7 +224,7 @@ def test_rows_of_savers_are_what_a_plan_with_them_finds(path: str) -> None:
     last = rows[-1].plan
     assert last is not None
     with device_with(path, 126 * MIB, savers=rows[-1].savers) as plain:
-        alone = plan_on_device(PlanSetup(plain, "blocks.py", isolated=False), make_request(SHARE, gpu="rtx3090"))
+        alone = plan_on_device(PlanSetup(plain, "blocks.py"), make_request(SHARE, gpu="rtx3090"))
     assert (last.micro_batches, last.peak_bytes) == (alone.micro_batches, alone.peak_bytes)
     assert last.workload["savers"] == alone.workload["savers"] == rows[-1].savers
     assert Plan.from_json(json.dumps(json.loads(Comparison(tuple(rows), {}).to_json())["rows"][-1]["plan"])) == last

@@ -62,7 +62,7 @@ def explain(
 ) -> Plan:
     request = make_request(target, **{"explain": True, **asked})
     with simulated(tracer or SyntheticTracer(suggestions={"half": SUGGESTIONS["half"]}), request.share) as device:
-        return plan_on_device(PlanSetup(device, "model.py", isolated=False), request, on_event=listen)
+        return plan_on_device(PlanSetup(device, "model.py"), request, on_event=listen)
 
 
 # --- what a plan keeps ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_changes_come_in_the_order_of_what_they_save_those_that_fail_last() -> N
 def test_another_allocator_needs_no_trace() -> None:
     plan, grown = explain(), None
     with simulated(SyntheticTracer(), environment=GROWING) as device:
-        grown = plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64, explain=True))
+        grown = plan_on_device(PlanSetup(device, "model.py"), make_request(64, explain=True))
         peak_bytes = device.explain((plan.micro_batch,) * 2).explanation.peak_bytes
     assert plan.explanation is not None
     told = {change.name: change for change in plan.explanation.changes}["expandable_segments"]

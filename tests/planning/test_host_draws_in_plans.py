@@ -62,7 +62,7 @@ def plan(path: Path, skips: str) -> Plan:
         environment={},
     )
     with device:
-        return plan_on_device(PlanSetup(device, str(path), isolated=True), make_request(256))
+        return plan_on_device(PlanSetup(device, str(path)), make_request(256))
 
 
 @pytest.fixture(scope="module")

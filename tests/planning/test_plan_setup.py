@@ -1,8 +1,7 @@
-"""Which way a plan's trials run, by what was given; nothing is started here."""
+"""What a plan is given: exactly one of a file, a Workload, a Trainer and live objects."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from asking import make_request
 from torch import nn
 
 from autoaccum.api import plan
-from autoaccum.devices.in_place import InPlaceDevice
+from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_setup import make_setup
 from autoaccum.workload.spec import Workload
@@ -28,26 +27,26 @@ def live(**changes: Any) -> dict[str, Any]:
     return {**PARTS, "model": nn.Linear(4, 2), "batch": batch, "criterion": nn.CrossEntropyLoss(), **changes}
 
 
-def test_a_file_is_tried_in_processes_of_its_own() -> None:
-    for reference in ("model.py", Path("model.py")):
-        setup = make_setup(reference, make_request(8, device="cpu"), live=PARTS)
-        assert (setup.reference, setup.isolated, setup.device.name) == ("model.py", True, "cpu")
+@pytest.mark.parametrize("reference", ["model.py", Path("model.py")])
+def test_a_file_is_named_by_its_path(reference: Any) -> None:
+    assert make_setup(reference, make_request(8, device="cpu"), live=PARTS).reference == "model.py"
 
 
-def test_live_objects_are_tried_in_place() -> None:
-    setup = make_setup(None, make_request(8), live=live())
-    assert isinstance(setup.device, InPlaceDevice)
-    assert (setup.reference, setup.isolated) == ("Linear (in this process)", False)
+WORKLOAD = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
 
 
-def test_a_workload_made_in_code_is_tried_in_place() -> None:
-    workload = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
-    setup = make_setup(workload, make_request(8, device="cpu", precision="bf16", optimizer="sgd"))
-    assert isinstance(setup.device, InPlaceDevice)
-    assert setup.reference == "tiny (in this process)"
-    inspection = setup.device.inspect()
+@pytest.mark.parametrize(
+    ("workload", "parts", "reference"),
+    [(WORKLOAD, PARTS, "tiny (made in code)"), (None, live(), "Linear (made in code)")],
+)
+def test_what_is_made_in_code_is_tried_in_processes_of_its_own(
+    workload: Any, parts: dict[str, Any], reference: str
+) -> None:
+    setup = make_setup(workload, make_request(8, device="cpu", precision="bf16", optimizer="sgd"), live=parts)
+    assert (type(setup.device), setup.reference, setup.live) == (CpuDevice, reference, None)
+    with setup.running() as device:
+        inspection = device.inspect()
     assert (inspection.precision, inspection.optimizer) == ("bf16", "SGD")
-    assert dataclasses.replace(workload) == workload
 
 
 @pytest.mark.parametrize(
@@ -79,6 +78,20 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
 def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         make_setup(workload, make_request(8, device=device, gpu="rtx3090"), live=parts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "text"),
+    [
+        ({"evaluate": lambda model, batch: None}, {}, "evaluate is given without evaluation_batch"),
+        ({}, {"worst_of": 10}, "worst_of is 10, and live objects have no dataset"),
+        ({"model": nn.Linear(4, 2, device="meta")}, {}, "the model is on meta, where no trial"),
+        ({"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))}, {}, "is on cpu and meta, trials"),
+    ],
+)
+def test_what_live_objects_lack(changed: dict[str, Any], asked: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        make_setup(None, make_request(8, **asked), live=live(**changed))
 
 
 def test_a_reduction_belongs_to_live_objects() -> None:

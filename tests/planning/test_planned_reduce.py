@@ -50,7 +50,7 @@ def plan(tracer: ShardedTracer, target: int = 256, memory: int = 2 * GIB, **aske
         memory=MemorySize(bytes=memory),
         environment={},
     ) as device:
-        return plan_on_device(PlanSetup(device, "model.py", isolated=False), request)
+        return plan_on_device(PlanSetup(device, "model.py"), request)
 
 
 def told(made: Plan) -> dict[str, str]:

@@ -50,7 +50,7 @@ def predict(
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
     )
     with card:
-        return plan_on_device(PlanSetup(card, "model.py", isolated=False), asked)
+        return plan_on_device(PlanSetup(card, "model.py"), asked)
 
 
 def test_a_predicted_plan() -> None:
@@ -192,7 +192,7 @@ def test_few_trials_begin_where_the_peaks_of_small_sizes_point(trials: int) -> N
 def test_listeners_are_told_that_nothing_runs() -> None:
     events: list[Event] = []
     device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
-    plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64), on_event=events.append)
+    plan_on_device(PlanSetup(device, "model.py"), make_request(64), on_event=events.append)
     assert [event.predicted for event in events if isinstance(event, Inspected)] == [True]
 
 
@@ -328,7 +328,7 @@ def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
         environment={},
     )
     with card:
-        plan_on_device(PlanSetup(card, "model.py", isolated=False), asked, on_event=events.append)
+        plan_on_device(PlanSetup(card, "model.py"), asked, on_event=events.append)
     names = [type(event).__name__ for event in events]
     assert names.index("TracedAlone") < names.index("TrialStarted")
     (alone,) = (event for event in events if isinstance(event, TracedAlone))

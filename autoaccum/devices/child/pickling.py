@@ -7,19 +7,19 @@ import dataclasses
 import io
 import pickle
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import unwrap_model, unwrap_optimizer
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.errors import UsageError, first_line
-from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.spec import Workload
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
@@ -27,40 +27,54 @@ _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
 )
 """Fields that a training step does not need."""
 
-_HINT = 'write model, batch and loss into a file and plan that: plan("model.py", gpu=..., ...)'
+_HINT = 'write model, batch and loss into a file and plan that: plan("model.py", ...)'
 
 
-def pack(
-    workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, with_values: bool = False
-) -> str:
+def pack(workload: Workload, *, folder: Path | None = None, with_values: bool = False) -> str:
     """Pickle `workload` as text, for `unpack` in another process; nothing is changed.
 
     Definitions of `__main__`, of a notebook or of a test that pytest loaded by its path are pickled by value, since no
-    import would find them. Parameters are pickled without their values, which do not matter for sizes, unless
-    `with_values`; all other tensors with their values, on the CPU. A live `model` replaces the workload's; of a live
-    `optimizer`, the class and the settings are pickled.
+    import would find them. The optimizer is pickled as the workload makes it, a live model apart from the rest, so that
+    each trial has a new one.
+
+    Args:
+        workload: The workload.
+        folder: The folder for files with all tensors, on the devices where they are, which the text refers to. None:
+            the text has everything for a simulation: of a compiled model the eager one, parameters without their
+            values, which do not matter for sizes, and all other tensors on the CPU.
+        with_values: Whether a simulation gets the values of the model's parameters, too.
 
     Raises:
         UsageError: A part of it cannot be pickled; the message names it.
     """
     known: dict[int, str] = {}
-    if model is None and isinstance(workload.model, nn.Module):
-        model = workload.model
-    if model is not None:
-        model = unwrap_model(model)  # A simulation runs the eager step.
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, (), with_values=with_values)))
+    model = workload.model
+    if isinstance(model, nn.Module):
+        model = model if folder is not None else unwrap_model(model)  # A simulation runs the eager step.
         known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
-        if optimizer is not None:
-            workload = dataclasses.replace(workload, optimizer=OptimizerLike.of(unwrap_optimizer(optimizer), trained))
+        try:
+            packed = _save("model", model, folder) if folder else _pack("model", model, (), with_values=with_values)
+        except UsageError:
+            for name, value in _attributes(model):  # One by one, so that the message names the right one.
+                _pack(name, value, ())
+            raise
+        workload = dataclasses.replace(workload, model=PackedModel(packed))
     sent = dataclasses.replace(workload, **_LEFT_BEHIND)
     try:
-        content = _pack("the workload", sent, known)
+        content = _save("workload", sent, folder, known) if folder else _pack("the workload", sent, known)
     except UsageError:
         for field in dataclasses.fields(sent):  # Field by field, so that the message names the right one.
             _pack(field.name, getattr(sent, field.name), known)
         raise
     return base64.b64encode(content).decode("ascii")
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a model's modules, by name, that are neither modules nor registered tensors."""
+    for path, module in model.named_modules(prefix="model"):
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield f"{path}.{name}", value
 
 
 def pack_whole(name: str, part: Any) -> bytes:
@@ -69,18 +83,18 @@ def pack_whole(name: str, part: Any) -> bytes:
     Raises:
         UsageError: It cannot be pickled.
     """
-    return _pack(name, part, (), with_values=True)
+    return _pack(name, part, (), with_values=True, hint="keep locks, open files and generators out of it")
 
 
 def unpack(pickled: str) -> Workload:
-    """Return the workload that `pack` pickled, without its data; each model it builds has empty weights."""
+    """Return the workload that `pack` pickled, without its data; its model is a `PackedModel` if it was a live one."""
     workload: Workload = pickle.loads(base64.b64decode(pickled))
     return workload
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A pickled model: each call makes a new one, without the values of its weights."""
+    """A pickled model: each call makes a new one."""
 
     content: bytes
 
@@ -90,24 +104,62 @@ class PackedModel:
         return model
 
 
-def _pack(name: str, part: Any, known: Collection[int], *, with_values: bool = False) -> bytes:
+def _pack(name: str, part: Any, known: Collection[int], *, with_values: bool = False, hint: str = _HINT) -> bytes:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, known, with_values=with_values)
+    pickler = _Pickler(buffer, known=known, with_values=with_values)
+    with _refusing(name, hint):
+        try:
+            pickler.dump(part)
+        finally:
+            pickler.forget_modules()
+    return buffer.getvalue()
+
+
+def _save(name: str, part: Any, folder: Path, known: Collection[int] = ()) -> bytes:
+    """Save `part` by `torch.save`, which writes each tensor without a copy in memory; return a pickle that loads it."""
+    picklers: list[_Pickler] = []
+
+    class FilePickler(_Pickler):
+        def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
+            super().__init__(file, protocol, known=known, with_values=True)
+            picklers.append(self)
+
+    path = folder / f"{name}.pt"
+    with _refusing(name, _HINT):
+        try:
+            torch.save(part, path, pickle_module=SimpleNamespace(__name__="cloudpickle", Pickler=FilePickler))
+        finally:
+            for pickler in picklers:
+                pickler.forget_modules()
+    return pickle.dumps(_Saved(str(path)))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A file that `torch.save` wrote; unpickled, it is what the file has."""
+
+    path: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self.path,)
+
+
+def _load(path: str) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+@contextmanager
+def _refusing(name: str, hint: str) -> Iterator[None]:
+    """Raise any error within as a UsageError that names what was to be pickled."""
     try:
-        pickler.dump(part)
+        yield
     except _UsesModelError:
         raise UsageError(
-            f"{name} uses the model itself, and a simulation has one of its own",
+            f"{name} uses the model itself, and each trial has one of its own",
             hint=f"use the model or the parameters that it is called with; or {_HINT}",
         ) from None
     except Exception as error:
-        where, hint = "the process that simulates", _HINT
-        if with_values:
-            where, hint = "another process", "keep locks, open files and generators out of it"
-        raise UsageError(f"{name} cannot be sent to {where} ({first_line(error)})", hint=hint) from error
-    finally:
-        pickler.forget_modules()
-    return buffer.getvalue()
+        raise UsageError(f"{name} cannot be sent to another process ({first_line(error)})", hint=hint) from error
 
 
 class _UsesModelError(Exception):
@@ -117,11 +169,13 @@ class _UsesModelError(Exception):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles parameters without values and other tensors with theirs; refuses objects of which the id is `known`.
 
-    If `with_values`, it pickles every tensor as torch does, so that those which share memory share it again.
+    If `with_values`, it pickles every tensor as torch does.
     """
 
-    def __init__(self, file: io.BytesIO, known: Collection[int], *, with_values: bool) -> None:
-        super().__init__(file)
+    def __init__(
+        self, file: io.BytesIO, protocol: int | None = None, *, known: Collection[int], with_values: bool
+    ) -> None:
+        super().__init__(file, protocol)
         self._with_values = with_values
         self._known = known
         self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle pickles its definitions by value.

@@ -1,4 +1,4 @@
-"""Live objects, pickled for a process that simulates: shapes, ties and settings arrive, values of weights do not."""
+"""Live objects, pickled for another process: shapes, ties and settings arrive, and values unless it simulates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices.child.pickling import pack, unpack
 from autoaccum.errors import UsageError
+from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.spec import Workload
 
 
@@ -66,15 +67,23 @@ def test_forms_ties_attributes_and_small_values_arrive() -> None:
     assert torch.equal(sent.model.first.weight, weights)
 
 
-def test_weights_arrive_with_their_values_where_these_are_computed() -> None:
-    model = nn.Linear(4, 3)
-    made = unpack(pack(workload(), model, with_values=True)).build_model()
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_weights_arrive_with_their_values(is_saved: bool, tmp_path: Path) -> None:
+    model = Tied()
+    pickled = pack(workload(model=model), **({"folder": tmp_path} if is_saved else {"with_values": True}))
+    made = unpack(pickled).build_model()
     assert all(torch.equal(*both) for both in zip(model.parameters(), made.parameters(), strict=True))
+    assert isinstance(made, Tied)
+    assert made.first.weight is made.last.weight
 
 
 def test_no_weight_is_copied() -> None:
     assert len(pack(workload(model=Tied(8_000)))) < 20_000  # 32 MB of weights.
     assert len(pack(workload(model=Tied().to("meta")))) < 20_000
+
+
+def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerLike:
+    return OptimizerLike.of(optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def test_a_live_optimizer_arrives_with_its_settings_and_without_its_state() -> None:
@@ -84,7 +93,7 @@ def test_a_live_optimizer_arrives_with_its_settings_and_without_its_state() -> N
     )
     torch.autograd.backward(loss(model, torch.arange(4)))
     optimizer.step()
-    made = unpack(pack(workload(), model, optimizer))
+    made = unpack(pack(workload(model=model, optimizer=like(optimizer, model))))
     other = made.build_model()
     built = made.build_optimizer(other)
     assert type(built) is torch.optim.AdamW
@@ -108,11 +117,11 @@ def cases() -> dict[str, tuple[Any, str]]:
     return {
         "an iterator": (
             {"batch": lambda size: [next(waiting) for _ in range(size)]},
-            "batch cannot be sent to the process that simulates .*generator.*: write model, batch and loss into a file",
+            "batch cannot be sent to another process .*generator.*: write model, batch and loss into a file",
         ),
         "the model": (
             {"model": model, "loss": lambda _, batch: loss(model, batch)},
-            "loss uses the model itself, and a simulation has one of its own: use the model or the parameters",
+            "loss uses the model itself, and each trial has one of its own: use the model or the parameters",
         ),
         "its weights": (
             {"model": model, "loss": lambda m, batch: loss(m, batch) + model.first.weight.norm()},
@@ -133,7 +142,7 @@ def test_an_optimizer_of_more_than_the_model_is_refused() -> None:
     model = Tied()
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
     with pytest.raises(UsageError, match="the SGD holds parameters that are not the model's"):
-        pack(workload(), model, optimizer)
+        like(optimizer, model)
 
 
 def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:

@@ -1,26 +1,81 @@
-"""Batches of any size for live objects: from the user's function, or from one sample batch, repeated and cut."""
+"""A Workload of live objects: the model, and batches of any size from a function or from a sample batch."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_unsharded, unwrap_optimizer
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.checks import describe_type
-from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
+from autoaccum.options import Options
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, split_batch, wrap_batch
+from autoaccum.workload.batches import (
+    BatchReader,
+    batch_size,
+    has_size,
+    join_batches,
+    read_batching,
+    split_batch,
+    wrap_batch,
+)
+from autoaccum.workload.objective import read_coupled_loss, resolve_objective
+from autoaccum.workload.optimizers import OptimizerLike
+from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
+
+
+def workload_of_objects(live: Mapping[str, Any], options: Options) -> Workload:
+    """Return the Workload of live objects, by the names of `autoaccum.plan`'s arguments, and of the options.
+
+    Its model is the live one, and its optimizer makes new ones that are like a live one (`OptimizerLike`).
+
+    Raises:
+        UsageError: The model is no bare module, or the optimizer is not the model's.
+        WorkloadError: `batch` is neither a function nor a batch, or the objects do not fit together.
+    """
+    model = check_model(live["model"])
+    check_unsharded(model)
+    if isinstance(model, nn.DataParallel):
+        raise UsageError("the model is wrapped in DataParallel", hint="give the module in it: model=wrapped.module")
+    objective = resolve_objective(
+        read_coupled_loss(live.get("loss"), live.get("outputs"), live.get("coupled_loss")),
+        criterion=live.get("criterion"),
+        weight=live.get("weight"),
+        reduction=live.get("reduction") or "mean",
+        model=model,
+    )
+    criterion, batching = objective.criterion, read_batching(live.get("split"), live.get("size"))
+    given = {name: value for name, value in options.overrides.items() if value is not None}
+    if isinstance(options.optimizer, Optimizer):
+        check_optimizer(options.optimizer, model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        given["optimizer"] = OptimizerLike.of(unwrap_optimizer(options.optimizer), trained)
+    return Workload(
+        model=model,
+        batch=make_batches(live["batch"], batching),
+        loss=objective.loss_function,
+        criterion=None if criterion is None else criterion.function,
+        weight=objective.weight_function,
+        reduction=objective.reduction,
+        evaluate=live.get("evaluate"),
+        split=live.get("split"),
+        size=live.get("size"),
+        name=type(live["model"]).__name__,
+        **{"coupled": objective.coupled, **given},
+    )
 
 
 class CalledBatches:

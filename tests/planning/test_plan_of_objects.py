@@ -1,0 +1,185 @@
+"""Live objects and a Workload made in code are planned in processes of their own: nothing here changes or is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import environment
+from factories import FEATURES, Classifier, class_loss, labelled_rows, sgd
+from on_ranks import on_ranks
+from state_digests import state_digest
+from torch import Tensor, nn
+
+import autoaccum
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import MIB
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
+
+
+class Counting(Classifier):
+    """Counts its calls in an attribute, which no rollback covers."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def rows(samples: int) -> tuple[Tensor, Tensor]:
+    return labelled_rows(samples, torch.float32)
+
+
+def plan(model: nn.Module, loss: Any = class_loss, **asked: Any) -> autoaccum.Plan:
+    given: dict[str, Any] = {"batch": rows, "device": "cpu", "memory": "64MiB", "target_batch": 16}
+    return autoaccum.plan(model=model, loss=loss, **given | asked)
+
+
+def refuse(model: nn.Module, batch: Any) -> Tensor:
+    raise ValueError("on purpose")
+
+
+def interrupt(event: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("changed", "ending"),
+    [({}, None), ({"loss": refuse}, WorkloadError), ({"on_event": interrupt}, KeyboardInterrupt)],
+    ids=["plan", "failure", "interrupt"],
+)
+def test_nothing_of_the_caller_s_changes(changed: dict[str, Any], ending: type[BaseException] | None) -> None:
+    model = Counting(norm=True, dropout=0.5).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.autograd.backward(class_loss(model, rows(4)))
+    optimizer.step()
+    before, handlers = state_digest(model, optimizer), threading.active_count()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, daemon=True)
+    thread.start()
+    try:
+        if ending is None:
+            made = plan(model, optimizer=optimizer, **changed)
+            assert (made.kind, made.workload["optimizer"]) == ("measured", "SGD")
+            assert made.workload["reference"] == "Counting (made in code)"
+            assert made.trials[-1].fresh
+        else:
+            with pytest.raises(ending):
+                plan(model, optimizer=optimizer, **changed)
+    finally:
+        stop.set()
+        thread.join()
+    assert (state_digest(model, optimizer), model.calls, threading.active_count()) == (before, 1, handlers)
+
+
+def test_the_trials_have_the_values_of_the_model() -> None:
+    """A loss that is finite with these weights only."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return class_loss(model, batch) / (model.first.weight == 0.5).all()  # type: ignore[union-attr]
+
+    model = Classifier()
+    nn.init.constant_(model.first.weight, 0.5)
+    model.first.weight.requires_grad_(False)
+    assert plan(model, loss).micro_batch == 16
+    nn.init.constant_(model.first.weight, 0.25)
+    with pytest.raises(WorkloadError):
+        plan(model, loss)
+
+
+WIDE = 2**16
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_the_fastest_is_timed_and_the_time_limited(is_live: bool) -> None:
+    wide = nn.Sequential(nn.Linear(FEATURES, WIDE), nn.Tanh(), nn.Linear(WIDE, 4))
+    workload = autoaccum.Workload(model=wide, batch=rows, loss=class_loss, optimizer=torch.optim.SGD)
+    asked: dict[str, Any] = {"target_batch": 256, "device": "cpu", "memory": "96MiB", "prefer": "fastest"}
+    if is_live:
+        made = plan(wide, optimizer=sgd(wide), time_limit=120, **asked)
+    else:
+        made = autoaccum.plan(workload, time_limit=120, **asked)
+    assert made.throughput is not None
+    assert 1 < made.largest_fit < 256, "the budget binds"
+    assert made.peak_bytes is not None
+    assert made.peak_bytes < 96 * MIB
+
+
+def test_a_trial_that_hangs_is_ended() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) == 16:
+            threading.Event().wait(600)
+        return class_loss(model, batch)
+
+    with pytest.raises(NotMeasuredError, match="the time limit of 10 s"):
+        plan(Classifier(), loss, time_limit=10)
+
+
+NOTEBOOK = """
+import autoaccum, json, threading, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.layer(x) * TWICE
+
+TWICE = 2.0
+net = Net()
+threads = [thread.name for thread in threading.enumerate()]
+plan = autoaccum.plan(
+    model=net,
+    batch=(torch.randn(3, 6), torch.randint(0, 4, (3,))),
+    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=torch.optim.AdamW(net.parameters()),
+    target_batch=16,
+    memory="64MiB",
+    device="cpu",
+)
+print("RESULT", json.dumps([plan.micro_batch, len(threads), __name__, "get_ipython" in globals()]))
+"""
+
+
+def test_a_notebook_plans(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "--no-banner", "-c", NOTEBOOK]
+    folders = {"IPYTHONDIR": str(tmp_path / "ipython"), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment() | folders, capture_output=True, text=True, timeout=120
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [done.stdout + done.stderr]
+    size, threads, name, in_ipython = json.loads(line.removeprefix("RESULT"))
+    assert (size, name, in_ipython) == (16, "__main__", True)
+    assert threads > 1
+
+
+def plan_on_a_rank() -> tuple[int, int, int, str]:
+    torch.manual_seed(0)
+    made = plan(Classifier(), max_micro_batch=4)
+    return made.micro_batch, made.world_size, len(made.devices or ()), made.digest()
+
+
+def test_two_ranks_plan_together() -> None:
+    first, second = on_ranks(2, plan_on_a_rank, timeout=120, patience=100)
+    assert first == second
+    assert first[:3] == (4, 2, 2)
+
+
+def test_what_cannot_be_sent_is_named_with_the_way_out() -> None:
+    model: Any = Classifier()
+    model.last.lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"^model.last.lock cannot .*: write model, batch and loss into a file"):
+        plan(model)
+    model = Classifier()
+    with pytest.raises(UsageError, match=r"loss uses the model itself, .* it is called with"):
+        plan(model, lambda _, batch: class_loss(model, batch))
