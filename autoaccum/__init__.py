@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.comparison import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
     from autoaccum.training.fit_events import FitResult as FitResult
-    from autoaccum.tuning.tuning_result import Tuning as Tuning
+    from autoaccum.tuning.tuning_records import Tuning as Tuning
     from autoaccum.verification.verification_result import Verification as Verification
     from autoaccum.workload.spec import Workload as Workload
 
@@ -43,7 +43,7 @@ _HOMES = {
     "Plan": "autoaccum.planning.plan_record",
     "Comparison": "autoaccum.planning.comparison",
     "FitResult": "autoaccum.training.fit_events",
-    "Tuning": "autoaccum.tuning.tuning_result",
+    "Tuning": "autoaccum.tuning.tuning_records",
     "Verification": "autoaccum.verification.verification_result",
     "Workload": "autoaccum.workload.spec",
 }

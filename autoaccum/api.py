@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.plan_record import Plan
     from autoaccum.planning.plan_request import Prefer
     from autoaccum.training.fit_events import FitResult
-    from autoaccum.tuning.tuning_result import Tuning
+    from autoaccum.tuning.tuning_records import Tuning
     from autoaccum.verification.verification_result import Event as VerificationEvent
     from autoaccum.verification.verification_result import Verification
     from autoaccum.workload.spec import Workload
@@ -439,14 +439,10 @@ def tune(
     trials: int = 30,
     learning_rate: str | tuple[float, float] | None = None,
     budget_samples: int | None = None,
-    budget_seconds: float | None = None,
-    confirm: int = 3,
     storage: str | os.PathLike[str] | None = None,
     study: str | None = None,
     seed: int = 0,
-    sampler: str = "tpe",
     pruner: str = "halving",
-    heartbeat: int = 20,
     progress: bool = True,
     on_event: Callable[[Any], Any] | None = None,
     **options: Unpack[OptionArguments],
@@ -472,18 +468,14 @@ def tune(
         learning_rate: The range, `"1e-4..1e-1"` or a pair; from a hundredth to a hundred times the workload's own
             when None.
         budget_samples: Samples that a trial trains on; one pass over the data when None.
-        budget_seconds: Seconds that a trial trains, instead.
-        confirm: The number of best settings to repeat with two more seeds each.
         storage: An SQLite file (`tune.db` when None), a `.journal` file, or a URL of Optuna's `RDBStorage`.
         study: The name of the study in the storage; the workload's name when None.
         seed: Seeds the sampler and every trial of the search.
-        sampler: `tpe` or `random`.
         pruner: `halving` (at a quarter and at half of the budget), or `none`.
-        heartbeat: Seconds between a trial's heartbeats, by which Optuna detects killed trials; unused by a journal.
         progress: Draw progress on stderr.
-        on_event: Called with each event of `autoaccum.tuning.tuning_result`, and with warnings (`fit_events.Notice`).
+        on_event: Called with each event of `autoaccum.tuning.tuning_records`, and with warnings (`fit_events.Notice`).
         options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
-            `batchnorm`, `coupled`, `multiple_of`, `optimizer`, `time_limit` (no trial of the search starts later) and
+            `batchnorm`, `coupled`, `multiple_of`, `optimizer`, `time_limit` (no trial starts later) and
             `trial_limit`.
 
     Raises:
@@ -495,8 +487,8 @@ def tune(
     """
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import TuneProgress
-    from autoaccum.tuning.tune_request import TuneRequest, read_batches, read_rates
     from autoaccum.tuning.tuner import tune as run_study
+    from autoaccum.tuning.tuning_records import TuneRequest, read_batches, read_rates
 
     request = TuneRequest(
         reference=workload,  # type: ignore[arg-type]  # The request makes a text of a path.
@@ -505,14 +497,10 @@ def tune(
         trials=trials,
         learning_rate=read_rates(learning_rate),
         budget_samples=budget_samples,
-        budget_seconds=budget_seconds,
-        confirm=confirm,
         storage=None if storage is None else str(storage),
         study=study,
         seed=seed,
-        sampler=sampler,
         pruner=pruner,
-        heartbeat=heartbeat,
     )
     console = make_console(stderr=True)
     with TuneProgress(console, quiet=not progress) as shown:

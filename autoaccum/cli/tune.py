@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, report_option, seconds
+from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, report_option
 from autoaccum.cli.outputs import check_apart, check_report, running_words, write_page
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.tuning.tuning_result import Tuning
+    from autoaccum.tuning.tuning_records import Tuning
 
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
-_OUTPUTS = ("as_json", "output", "plot", "report", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "report", "force", "quiet")
 _OF_THE_STUDY = (
-    *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
-    *("sampler", "pruner", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
+    *("target_batch", "trials", "learning_rate", "budget_samples", "storage", "study"),
+    *("pruner", "memory", "reserve", "time_limit", "trial_limit"),
 )
 """The flags that a command for `fit` leaves out, or gives itself."""
 
@@ -42,15 +42,6 @@ _OF_THE_STUDY = (
     "--learning-rate", metavar="LOW..HIGH", help="Range, such as 1e-4..1e-1.  [default: the workload's / 100 to x 100]"
 )
 @click.option("--budget-samples", type=count, metavar="N", help="Samples that a trial trains on.  [default: one epoch]")
-@click.option("--budget-seconds", type=seconds, metavar="SECONDS", help="Seconds that a trial trains, instead.")
-@click.option(
-    "--confirm",
-    type=natural,
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Number of best settings to repeat with two more seeds each; the lowest mean wins.",
-)
 @click.option(
     "--storage",
     metavar="FILE|URL",
@@ -60,7 +51,6 @@ _OF_THE_STUDY = (
 @click.option(
     "--seed", type=natural, default=0, show_default=True, metavar="N", help="Seed of the sampler and all trials."
 )
-@click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="Optuna's sampler of settings.")
 @click.option(
     "--pruner",
     default="halving",
@@ -71,28 +61,18 @@ _OF_THE_STUDY = (
 @options(
     "tune",
     device="Where to train; auto is the GPU if there is one.",
-    time_limit="Start no trial of the search after this time; repetitions still run.",
+    time_limit="Start no trial after this time.",
     trial_limit="End a trial after this time.",
 )
-@click.option(
-    "--heartbeat",
-    type=count,
-    default=20,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between heartbeats, by which Optuna detects killed trials.",
-)
-@click.option("--plot", metavar="FOLDER", help="Draw the result as four .svg pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan of the best setting, for `autoaccum fit --plan`.")
 @report_option
-@click.option("--force", is_flag=True, help="Overwrite these files and these pictures; never the study.")
+@click.option("--force", is_flag=True, help="Overwrite these files; never the study.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str,
     as_json: bool,
     output: str | None,
-    plot: str | None,
     report: str | None,
     force: bool,
     quiet: bool,
@@ -115,7 +95,7 @@ def command(
     It keeps to one rank, and refuses to run under torchrun: trials train on one card.
 
     Example:
-      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json --plot pictures
+      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json --report best.html
 
     Exit codes:
       0    a best setting was found
@@ -126,11 +106,11 @@ def command(
     """
     from autoaccum.api import tune
 
-    _check_outputs(workload, asked["storage"], output, plot, force=force)
+    _check_outputs(workload, asked["storage"], output, force=force)
     check_report(report, {"-o": output}, force=force)
     try:
         tuning = tune(workload, progress=not quiet, **asked)
-        _show(tuning, output, plot, report, force=force, as_json=as_json, quiet=quiet)
+        _show(tuning, output, report, force=force, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -138,7 +118,7 @@ def command(
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _check_outputs(workload: str, storage: str | None, output: str | None, plot: str | None, *, force: bool) -> None:
+def _check_outputs(workload: str, storage: str | None, output: str | None, *, force: bool) -> None:
     """Raise UsageError now for a file that could not be written later or is an input."""
     from autoaccum.files import check_output
     from autoaccum.tuning.study import parse_storage_address, storage_file
@@ -149,17 +129,11 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
         if study is not None and Path(output).resolve() == Path(study).resolve():
             raise UsageError(f"-o names the study itself, {output}", hint="choose another name")
         check_output(output, force=force, hint="for the record on stdout, use --json")
-    if plot is None:
-        return
-    folder = Path(plot)
-    if folder.exists() and (not folder.is_dir() or (any(folder.glob("*.svg")) and not force)):
-        raise UsageError(f"{plot} is there already", hint="choose another folder, or overwrite its pictures by --force")
 
 
 def _show(
     tuning: Tuning,
     output: str | None,
-    plot: str | None,
     report: str | None,
     *,
     force: bool,
@@ -175,9 +149,6 @@ def _show(
         if output is not None and tuning.best is not None:
             _keep_plan(tuning, Path(output), force=force)
             written["its plan"] = Path(output)
-        if plot is not None:
-            _write_pictures(tuning, Path(plot), force=force)
-            written["pictures"] = Path(plot)
         if report is not None:
             from autoaccum.reporting.figures.tuning_figure import draw_tuning
             from autoaccum.reporting.page.tune_page import tune_page
@@ -208,16 +179,6 @@ def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
     tuning.plan.save(output, force=force)
 
 
-def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
-    from autoaccum.files import write_bytes
-    from autoaccum.reporting.figures.tuning_figure import draw_tuning
-
-    drawn = draw_tuning(tuning, click.get_current_context().params["storage"])
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in drawn.items():
-        write_bytes(folder / file, content, force=force)
-
-
 def _without_password(tuning: Tuning) -> dict[str, str]:
     """Return the storage as it may be shown, where a URL was given."""
     return {"storage": tuning.storage} if "://" in (click.get_current_context().params["storage"] or "") else {}
@@ -234,7 +195,7 @@ def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
             found["keep its plan"] = [*running_words(without=_OUTPUTS, instead=shown), "-o", kept]
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
-        target = str(tuning.best.setting.target_batch)
+        target = "" if tuning.best.setting is None else str(tuning.best.setting.target_batch)
         run = ["--run-dir", f"runs/{Path(kept).stem}"]
         found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept, *run]
     more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)

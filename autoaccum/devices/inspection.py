@@ -124,7 +124,7 @@ def describe_setup(
         "model": model_class(unwrap_model(model)).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters),
-        "dtypes": tuple(dict.fromkeys(_name_dtype(parameter.dtype) for parameter in parameters)),
+        "dtypes": tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in parameters)),
         "precision": workload.precision,
         "optimizer": type(optimizer).__name__,
         "reduction": objective.reduction,
@@ -150,7 +150,8 @@ def describe_setup(
     }
 
 
-def _name_dtype(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype, such as `bf16`."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 

@@ -383,16 +383,20 @@ def _failure(trial: Trial) -> str:
     return f"in {trial.phase}" if trial.phase and not trial.ran else ""
 
 
+def parameter_words(number: int, dtypes: tuple[str, ...], precision: str) -> str:
+    """Return the number of parameters, their dtypes if they are not all fp32, and the precision."""
+    if dtypes == ("fp32",):
+        return f"{number:,} parameters, {precision}"
+    autocast = "no autocast" if precision == "fp32" else f"autocast to {precision}"
+    return f"{number:,} parameters in {join_words(dtypes)}, {autocast}"
+
+
 def _headline(event: plan_events.Inspected) -> Text:
     seen = event.inspection
     where = "predicted for" if event.predicted else "on"
-    of, precision = "", seen.precision
-    if seen.dtypes != ("fp32",):
-        of = f" in {join_words(seen.dtypes)}"
-        precision = "no autocast" if precision == "fp32" else f"autocast to {precision}"
     return Text.assemble(
         (seen.name, "bold"),
-        f": {seen.model}, {seen.parameters:,} parameters{of}, {precision}, {seen.optimizer}; "
+        f": {seen.model}, {parameter_words(seen.parameters, seen.dtypes, seen.precision)}, {seen.optimizer}; "
         f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
     )
 

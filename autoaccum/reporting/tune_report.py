@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,15 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.fit_report import format_seconds
-from autoaccum.reporting.plan_report import PlanProgress, speeds_table
+from autoaccum.reporting.plan_report import PlanProgress, parameter_words, speeds_table
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
-from autoaccum.tuning.tuning_result import (
+from autoaccum.tuning.tuning_records import (
     LossReported,
     Row,
     RowState,
     SearchSpace,
     SearchStarted,
-    Setting,
-    SettingResult,
     StudyOpened,
     TrialEnded,
     TrialStarted,
@@ -62,31 +60,30 @@ def row_cells(row: Row, space: SearchSpace) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
     took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
-    about = [] if row.setting is None else [setting_words(row.setting, space)]
-    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join([*about, *_notes(row)])
+    words = filter(None, (setting_words(row, space), *_notes(row, space)))
+    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join(words)
 
 
 def _outcome(row: Row) -> str:
     return "interrupted" if row.lost else row.state.replace("_", " ")
 
 
-def _notes(row: Row) -> Iterator[str]:
-    if row.own:
+def _notes(row: Row, space: SearchSpace) -> Iterator[str]:
+    if row.setting is not None and row.setting.learning_rate == space.default_learning_rate:
         yield "the workload's learning rate"
-    if row.confirms is not None:
-        yield f"trial {row.confirms} with seed {row.seed}"
     if row.state == "pruned" and row.losses:
         yield f"loss after {row.losses[-1][0]} %"
-    if row.repeats is not None:
-        yield f"trial {row.repeats} again, whose process died"
     if row.oom_retries:
         yield f"out of memory {counted(row.oom_retries, 'time')}"
     if row.reason is not None:
         yield row.reason
 
 
-def setting_words(setting: Setting, space: SearchSpace) -> str:
-    """Write the settings of a trial that differ between trials."""
+def setting_words(trial: Row | TrialStarted, space: SearchSpace) -> str:
+    """Write the settings of a trial that differ between trials; empty until they are drawn."""
+    setting = trial.setting
+    if setting is None:
+        return ""
     words = [f"learning rate {setting.learning_rate:.3g}"]
     if len(space.target_batches.sizes) > 1:
         words.append(f"effective batch {setting.target_batch}")
@@ -115,9 +112,11 @@ def print_tuning(
 ) -> None:
     """Print the result of a study, the files `written`, and the exact next `commands`, each with a phrase."""
     print_rows(console, result_rows(tuning))
-    for table in (trials_table(tuning, _MOST_TRIALS), speeds_table(tuning.throughput)):
+    console.print()
+    console.print(trials_table(tuning, _MOST_TRIALS))
+    if tuning.throughput is not None:
         console.print()
-        console.print(table)
+        console.print(speeds_table(tuning.throughput))
     console.print()
     for what, path in written.items():
         console.print(f"{what} in {relative_path(path)}", soft_wrap=True)
@@ -131,14 +130,13 @@ def result_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
     if best is None:
         yield "best", Text(NOTHING, "bold red")
     else:
-        yield "best", Text(f"{setting_words(best.setting, space)}, of trial {best.trial}", "bold green")
-        yield "loss", Text(_loss_words(best, tuning.noise), "bold green")
+        yield "best", Text(f"{setting_words(best, space)}, of trial {best.number}", "bold green")
+        yield "loss", Text(f"{format_loss(best.loss)} on held-out data", "bold green")
         yield "default rate", Text(_own_words(tuning, best))
     yield "micro-batch", Text(_micro_batch_words(tuning))
     if plan is not None:
         yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
-    amount = f"{tuning.budget.amount:,.10g} {tuning.budget.unit}"
-    yield "budget", Text(f"{amount} a trial; losses are of {tuning.held_out}")
+    yield "budget", Text(f"{tuning.budget:,} samples a trial; losses are of {tuning.workload['held_out']}")
     yield "trials", Text(_trial_words(tuning))
     yield "study", path_value(f"{tuning.study} in {tuning.storage}")
     yield "time", Text(format_seconds(tuning.seconds))
@@ -146,64 +144,46 @@ def result_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
         yield "warning", Text(warning, "yellow")
 
 
-def _loss_words(best: SettingResult, noise: float | None) -> str:
-    loss = f"{format_loss(best.losses[0] if best.mean is None else best.mean)} on held-out data"
-    if best.failed:
-        return f"{loss}, in one run; {counted(best.failed, 'run')} of it failed"
-    if best.spread is None:
-        return f"{loss}, in one run"
-    seeds = f"{loss}, the mean of {len(best.losses)} seeds, standard deviation {format_loss(best.spread)}"
-    return f"{seeds}; differences of single runs up to {format_loss(noise)} may be random"
-
-
-def _own_words(tuning: Tuning, best: SettingResult) -> str:
-    """Compare with the workload's own learning rate, by runs with the same seed."""
+def _own_words(tuning: Tuning, best: Row) -> str:
+    """Compare with the workload's own learning rate."""
     own, rate = tuning.own, f"{tuning.space.default_learning_rate:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
-    if own.trial == best.trial:
+    if own.number == best.number:
         return f"{rate}: no other rate was better"
-    theirs, ours = own.losses[0], best.losses[0]
+    theirs, ours = own.loss or 0.0, best.loss or 0.0
     change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
-    return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)} with the same seed{change}"
+    return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)}{change}"
 
 
 def _micro_batch_words(tuning: Tuning) -> str:
-    space, known = tuning.space, tuning.throughput
+    space = tuning.space
     if space.coupled is not None:
-        size = space.micro_batch if tuning.best is None else tuning.best.setting.micro_batch
+        setting = None if tuning.best is None else tuning.best.setting
+        size = space.micro_batch if setting is None else setting.micro_batch
         return f"{size}, searched with the learning rate, since {space.coupled}"
-    why = "the fastest" if known.fastest == known.knee else f"nearly as fast as {known.fastest}"
-    return f"{known.knee}, {why}; with exact accumulation it changes speed and memory, not the gradient"
+    return f"{space.micro_batch}; with exact accumulation it changes speed and memory, not the gradient"
 
 
 def _trial_words(tuning: Tuning) -> str:
-    rows = sorted(tuning.rows, key=_rank)
-    words = _outcomes(row for row in rows if row.confirms is None) or "none"
-    again = _outcomes(row for row in rows if row.confirms is not None)
-    words += f"; runs of the best with other seeds: {again}" if again else ""
+    counts = Counter(map(_outcome, sorted(tuning.rows, key=_rank)))
+    words = ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "none"
     return words if tuning.ended is None else f"{words}; ended early: {tuning.ended}"
-
-
-def _outcomes(rows: Iterable[Row]) -> str:
-    return ", ".join(f"{number} {outcome}" for outcome, number in Counter(map(_outcome, rows)).items())
 
 
 def trials_table(tuning: Tuning, most: int | None = None) -> Table:
     """List the trials of the search, the best first; only the first `most` of them."""
-    table = make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
-    means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
-    rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
+    table = make_table(">trial", "outcome", ">loss", ">time", "with")
+    rows = sorted(tuning.rows, key=_rank)
     for row in rows[:most]:
         number, outcome, loss, took, words = row_cells(row, tuning.space)
-        mean = format_loss(means[row.number]) if row.number in means else ""
-        is_best = tuning.best is not None and tuning.best.trial == row.number
+        is_best = tuning.best is not None and tuning.best.number == row.number
         table.add_row(
-            *(number, Text(outcome, STYLES[row.state]), loss, took, mean, one_line(words)),
+            *(number, Text(outcome, STYLES[row.state]), loss, took, one_line(words)),
             style="bold green" if is_best else "",
         )
     if most is not None and len(rows) > most:
-        table.add_row(*[""] * 5, f"{len(rows) - most} more: --json has them all", style="dim")
+        table.add_row(*[""] * 4, f"{len(rows) - most} more: --json has them all", style="dim")
     return table
 
 
@@ -232,15 +212,14 @@ class TuneProgress(PlanProgress):
         match event:
             case StudyOpened():
                 self._open(event)
-            case SearchStarted(space, throughput, remembered):
+            case SearchStarted(space, micro_batch, remembered):
                 self._space = space
-                how = "was measured for this study before" if remembered else "is measured once for a study"
-                self.say(f"throughput {how}: knee at {throughput.knee}, fastest is {throughput.fastest}")
+                how = "was planned for this study before" if remembered else "is the plan's for all trials"
+                self.say(f"micro-batch {micro_batch} {how}")
                 self.say(f"searching {space_words(space)}")
-            case TrialStarted(number, setting):
-                again = "" if event.confirms is None else f", trial {event.confirms} again with seed {event.seed}"
+            case TrialStarted(number):
                 done = f"{self._finished} of {self._trials} are done"
-                self._running = f"trial {number}{again}, {done}: {setting_words(setting, self._space)}"
+                self._running = f"trial {number}, {done}: {setting_words(event, self._space)}"
                 self.show(f"{self._running} ...")
             case LossReported(_, percent, loss):
                 self.show(f"{self._running}, loss {format_loss(loss)} after {percent} % ...")
@@ -255,7 +234,8 @@ class TuneProgress(PlanProgress):
         facts, self._finished, self._trials = event.facts, event.finished, event.trials
         schedule = f" with {facts.schedule}" if facts.schedule else ""
         self.say(
-            f"{facts.name}: {facts.model}, {facts.parameters:,} parameters, {facts.precision}, {facts.optimizer} at a"
+            f"{facts.name}: {facts.model}, {parameter_words(facts.parameters, facts.dtypes, facts.precision)},"
+            f" {facts.optimizer} at a"
             f" learning rate of {facts.learning_rate:.3g}{schedule}; on {facts.card or facts.device}; losses on"
             f" {facts.held_out}"
         )
@@ -263,8 +243,7 @@ class TuneProgress(PlanProgress):
         self.say(f"study {event.name} in {event.storage}{done}")
 
     def _end_run(self, row: Row) -> None:
-        if row.confirms is None and not row.lost:
-            self._finished += 1
+        self._finished += not row.lost
         if not self._headed:
             self._headed = True
             self.say(_TRIAL.format("trial", "outcome", "loss", "time", "with"), "dim")

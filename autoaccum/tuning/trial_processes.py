@@ -1,21 +1,18 @@
-"""The parent's side of the children that describe, time and train: a fresh process for each training."""
+"""The parent's side of the children that describe and train: a fresh process for each training."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.trial_record import TimeUpdate
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
-from autoaccum.tuning.tune_request import Budget, TuneRequest
-from autoaccum.tuning.tuning_result import (
+from autoaccum.tuning.tuning_records import (
     ContinueTraining,
     Describe,
     FinalState,
@@ -23,15 +20,14 @@ from autoaccum.tuning.tuning_result import (
     Outcome,
     Setting,
     Train,
+    TuneRequest,
     WorkloadFacts,
 )
 
 _LEAVE_SECONDS = 5.0
 """A finished child may exit by itself, so that the workload's exit handlers run."""
 _MOST_SECONDS = 3600.0
-"""Limit of loading, or of one update: anything longer hangs."""
-_LEAST_SECONDS = 60.0
-"""Least limit of loading, which imports PyTorch."""
+"""Limit of loading: anything longer hangs."""
 
 
 class TrialProcesses:
@@ -57,31 +53,19 @@ class TrialProcesses:
             DoesNotFitError: Loading it runs the machine out of memory.
             NotMeasuredError: The process cannot be started, or died.
         """
-        with self._loaded() as process:
-            facts = _call(process, Describe(), self._limit_seconds())
+        process = self._start()
+        try:
+            _call(process, self._load())
+            facts = _call(process, Describe())
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
         self._digest = facts.digest
         return facts
-
-    @contextmanager
-    def timing(self) -> Iterator[Callable[[int], float]]:
-        """Context with a child that makes updates: a function from micro-batch to seconds.
-
-        Raises:
-            WorkloadError: The workload fails.
-            DoesNotFitError: An update runs out of memory.
-            NotMeasuredError: The process cannot be started, died or hung.
-        """
-        with self._loaded() as process:
-
-            def time_update(micro_batch: int) -> float:
-                return _call(process, TimeUpdate(micro_batch=micro_batch), _MOST_SECONDS)
-
-            yield time_update
 
     def train(
         self,
         setting: Setting,
-        budget: Budget,
+        budget: int,
         seed: int,
         evaluation_batch: int,
         should_continue: Callable[[int, float], bool],
@@ -130,20 +114,6 @@ class TrialProcesses:
                 hint="restore it and continue, or start another study: --study NAME",
             )
 
-    @contextmanager
-    def _loaded(self) -> Iterator[ChildProcess]:
-        """Context with a child that has loaded the workload."""
-        process = self._start()
-        try:
-            self.check_unchanged(_call(process, self._load(), self._limit_seconds()))
-            yield process
-        finally:
-            process.end(grace_seconds=_LEAVE_SECONDS)
-
-    def _limit_seconds(self) -> float:
-        limit = self.request.options.time_limit
-        return _MOST_SECONDS if limit is None else max(limit, _LEAST_SECONDS)
-
     def _load(self) -> LoadForTuning:
         return LoadForTuning(
             paths=ImportPaths.of(),
@@ -156,11 +126,11 @@ class TrialProcesses:
         return ChildProcess("autoaccum.tuning.tuning_child", on_output=self._on_output, measured=False)
 
 
-def _call(process: ChildProcess, request: Request[Reply], limit_seconds: float) -> Reply:
+def _call(process: ChildProcess, request: Request[Reply]) -> Reply:
     """Call a child before any trial, where a failure ends the study."""
     try:
-        return process.call(request, limit_seconds)
+        return process.call(request, _MOST_SECONDS)
     except ChildDied as death:
-        raise death_error(death, request.doing, limit_seconds) from None
+        raise death_error(death, request.doing, _MOST_SECONDS) from None
     except JobFailed as failed:
         raise failure_error(failed.failure, "the machine") from None

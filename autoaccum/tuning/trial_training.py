@@ -18,20 +18,17 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
+from autoaccum.devices.inspection import name_dtype
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.devices.update_timer import UpdateTimer
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.fit_events import Evaluated, Started, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
-from autoaccum.tuning.tune_request import Budget
-from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Outcome, Setting, WorkloadFacts
+from autoaccum.tuning.tuning_records import MILESTONES, FinalState, Outcome, Setting, WorkloadFacts
 from autoaccum.workload.optimizers import get_learning_rate, scheduler_follows_rate
-from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import blame_exit
 
@@ -48,7 +45,7 @@ _UNLIMITED = 10**12
 def train_setting(
     workload: Workload,
     setting: Setting,
-    budget: Budget,
+    budget: int,
     *,
     seed: int,
     evaluation_batch: int,
@@ -107,7 +104,7 @@ class TrialMonitor:
     Its attributes are those of `Outcome`, so far; `ending` is None until something ends the training before its budget.
     """
 
-    def __init__(self, budget: Budget, should_continue: ShouldContinue) -> None:
+    def __init__(self, budget: int, should_continue: ShouldContinue) -> None:
         self.samples = self.oom_retries = 0
         self.seconds = 0.0
         self.loss: float | None = None
@@ -146,16 +143,7 @@ class TrialMonitor:
                 return
 
     def _has_passed(self, percent: int) -> bool:
-        done = self.samples if self._budget.unit == "samples" else self.seconds
-        return done * 100 >= self._budget.amount * percent
-
-
-def make_timer(workload: Workload, device: str, target_batch: int) -> UpdateTimer:
-    """Return a timer of updates of the worst-case batch; raise WorkloadError if the workload makes no batch."""
-    worst_of = DEFAULT_WORST_OF if workload.batch is no_batch else None
-    return UpdateTimer(
-        apply_settings(workload, largest_batch=target_batch, worst_of=worst_of), find_device(device), target_batch
-    )
+        return self.samples * 100 >= self._budget * percent
 
 
 def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:
@@ -198,6 +186,7 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
         held_out=held_out,
         device=str(place),
         card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+        dtypes=tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in model.parameters())),
         batchnorms=tuple(batchnorm_names(model, workload.objective.criterion_module)),
         coupled=workload.coupled,
     )

@@ -1,4 +1,4 @@
-"""`python -m autoaccum.tuning.tuning_child CONNECTION PARENT`: describes, times or trains one workload.
+"""`python -m autoaccum.tuning.tuning_child CONNECTION PARENT`: describes or trains one workload.
 
 A training is a conversation: at each milestone the child replies with its loss, and waits for whether to continue.
 Nothing is measured here, so malloc is left as it is.
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import Request, read_request
-from autoaccum.devices.trial_record import TimeUpdate
 from autoaccum.options import Options
-from autoaccum.tuning.tuning_result import (
+from autoaccum.tuning.tuning_records import (
     ContinueTraining,
     Describe,
     LoadForTuning,
@@ -25,19 +24,17 @@ from autoaccum.tuning.tuning_result import (
 )
 
 if TYPE_CHECKING:
-    from autoaccum.devices.update_timer import UpdateTimer
     from autoaccum.workload.spec import Workload
 
 
 class TuningChild:
-    """Handles the requests of `tuning_result`, `LoadForTuning` first; asks the parent by `connection` as it trains."""
+    """Handles the requests of `tuning_records`, `LoadForTuning` first; asks the parent by `connection` as it trains."""
 
     _workload: Workload
 
     def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
         self._device, self._target_batch = "auto", 0
-        self._timer: UpdateTimer | None = None
 
     def handle(self, request: Request[Any]) -> Any:
         """Return the reply to `request`, or a `Failure`."""
@@ -69,14 +66,6 @@ class TuningChild:
         from autoaccum.tuning.trial_training import describe_workload
 
         return describe_workload(self._workload, self._device, self._target_batch)
-
-    @_reply.register
-    def _update(self, request: TimeUpdate) -> float:
-        from autoaccum.tuning.trial_training import make_timer
-
-        if self._timer is None:
-            self._timer = make_timer(self._workload, self._device, self._target_batch)
-        return self._timer.time(request.micro_batch)
 
     @_reply.register
     def _train(self, request: Train) -> TrainingProgress:

@@ -68,7 +68,6 @@ Path("pids").open("a").write(f"{os.getpid()} ")
     ("words", "file"),
     [
         ("plan --device cpu --time-limit 1", "while True: pass"),
-        ("tune --time-limit 1", "time.sleep(1e9)"),
         ("guard --gpu 24GiB --time-limit 1 --update", "time.sleep(1e9)"),
     ],
 )
@@ -77,7 +76,6 @@ def test_what_does_not_end_is_ended_and_named(
 ) -> None:
     (folder / "model.py").write_text(MODEL + ENDLESS + file)
     monkeypatch.setattr("autoaccum.planning.plan_request._MIN_LOAD_SECONDS", 2.0)
-    monkeypatch.setattr("autoaccum.tuning.trial_processes._LEAST_SECONDS", 3.0)
     name, *rest = words.split()
     done = command(folder, name, "model.py", "--target-batch", "8", *rest)
     assert done.returncode == 3, done.stderr

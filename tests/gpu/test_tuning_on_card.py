@@ -1,4 +1,4 @@
-"""The parts of a study on a card: throughput up to the plan's ceiling, trainings in processes, a plan that trains.
+"""The parts of a study on a card: trainings in processes, a plan that trains.
 
 Optuna is not needed: no study is opened here.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +15,18 @@ from torch import nn
 
 from autoaccum.api import plan
 from autoaccum.options import Options
-from autoaccum.planning.throughput import Throughput, measure_throughput, micro_batch_ladder
 from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import BatchSizeRange, Budget, TuneRequest
-from autoaccum.tuning.tuning_result import Outcome, Setting
+from autoaccum.tuning.tuning_records import BatchSizeRange, Outcome, Setting, TuneRequest
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import get_learning_rate, set_learning_rate
 from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05
-MOST_FLOPS = 1e16
-"""A second, of no card there is in float32: what is not waited for would seem to be faster."""
 
 WORKLOAD = """
 import torch
@@ -75,40 +70,9 @@ def train_here(
     should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
-    budget = Budget(SAMPLES, "samples")
     return train_setting(
-        workload, setting, budget, seed=0, evaluation_batch=32, device=str(place), should_continue=should_continue
+        workload, setting, SAMPLES, seed=0, evaluation_batch=32, device=str(place), should_continue=should_continue
     )
-
-
-def measured(reference: str, device: str, target: int, ceiling: int, **options: Any) -> tuple[Throughput, list[int]]:
-    """Throughput, and the micro-batches that the model was given meanwhile."""
-    batches, asked = BatchSizeRange(target, target), Options.of("tune", {"device": device, **options})
-    request = TuneRequest(reference=reference, target_batch=batches, options=asked)
-    lines: list[str] = []
-    sizes = micro_batch_ladder(ceiling, (target,))
-    processes = TrialProcesses(request, lines.append)
-    facts = processes.describe()
-    with processes.timing() as time_update:
-        found = measure_throughput(time_update, target, sizes, facts.card or facts.device)
-    assert [speed.micro_batch for speed in found.speeds] == list(sizes)
-    return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
-
-
-@pytest.mark.slow
-def test_throughput_is_measured_up_to_the_ceiling_and_not_above(place: torch.device, reference: str) -> None:
-    found, ran = measured(reference, str(place), TARGET, 24)
-    assert max(ran) <= 24
-    for speed in found.speeds:
-        if speed.samples_per_second is not None:
-            assert speed.samples_per_second is not None
-            assert speed.low is not None
-            assert speed.high is not None
-            assert 0 < speed.low <= speed.samples_per_second <= speed.high
-            assert speed.updates >= 3
-    assert found.speeds[-1].samples_per_second is not None
-    assert found.knee <= found.fastest <= 24
-    assert found.device == ("cpu" if place.type == "cpu" else torch.cuda.get_device_name(place))
 
 
 def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, reference: str) -> None:
@@ -152,32 +116,26 @@ def test_a_rate_that_is_a_tensor_on_the_device_is_set_in_place(place: torch.devi
 
 
 @pytest.mark.gpu
-def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_workload: Callable[[str], str]) -> None:
+def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Callable[[str], str]) -> None:
     width, depth, target = 1024, 16, 16384
     reference = write_workload(WORKLOAD.format(width=width, samples=4 * target, depth=depth))
     made = plan(reference, target_batch=target, device="cuda", memory="1GiB")
     assert made.iter_size > 1, "the budget binds"
-    found, ran = measured(reference, "cuda", target, made.largest_fit, memory="1GiB")
-    assert max(ran) <= made.largest_fit
-    # Forward, and backward to inputs and weights: 2 flops each for every weight and sample.
-    flops = 6 * (depth + 1) * width**2
-    assert all((speed.samples_per_second or 0) * flops < MOST_FLOPS for speed in found.speeds)
-
     batches = BatchSizeRange(target, target)
     request = TuneRequest(reference=reference, target_batch=batches, options=Options(device="cuda"))
-    setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=found.knee)
+    setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=made.micro_batch)
     asked: list[int] = []
 
     def ending(percent: int, loss: float) -> bool:
         asked.append(percent)
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
-    budget = Budget(2 * target, "samples")
     processes = TrialProcesses(request)
-    first = processes.train(setting, budget, 0, found.knee, ending)
-    wild = processes.train(replace(setting, learning_rate=1e30), budget, 0, found.knee, lambda percent, loss: True)
-    again = processes.train(setting, budget, 0, found.knee, ending)
-    pruned = processes.train(setting, budget, 0, found.knee, ending)
+    first = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
+    high = replace(setting, learning_rate=1e30)
+    wild = processes.train(high, 2 * target, 0, made.micro_batch, lambda percent, loss: True)
+    again = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
+    pruned = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

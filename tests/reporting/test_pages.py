@@ -120,7 +120,7 @@ def test_a_study_page_has_its_trials_and_pictures() -> None:
     ]
     assert "with exact accumulation it changes speed and memory" in parsed.text
     assert "diverged" in parsed.text
-    lost = dataclasses.replace(study(1), rows=(), standings=(), best=None, own=None, plan=None)
+    lost = dataclasses.replace(study(1), rows=(), best=None, own=None, plan=None)
     parsed = Parsed(tune_page(lost, {}).render())
     assert parsed.pictures == ["samples per second over the micro-batch"]
     assert "no trial finished its budget with a finite loss" in parsed.text

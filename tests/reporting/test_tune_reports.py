@@ -17,14 +17,14 @@ from autoaccum.reporting.console import make_console
 from autoaccum.reporting.figures.tuning_figure import draw_tuning
 from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record
 from autoaccum.training.fit_events import Notice
-from autoaccum.tuning.tuning_result import Row, SearchStarted, StudyOpened, Tuning
+from autoaccum.tuning.tuning_records import Row, SearchStarted, Setting, StudyOpened, Tuning
 
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Tuning]:
     """The file of a study, what was told on its way, and what it found."""
     file, told = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
-    rows, _ = search_in(file, request_of(confirm=1, trials=4), notify=told.append, confirm=True)
+    rows, _ = search_in(file, request_of(trials=4), notify=told.append)
     return file, told, tuning_of(rows)
 
 
@@ -43,25 +43,25 @@ def told_lines(told: list[Any], *, quiet: bool = False) -> str:
 
 
 @pytest.mark.slow
-def test_the_table_says_what_is_best_and_how_sure_that_is(studied: Any) -> None:
+def test_the_table_says_what_is_best(studied: Any) -> None:
     _, _, tuning = studied
     text = printed(tuning, commands={"train with it": ["autoaccum", "fit", "a b.py"]}, written={"pictures": Path("p")})
     best = tuning.best
-    assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.trial}\n" in text
-    assert f"loss         {best.mean:.4g} on held-out data, the mean of 3 seeds, standard deviation" in text
+    assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.number}\n" in text
+    assert f"loss         {best.loss:.4g} on held-out data\n" in text
     assert "default rate 0.05: loss" in text
-    assert "may be random" in text
-    assert "micro-batch  8, nearly as fast as 16; with exact accumulation it changes speed and memory" in text
+    assert "micro-batch  16; with exact accumulation it changes speed and memory" in text
     assert "not measured: the next larger ones are far from the fastest" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
     assert text.endswith("pictures in p\ntrain with it:\n  autoaccum fit 'a b.py'\n")
     for row in tuning.rows:
-        assert row.confirms is not None or f"{row.number:>5}  {row.state}" in text
+        assert f"{row.number:>5}  {row.state}" in text
 
 
 def test_a_study_that_found_nothing_says_so() -> None:
-    lost = Row(number=1, state="failed", setting=None, seed=0, lost=True)
-    bad = Row(number=0, state="diverged", setting=None, seed=0, own=True, reason="update 3: the loss is\nnan")
+    lost = Row(number=1, state="failed", setting=None, lost=True)
+    own = Setting(learning_rate=0.05, target_batch=16, micro_batch=16)
+    bad = Row(number=0, state="diverged", setting=own, reason="update 3: the loss is\nnan")
     text = printed(tuning_of((bad, lost), ended="its time of 9 s is over", warnings=("odd",)))
     assert "best         no trial finished its budget with a finite loss\n" in text
     assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
@@ -69,28 +69,26 @@ def test_a_study_that_found_nothing_says_so() -> None:
     assert "warning      odd\n" in text
 
 
-def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_reported(studied: Any) -> None:
+def test_coupled_samples_are_reported(studied: Any) -> None:
     tuning = studied[2]
-    doubted = replace(tuning.best, failed=1, mean=None)
     space = replace(SPACE, coupled="the loss mixes the samples of a batch")
-    text = printed(replace(tuning, best=doubted, own=None, space=space))
-    assert "in one run; 1 run of it failed" in text
+    text = printed(replace(tuning, own=None, space=space))
     assert "default rate 0.05: not run to the end" in text
-    assert f"{doubted.setting.micro_batch}, searched with the learning rate, since the loss mixes" in text
+    assert f"{tuning.best.setting.micro_batch}, searched with the learning rate, since the loss mixes" in text
 
 
 def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
     _, told, tuning = studied
     begun = [
         StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 4),
-        SearchStarted(SPACE, tuning.throughput, remembered=True),
+        SearchStarted(SPACE, 16, remembered=True),
         Notice("odd"),
         Notice("odd"),
     ]
     text = told_lines([*begun, *told])
     assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
     assert "study line in sqlite:///tune.db; continuing after 3 of 4 trials\n" in text
-    assert "throughput was measured for this study before: knee at 8, fastest is 16\n" in text
+    assert "micro-batch 16 was planned for this study before\n" in text
     assert text.count("trial  outcome") == 1
     assert text.count("warning: odd\n") == 1
     for row in tuning.rows:
@@ -101,7 +99,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
 def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     tuning = studied[2]
     record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
-    assert record["schema"] == 3
+    assert record["schema"] == 4
     assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
     assert record["best"]["setting"]["learning_rate"] == tuning.best.setting.learning_rate
     assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.setting)
@@ -111,14 +109,6 @@ def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
 def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
     file, _, tuning = studied
     drawn = draw_tuning(tuning, str(file))
-    assert sorted(drawn) == ["courses.svg", "rates.svg", "throughput.svg", "trials.svg"]
+    assert sorted(drawn) == ["courses.svg", "rates.svg", "trials.svg"]
     words = {name: " ".join(ElementTree.fromstring(content).itertext()) for name, content in drawn.items()}
-    assert "on cpu, in updates of 16 samples" in words["throughput.svg"]
-    assert "knee at 8" in words["throughput.svg"]
     assert "learning_rate" in words["rates.svg"]
-
-
-@pytest.mark.slow
-def test_pictures_of_one_complete_trial_are_drawn_without_a_warning(tmp_path: Path) -> None:
-    rows, _ = search_in(tmp_path / "tune.db", request_of(confirm=0, trials=1), notify=lambda event: None, confirm=False)
-    assert "rates.svg" in draw_tuning(tuning_of(rows), str(tmp_path / "tune.db"))

@@ -18,7 +18,7 @@ from autoaccum.reporting.page.guard_page import guard_page
 from autoaccum.reporting.page.plan_page import plan_page
 from autoaccum.reporting.page.tune_page import tune_page
 from autoaccum.reporting.page.verify_page import verify_page
-from autoaccum.tuning.tuning_result import Row, Setting, Tuning
+from autoaccum.tuning.tuning_records import Row, Setting, Tuning
 from autoaccum.units import GIB, MIB
 
 EVIL = "<script>alert(1)</script>"
@@ -60,7 +60,7 @@ def pages() -> dict[str, Page]:
 
 
 def study(trials: int = 12) -> Tuning:
-    """Return a study of losses with a minimum, some pruned, one diverged, and two repetitions of the best."""
+    """Return a study of losses with a minimum, some pruned, and one diverged."""
     draw = random.Random(0)
     rows = []
     for number in range(trials):
@@ -68,18 +68,10 @@ def study(trials: int = 12) -> Tuning:
         loss = 0.1 + 0.2 * math.log10(rate / 0.1) ** 2
         losses, seconds = ((25, 3 * loss), (50, 2 * loss)), 10 + draw.uniform(0, 3)
         setting = Setting(learning_rate=rate, target_batch=16, micro_batch=16)
-        row = Row(number=number, state="complete", setting=setting, seed=0, loss=loss, losses=losses, seconds=seconds)
+        row = Row(number=number, state="complete", setting=setting, loss=loss, losses=losses, seconds=seconds)
         if rate > 2:
             row = dataclasses.replace(row, state="diverged", loss=None, losses=(), reason="the loss is nan")
         elif number and loss > 0.4:
             row = dataclasses.replace(row, state="pruned", loss=None, losses=losses[:1], seconds=3.0)
-        rows.append(dataclasses.replace(row, own=number == 0))
-    done = [row for row in rows if row.state == "complete"]
-    best = min(done, key=lambda row: row.loss or 0.0)
-    again = [
-        dataclasses.replace(
-            best, number=trials + seed, seed=seed, confirms=best.number, loss=(best.loss or 0.0) + 0.004 * seed
-        )
-        for seed in (1, 2)
-    ]
-    return tuning_of((*rows, *again))
+        rows.append(row)
+    return tuning_of(tuple(rows))

@@ -17,12 +17,19 @@ from autoaccum.devices.base import Trial
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.tuning.optuna_search import Search
-from autoaccum.tuning.ranking import find_default_result, find_noise, rank
-from autoaccum.tuning.study import Study, open_storage, parse_storage_address, study_config
+from autoaccum.tuning.study import Search, Study, is_default, open_storage, parse_storage_address, study_config
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange, TuneRequest
-from autoaccum.tuning.tuning_result import Outcome, Row, SearchSpace, Setting, Tuning, WorkloadFacts
+from autoaccum.tuning.tuning_records import (
+    BatchSizeRange,
+    LearningRateRange,
+    Outcome,
+    Row,
+    SearchSpace,
+    Setting,
+    TuneRequest,
+    Tuning,
+    WorkloadFacts,
+)
 
 SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = WorkloadFacts(
@@ -95,9 +102,7 @@ class Trainer:
     workload: Workload
     before: Callable[[Setting], object] = lambda setting: None
 
-    def train(
-        self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, should_continue: Any
-    ) -> Outcome:
+    def train(self, setting: Setting, budget: int, seed: int, evaluation_batch: int, should_continue: Any) -> Outcome:
         self.before(setting)
         return train_setting(
             self.workload,
@@ -125,8 +130,8 @@ def request_of(**fields: Any) -> TuneRequest:
 def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
     """A study in a file, created or resumed."""
     address = parse_storage_address(str(file))
-    with open_storage(address, request.heartbeat) as storage:
-        yield Study(storage, address, "line", study_config(request, facts, Budget(64, "samples"), SPACE.learning_rates))
+    with open_storage(address) as storage:
+        yield Study(storage, address, "line", study_config(request, facts, 64, SPACE.learning_rates))
 
 
 def search_in(
@@ -136,24 +141,20 @@ def search_in(
     workload: Workload | None = None,
     before: Callable[[Setting], object] = lambda setting: None,
     space: SearchSpace = SPACE,
-    budget: Budget | None = None,
+    budget: int = 64,
     notify: Callable[[Any], object] = lambda event: None,
-    confirm: bool = False,
 ) -> tuple[Any, str | None]:
     """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
     with study_in(file, request) as study:
-        search = Search(study, space, budget or Budget(64, "samples"), 16, trainer, notify)
-        ended = search.run()
-        if confirm:
-            search.confirm()
+        ended = Search(study, space, budget, 16, trainer, notify).run()
         return study.rows(), ended
 
 
 def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
     """Return the result of a study from its trials, with made-up throughput and plan."""
-    standings = rank(rows)
-    best = standings[0] if standings else None
+    complete = sorted((row for row in rows if row.state == "complete"), key=lambda row: row.loss or 0.0)
+    best = complete[0] if complete else None
     timed: tuple[tuple[int, dict[str, Any]], ...] = (
         (8, {"samples_per_second": 1478.0, "low": 1400.0, "high": 1500.0, "updates": 12}),
         (16, {"samples_per_second": 1500.0, "low": 1450.0, "high": 1550.0, "updates": 9}),
@@ -165,18 +166,12 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         "storage": "sqlite:///tune.db",
         "workload": {"reference": "line.py", **vars(FACTS)},
         "space": SPACE,
-        "budget": Budget(64, "samples"),
-        "held_out": FACTS.held_out,
-        "sampler": "tpe",
-        "pruner": "halving",
-        "seed": 0,
+        "budget": 64,
         "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds), fastest=16, knee=8),
         "rows": rows,
-        "standings": standings,
         "best": best,
-        "own": find_default_result(rows),
-        "noise": find_noise(standings),
-        "plan": None if best is None else plan_of(best.setting),
+        "own": next((row for row in complete if is_default(row, SPACE)), None),
+        "plan": None if best is None or best.setting is None else plan_of(best.setting),
     }
     return Tuning(**known | changes)
 

@@ -1,4 +1,4 @@
-"""Real children that describe, time and train a workload; their failures become outcomes."""
+"""Real children that describe and train a workload; their failures become outcomes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from small_studies import request_of
 
-from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
-from autoaccum.planning.throughput import measure_throughput
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tune_request import Budget
-from autoaccum.tuning.tuning_result import Outcome, Setting
+from autoaccum.tuning.tuning_records import Outcome, Setting
 
 WORKLOAD = """
 import os, signal, time
@@ -62,7 +60,7 @@ def processes(reference: str, warm_children: None) -> TrialProcesses:
 
 def train(processes: TrialProcesses, rate: float) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=16, micro_batch=8)
-    return processes.train(setting, Budget(64, "samples"), 0, 8, lambda percent, loss: percent < 50 or rate < 1)
+    return processes.train(setting, 64, 0, 8, lambda percent, loss: percent < 50 or rate < 1)
 
 
 def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:
@@ -78,16 +76,6 @@ def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialPro
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
     hung = train(TrialProcesses(request_of(reference=reference, device="cpu", trial_limit=4.0)), 8.0)
     assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (4 s), and was ended")
-
-
-@pytest.mark.slow
-def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: TrialProcesses) -> None:
-    with processes.timing() as time_update:
-        known = measure_throughput(time_update, 16, (4, 8), "cpu")
-    assert known.knee in (4, 8)
-    assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds)  # type: ignore
-    with pytest.raises(DoesNotFitError), processes.timing() as time_update:
-        measure_throughput(time_update, 16, (8, 16), "cpu")
 
 
 def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:

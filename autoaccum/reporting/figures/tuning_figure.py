@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import matplotlib
@@ -12,9 +11,9 @@ from matplotlib.text import Text
 
 from autoaccum.planning.throughput import Throughput
 from autoaccum.reporting.figures.colours import LIGHT
-from autoaccum.reporting.figures.style import HEIGHT, TEXT_POINTS, WIDTH, draw_panels, picture_bytes, picture_settings
+from autoaccum.reporting.figures.style import HEIGHT, TEXT_POINTS, WIDTH, picture_bytes, picture_settings
 from autoaccum.tuning.study import open_storage, parse_storage_address, storage_errors
-from autoaccum.tuning.tuning_result import Tuning
+from autoaccum.tuning.tuning_records import Tuning
 
 
 def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
@@ -38,9 +37,7 @@ def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
                 "rates.svg": of_optuna.plot_slice(study, target_name=loss),
                 "courses.svg": of_optuna.plot_intermediate_values(study),
             }
-        pictures = {file: _to_svg(axes) for file, axes in drawn.items()}
-    throughput = partial(draw_throughput, known=tuning.throughput)
-    return {"throughput.svg": draw_panels([throughput], title="Throughput"), **pictures}
+        return {file: _to_svg(axes) for file, axes in drawn.items()}
 
 
 def draw_throughput(figure: SubFigure, *, known: Throughput) -> None:

@@ -7,29 +7,28 @@ from collections.abc import Mapping
 from autoaccum.reporting.page.blocks import Block, Facts, Grid, Page, Picture, Section, Tone, plain_facts
 from autoaccum.reporting.page.plan_page import plan_sections, throughput_blocks
 from autoaccum.reporting.tune_report import NOTHING, format_loss, result_rows, setting_words, trials_table
-from autoaccum.tuning.tuning_result import Tuning
+from autoaccum.tuning.tuning_records import Tuning
 
 
 def tune_page(tuning: Tuning, pictures: Mapping[str, bytes]) -> Page:
     """Return the page of a study, with its pictures by `draw_tuning`."""
     best, own = tuning.best, tuning.own
     tiles: list[tuple[str, str, Tone]] = [("trials", str(len(tuning.rows)), "")]
-    if best is not None:
-        loss = best.losses[0] if best.mean is None else best.mean
+    if best is not None and best.setting is not None:
         rate = f"{best.setting.learning_rate:.3g}"
-        tiles = [("best learning rate", rate, "good"), ("its loss", format_loss(loss), ""), *tiles]
+        tiles = [("best learning rate", rate, "good"), ("its loss", format_loss(best.loss), ""), *tiles]
     if own is not None:
-        tiles += [("loss of the workload's own rate", format_loss(own.losses[0] if own.mean is None else own.mean), "")]
+        tiles += [("loss of the workload's own rate", format_loss(own.loss), "")]
     return Page(
         kind="autoaccum tune",
-        title=f"{tuning.study}: {NOTHING if best is None else setting_words(best.setting, tuning.space)}",
+        title=f"{tuning.study}: {NOTHING if best is None else setting_words(best, tuning.space)}",
         tiles=tiles,
         sections=[
             Section("Result", (Facts.of(result_rows(tuning)),)),
             Section("Loss by learning rate", _picture("the loss over the learning rate", pictures.get("rates.svg"))),
             Section("Course of the search", _picture("the loss over the trials", pictures.get("trials.svg"))),
             Section("Loss while training", _picture("the losses within each trial", pictures.get("courses.svg"))),
-            Section("Throughput", throughput_blocks(tuning.throughput)),
+            *([] if tuning.throughput is None else [Section("Throughput", throughput_blocks(tuning.throughput))]),
             Section("Trials", (Grid.of(trials_table(tuning)),) if tuning.rows else ()),
             *(_of_plan(tuning)),
             Section("Made with", (Facts.of(plain_facts(tuning.workload)),)),

@@ -1,23 +1,114 @@
-"""The search space, the events and the result of a study, as frozen records."""
+"""The arguments, the search space, the events and the result of a study, as frozen records."""
 
 from __future__ import annotations
 
+import math
+import operator
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.checks import check_word, read_count
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
+from autoaccum.errors import UsageError
+from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Throughput
-from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
+
+PRUNERS = ("halving", "none")
+_RATE_HINT = "give two numbers above 0, the smaller first: 1e-4..1e-1"
+_BATCH_HINT = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
+
 
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial reports its loss before the end."""
 
 FinalState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
 RowState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
+
+
+@dataclass(frozen=True)
+class LearningRateRange:
+    """A range of learning rates, both ends included."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class BatchSizeRange:
+    """A range of effective batches in samples, both ends included; the ends are equal for a single size.
+
+    >>> BatchSizeRange(64, 1024).sizes, BatchSizeRange(48, 100).sizes, BatchSizeRange(7, 7).sizes
+    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
+    """
+
+    low: int
+    high: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that are searched: doublings of the smallest, and the largest."""
+        return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """The arguments of `autoaccum.tune`, which documents each; `reference` is its `workload`.
+
+    Raises:
+        UsageError: An argument is invalid, or two contradict each other.
+    """
+
+    reference: str
+    target_batch: BatchSizeRange
+    options: Options = Options()
+    trials: int = 30
+    learning_rate: LearningRateRange | None = None
+    budget_samples: int | None = None
+    storage: str | None = None
+    study: str | None = None
+    seed: int = 0
+    pruner: str = "halving"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reference, (str, os.PathLike)):
+            raise UsageError(
+                f"the workload is a {type(self.reference).__name__}",
+                hint="give the name of its file: each trial trains in its own process, which has to load it",
+            )
+        object.__setattr__(self, "reference", os.fspath(self.reference))
+        read_count(self.trials, "trials")
+        read_count(self.seed, "seed", least=0)
+        check_word(self.pruner, "pruner", PRUNERS)
+        if self.budget_samples is not None:
+            read_count(self.budget_samples, "budget_samples")
+
+
+def read_rates(given: Any) -> LearningRateRange | None:
+    """Read a range of learning rates, `1e-4..1e-1` or two numbers; raise UsageError unless they are above 0."""
+    if given is None:
+        return None
+    with suppress(TypeError, ValueError):
+        low, high = map(float, given.split("..") if isinstance(given, str) else given)
+        if 0 < low < high < math.inf:
+            return LearningRateRange(low, high)
+    raise UsageError(f"the learning rate is {given!r}", hint=_RATE_HINT)
+
+
+def read_batches(given: Any) -> BatchSizeRange:
+    """Read a range of effective batches, `256`, `64..1024`, a number or two; raise UsageError if they are no counts."""
+    ends = given.split("..") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
+    with suppress(TypeError, ValueError):
+        low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))
+        if len(ends) <= 2 and 1 <= low <= high:
+            return BatchSizeRange(low, high)
+    raise UsageError(f"the target batch is {given!r}", hint=_BATCH_HINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +157,7 @@ class WorkloadFacts:
     Attributes:
         digest: The digest of its source files.
         parameters: The number of trainable parameters.
+        dtypes: The dtypes of the parameters, such as `bf16`.
         learning_rate: The default rate of the first parameter group.
         schedule: The class of its scheduler.
         training_samples: Samples without the held-out ones; None if the data has no known length.
@@ -89,6 +181,7 @@ class WorkloadFacts:
     held_out: str
     device: str
     card: str | None = None
+    dtypes: tuple[str, ...] = ("fp32",)
     batchnorms: tuple[str, ...] = ()
     coupled: bool = False
 
@@ -124,45 +217,18 @@ class Row:
     Attributes:
         setting: None until it is drawn.
         losses: The milestones so far: percent of the budget, and the loss there.
-        repeats: The trial that this one retries, since that one's process died.
-        confirms: The trial whose setting this one repeats with another seed; None: a trial of the search.
-        own: True if it has the workload's default setting.
         lost: True if it was interrupted, or its process died: it does not count.
     """
 
     number: int
     state: RowState
     setting: Setting | None
-    seed: int
     loss: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
-    samples: int = 0
     seconds: float | None = None
     oom_retries: int = 0
-    repeats: int | None = None
-    confirms: int | None = None
-    own: bool = False
     reason: str | None = None
     lost: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingResult:
-    """A setting with the results of all its runs.
-
-    Attributes:
-        losses: The losses of all complete runs; that of `trial` is the first.
-        failed: How many runs diverged, ran out of memory or failed.
-        mean: The mean of the losses; None if a run failed.
-        spread: The standard deviation of the losses; None with fewer than two.
-    """
-
-    trial: int
-    setting: Setting
-    losses: tuple[float, ...]
-    failed: int
-    mean: float | None
-    spread: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +237,9 @@ class Tuning:
 
     Attributes:
         storage: Its address, without a password.
-        standings: The settings that can win, best first.
-        best: The first of them; None if no trial is complete.
-        own: The result of the workload's default setting; None if it was not run to the end.
-        noise: Differences of loss up to this one may be randomness; None if nothing was repeated.
+        budget: The samples that each trial trains on.
+        best: The complete trial with the lowest loss; None if no trial is complete.
+        own: The trial with the workload's own learning rate; None if it was not run to the end.
         plan: The plan for the best setting, with its learning rate; None without one.
         ended: Why the search ended before all trials, as a clause.
     """
@@ -183,22 +248,16 @@ class Tuning:
     storage: str
     workload: Mapping[str, Any]
     space: SearchSpace
-    budget: Budget
-    held_out: str
-    sampler: str
-    pruner: str
-    seed: int
-    throughput: Throughput
+    budget: int
     rows: tuple[Row, ...]
-    standings: tuple[SettingResult, ...]
-    best: SettingResult | None
-    own: SettingResult | None
-    noise: float | None
+    best: Row | None
+    own: Row | None
     plan: Plan | None = None
     ended: str | None = None
+    throughput: Throughput | None = None
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    schema: int = 3
+    schema: int = 4
 
 
 @dataclass(frozen=True)
@@ -214,21 +273,19 @@ class StudyOpened:
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """Trials come next; `remembered` is True if the throughput was measured before."""
+    """Trials come next; `remembered` is True if the plan was made before."""
 
     space: SearchSpace
-    throughput: Throughput
+    micro_batch: int
     remembered: bool
 
 
 @dataclass(frozen=True)
 class TrialStarted:
-    """A trial trains from now on; `confirms` is as in `Row`."""
+    """A trial trains from now on."""
 
     number: int
     setting: Setting
-    seed: int
-    confirms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +341,7 @@ class Train(Request[TrainingProgress]):
     """Train up to the first milestone."""
 
     setting: Setting
-    budget: Budget
+    budget: int
     seed: int
     evaluation_batch: int
 
