@@ -35,9 +35,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_trial(
 def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
     outputs = Outputs({"--emit": str(tmp_path / "step.py")}, force=False)
     for joining in (dataclasses.replace(INSPECTION, coupled=True), dataclasses.replace(INSPECTION, joining="lockstep")):
-        with pytest.raises(UsageError, match=r"cannot join .* a coupled loss or whole_batch\(x\): plan without --emit"):
+        with pytest.raises(UsageError, match="micro-batches need something of each other"):
             outputs.listen(Inspected(joining, "cpu", 1, 8, False))
     running = dataclasses.replace(INSPECTION, batchnorm="running")
-    with pytest.raises(UsageError, match='cannot do batchnorm "running": plan with --batchnorm frozen'):
+    with pytest.raises(UsageError, match='batchnorm is "running"'):
         outputs.listen(Inspected(running, "cpu", 1, 8, False))
     Outputs({}, force=False).listen(Inspected(running, "cpu", 1, 8, False))

@@ -43,7 +43,12 @@ INSPECTION = Inspection(
     reduction="mean",
     weight="samples",
     environment={"torch": "2.13.0"},
-    recipe={"call": "one", "divisor": "samples", "batch": {"tuple": ["tensor", "tensor"]}},
+    recipe={
+        "call": "one",
+        "divisor": "samples",
+        "batch": {"tuple": ["tensor", "tensor"]},
+        **dict.fromkeys(("terms", "weights", "half"), ()),
+    },
 )
 
 
