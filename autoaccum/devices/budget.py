@@ -1,9 +1,10 @@
-"""The budget: how much of a device's memory trials may use."""
+"""Budgets: how much of a device's memory trials may use, and how much time."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -92,3 +93,30 @@ def limit_slack(limit_bytes: int, free_bytes: int) -> int:
     """
     unused_bytes = max(0, free_bytes - limit_bytes) // 2
     return min(max(limit_bytes // 2, _LEAST_SLACK_BYTES), unused_bytes)
+
+
+class TimeIsOver(BaseException):
+    """A deadline has passed. Not an `Exception`, so that no `except Exception` swallows it."""
+
+
+class Deadline:
+    """The end of a time limit; never reached without a limit."""
+
+    def __init__(self, limit_seconds: float | None) -> None:
+        self.limit_seconds = limit_seconds
+        self._end = None if limit_seconds is None else time.monotonic() + limit_seconds
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Return the seconds left, always more than 0; None without a limit."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.001)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no time is left."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    def check(self, *_: Any) -> None:
+        """Raise TimeIsOver if no time is left; also a hook of modules, whose arguments are ignored."""
+        if self.is_over:
+            raise TimeIsOver

@@ -80,19 +80,15 @@ class CardReport:
         allocator: PyTorch's allocator: `native` or `cudaMallocAsync`.
         driver: The driver's version; None if NVML does not know it.
         nvml_missing: The reason why there is nothing from NVML; None if there is.
-        mig: Whether the card is divided into MIG slices; None if NVML does not know it.
-        slice: The name of the MIG slice.
-        context_bytes: The memory of this process outside of the allocator: its context and CUDA's libraries. None if it
-            cannot be separated from that of other processes.
-        others: Other processes on the card; None if NVML does not know them.
+        context_bytes: The memory of this process outside of the allocator: its context and CUDA's libraries. None if
+            NVML does not know this process, as in a container with pids of its own.
+        others: Other processes on the card; None if NVML does not know them, or not this one.
     """
 
     memory: CardMemory
     allocator: str = "native"
     driver: str | None = None
     nvml_missing: str | None = None
-    mig: bool | None = None
-    slice: str | None = None
     context_bytes: int | None = None
     others: tuple[CardProcess, ...] | None = None
 
@@ -104,62 +100,16 @@ class CardReport:
         return max(0, self.memory.held_outside_bytes - self.context_bytes)
 
 
-def report_card(
-    memory: CardMemory,
-    before: Sequence[Nvml] | NvmlMissing,
-    now: Nvml | NvmlMissing | None,
-    *,
-    own_pid: int,
-    allocator: str = "native",
-) -> CardReport:
-    """Make the report of a card from NVML's records: all cards `before` this process made its context, the card `now`.
-
-    This process is the one with `own_pid`; if pids are those of another namespace (containers), the only new one since
-    `before`. Its memory outside of the allocator is that in NVML's record of the process, or else the growth of the
-    card's used memory since `before`, minus the memory of the allocator.
-    """
-    if now is None or isinstance(now, NvmlMissing):
-        reason = "PyTorch does not tell the card's uuid" if now is None else now.reason
-        return CardReport(memory=memory, allocator=allocator, nvml_missing=reason)
-    earlier = None if isinstance(before, NvmlMissing) else next((one for one in before if one.uuid == now.uuid), None)
-    own = _own_process(now, earlier, own_pid)
+def report_card(memory: CardMemory, nvml: Nvml | NvmlMissing, *, own_pid: int, allocator: str) -> CardReport:
+    """Make the report of a card from NVML's record of it; this process is the one with `own_pid`."""
+    if isinstance(nvml, NvmlMissing):
+        return CardReport(memory=memory, allocator=allocator, nvml_missing=nvml.reason)
+    own = next((process for process in nvml.processes or () if process.pid == own_pid), None)
+    used_bytes = 0 if own is None else own.used_bytes or 0
     return CardReport(
         memory=memory,
         allocator=allocator,
-        driver=now.driver,
-        mig=now.mig,
-        slice=now.slice,
-        context_bytes=_context_bytes(memory, earlier, now, own),
-        others=_others(now, own),
+        driver=nvml.driver,
+        context_bytes=used_bytes - memory.reserved_bytes if used_bytes > memory.reserved_bytes else None,
+        others=None if own is None else tuple(process for process in nvml.processes or () if process != own),
     )
-
-
-def _own_process(now: Nvml, earlier: Nvml | None, own_pid: int) -> CardProcess | None:
-    processes = now.processes or ()
-    named = next((process for process in processes if process.pid == own_pid), None)
-    if named is not None or earlier is None or earlier.processes is None:
-        return named
-    known = {process.pid for process in earlier.processes}
-    arrived = [process for process in processes if process.pid not in known]
-    return arrived[0] if len(arrived) == 1 else None
-
-
-def _others(now: Nvml, own: CardProcess | None) -> tuple[CardProcess, ...] | None:
-    """Return all processes but this one; None if this one is not known.
-
-    For a card with MIG slices NVML lists the processes of all slices: those on other slices hold nothing here.
-    """
-    if now.processes is None or (now.mig and now.slice is None):
-        return None
-    if own is None:
-        return None if now.processes else ()
-    return tuple(process for process in now.processes if process != own)
-
-
-def _context_bytes(memory: CardMemory, earlier: Nvml | None, now: Nvml, own: CardProcess | None) -> int | None:
-    if own is not None and own.used_bytes is not None and own.used_bytes > memory.reserved_bytes:
-        return own.used_bytes - memory.reserved_bytes
-    if earlier is None or earlier.used_bytes is None or now.used_bytes is None:
-        return None
-    grown = now.used_bytes - earlier.used_bytes - memory.reserved_bytes
-    return grown if grown > 0 else None

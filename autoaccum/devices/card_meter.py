@@ -15,7 +15,7 @@ import torch
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.devices.card_memory import CardMemory as CardMemory
 from autoaccum.devices.card_memory import check_index, report_card
-from autoaccum.devices.nvml import read_all_cards, read_nvml_card
+from autoaccum.devices.nvml import read_nvml_card
 from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 
@@ -26,8 +26,6 @@ _LIMITED = ("native", "cudaMallocAsync")
 class CardMeter:
     """A meter of the memory that this process takes of one card (`devices.cuda` says what counts).
 
-    Make it before anything here uses CUDA: the size of the context follows from NVML's record from before.
-
     Args:
         index: The card's index among the visible cards.
         make_current: Whether `open` makes the card the one that `cuda` without an index means.
@@ -37,7 +35,6 @@ class CardMeter:
         self._make_current = make_current
         self.device = torch.device("cuda", index)
         self._index = index
-        self._cards_before = read_all_cards()
         self._peak: CardPeak | None = None
 
     def open(self) -> None:
@@ -59,12 +56,8 @@ class CardMeter:
 
     def begin(self) -> Mapping[str, Any]:
         """Take the baseline; return the report of the card: its memory, and who holds the rest."""
-        memory = read_card(self._index)
-        name = choose_name(memory.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        now = None if name is None else read_nvml_card(name)
-        report = report_card(
-            memory, self._cards_before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend()
-        )
+        memory, allocator = read_card(self._index), torch.cuda.get_allocator_backend()
+        report = report_card(memory, read_nvml_card(memory.uuid), own_pid=os.getpid(), allocator=allocator)
         return {"card": dataclasses.asdict(report)}
 
     def start(self) -> None:
@@ -99,18 +92,6 @@ def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
         f"CUDA does not start on {device} ({first_line(error)})",
         hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
     )
-
-
-def choose_name(uuid: str | None, visible: str | None) -> str | None:
-    """Return the name to query NVML by: that of a MIG slice in CUDA_VISIBLE_DEVICES, else the card's uuid.
-
-    CUDA shows a process one MIG slice at most, and PyTorch's uuid for it depends on the driver.
-
-    >>> choose_name("ffc79498-8ff3-c2dc-3b0d-fafd804516ae", "MIG-90443af0-2fe6-57fb-86fe-54186d5a6581")
-    'MIG-90443af0-2fe6-57fb-86fe-54186d5a6581'
-    """
-    first = (visible or "").split(",")[0].strip()
-    return first if first.startswith("MIG-") else uuid
 
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:

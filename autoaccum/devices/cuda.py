@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -128,8 +127,7 @@ def choose_card_budget(report: CardReport, memory: MemorySize | None = None, res
     """
     card = report.memory
     available = AvailableMemory(card.total_bytes, card.available_bytes, f"cuda:{card.index} ({card.name})")
-    holders = name_holders(report, os.getpid())
-    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=holders)
+    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=name_holders(report))
 
 
 def describe_card(report: CardReport) -> dict[str, Any]:
@@ -148,21 +146,19 @@ def describe_card(report: CardReport) -> dict[str, Any]:
         "other_processes": None if report.others is None else [asdict(process) for process in report.others],
         "driver": report.driver,
         "nvml_missing": report.nvml_missing,
-        "mig": report.mig,
-        "slice": report.slice,
         "allocator": report.allocator,
         "enforced_by": "torch.cuda.set_per_process_memory_fraction",
         "peak": "the most PyTorch's allocator held, whole segments",
     }
 
 
-def name_holders(report: CardReport, own_pid: int) -> str:
+def name_holders(report: CardReport) -> str:
     """Name the processes that hold the card's memory, as the end of a sentence; empty if there are none."""
     if report.others is None:
         return f"; who holds the rest is not known ({report.nvml_missing or 'the driver does not tell'})"
     known = sorted(report.others, key=lambda process: -(process.used_bytes or 0))
     named = []
     for process in known[:_MOST_NAMED]:
-        who = f"process {process.pid}" + (" (this one)" if process.pid == own_pid else "")
-        named.append(f"{who} holds {'some' if process.used_bytes is None else format_bytes(process.used_bytes)}")
+        held = "some" if process.used_bytes is None else format_bytes(process.used_bytes)
+        named.append(f"process {process.pid} holds {held}")
     return "; " + ", ".join(named) if named else ""

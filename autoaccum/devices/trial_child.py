@@ -6,6 +6,8 @@ The workload is imported once; every trial builds a new model, optimizer and bat
 from __future__ import annotations
 
 import gc
+import time
+import warnings
 from dataclasses import replace
 from functools import singledispatchmethod
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
@@ -20,8 +24,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
 from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate, TrialMeasurement
-from autoaccum.devices.trial_run import run_trial, seed_everything
-from autoaccum.devices.update_timer import UpdateTimer
+from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.workload.loading import load_workload
@@ -112,6 +115,40 @@ class TrialChild:
             return self._timer.time(request.micro_batch)
         except BaseException as error:
             return describe_failure(error, request.doing)
+
+
+class UpdateTimer:
+    """Makes updates of one batch with a learning rate of 0, so that nothing diverges.
+
+    Args:
+        workload: The workload, with the options of the plan and a `batch`.
+        device: The device to train on.
+        target_batch: Samples per update.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device, target_batch: int) -> None:
+        self._device = device
+        seed_everything()
+        model = move_model(workload.build_model(), device)
+        for module in find_auxiliary_modules(workload).values():
+            move_model(module, device)
+        optimizer = workload.build_optimizer(model)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * 0  # A tensor stays one.
+        self._batch = workload.build_batch(target_batch)
+        self._accumulator = make_accumulator(workload, model, optimizer, target_batch)
+
+    def time(self, micro_batch: int) -> float:
+        """Make one update in micro-batches of that size; return its seconds."""
+        self._accumulator.micro_batch = micro_batch
+        synchronize_device(self._device)
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
+            self._accumulator.step(self._batch)
+        synchronize_device(self._device)
+        return time.perf_counter() - began
 
 
 def load_requested(request: LoadWorkload) -> Workload:

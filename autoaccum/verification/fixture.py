@@ -22,7 +22,7 @@ from autoaccum.accumulation.rng_state import Generator, generator_state, module_
 from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
 from autoaccum.checks import type_name
-from autoaccum.devices.deadline import Deadline
+from autoaccum.devices.budget import Deadline
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch

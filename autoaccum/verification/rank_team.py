@@ -19,10 +19,10 @@ from typing import Any, Self
 from autoaccum.accumulation.random_ops import RandomCallMode
 from autoaccum.accumulation.rng_replay import ReplayMismatch, RngRecording
 from autoaccum.accumulation.schedule import even_parts
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.pickling import pack_whole
 from autoaccum.devices.child.process import ChildProcess, start_child
-from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.paired_runs import Pair, PairedRuns

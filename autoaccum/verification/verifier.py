@@ -14,7 +14,7 @@ from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
-from autoaccum.devices.deadline import Deadline, TimeIsOver
+from autoaccum.devices.budget import Deadline, TimeIsOver
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything

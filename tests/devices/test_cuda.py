@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card_memory import CardMemory, CardReport
-from autoaccum.devices.card_meter import card_limit, check_allocator, choose_name, memory_fraction, read_card
+from autoaccum.devices.card_memory import CardMemory, CardReport, check_index, report_card
+from autoaccum.devices.card_meter import card_limit, check_allocator, memory_fraction, read_card
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
-from autoaccum.devices.nvml import CardProcess
+from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing, query_card, read_nvml_card
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -31,7 +33,6 @@ REPORT = CardReport(
         uuid="abc",
     ),
     driver="580.95.05",
-    mig=False,
     context_bytes=400 * MIB,
     others=(CardProcess(pid=1502, used_bytes=310 * MIB), CardProcess(pid=4711, used_bytes=8 * GIB)),
 )
@@ -68,32 +69,19 @@ def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     )
 
 
-OWN_PID = 99
-
-
 @pytest.mark.parametrize(
     ("change", "holders"),
     [
         ({"others": ()}, ""),
         ({"others": (CardProcess(pid=7, used_bytes=None),)}, "; process 7 holds some"),
         (
-            {"others": (CardProcess(pid=7, used_bytes=None), CardProcess(pid=OWN_PID, used_bytes=GIB))},
-            f"; process {OWN_PID} (this one) holds 1.0 GiB, process 7 holds some",
-        ),
-        (
             {"others": None, "nvml_missing": "NVML Shared Library Not Found"},
             "; who holds the rest is not known (NVML Shared Library Not Found)",
-        ),
-        ({"others": None}, "; who holds the rest is not known (the driver does not tell)"),
-        (
-            {"others": tuple(CardProcess(pid=pid, used_bytes=pid * GIB) for pid in range(1, 8))},
-            "; process 7 holds 7.0 GiB, process 6 holds 6.0 GiB, process 5 holds 5.0 GiB, process 4 holds 4.0 GiB, "
-            "process 3 holds 3.0 GiB",
         ),
     ],
 )
 def test_holders(change: dict[str, Any], holders: str) -> None:
-    assert name_holders(dataclasses.replace(REPORT, **change), OWN_PID) == holders
+    assert name_holders(dataclasses.replace(REPORT, **change)) == holders
 
 
 def test_a_plan_records_the_card_and_who_was_on_it() -> None:
@@ -120,22 +108,6 @@ def test_allocators_that_cannot_be_limited(environment: dict[str, str], backend:
         check_allocator({}, known)
     with pytest.raises(UsageError, match=message):
         check_allocator(environment, backend)
-
-
-@pytest.mark.parametrize(
-    ("visible", "name"),
-    [
-        (None, "abc"),
-        ("", "abc"),
-        ("1,0", "abc"),
-        ("GPU-xyz", "abc"),
-        ("MIG-xyz", "MIG-xyz"),
-        ("MIG-GPU-xyz/3/0,MIG-GPU-xyz/4/0", "MIG-GPU-xyz/3/0"),
-    ],
-)
-def test_a_mig_slice_is_queried_by_the_name_that_made_it_visible(visible: str | None, name: str) -> None:
-    assert choose_name("abc", visible) == name
-    assert choose_name(None, visible) == (None if name == "abc" else name)
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -190,6 +162,82 @@ def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
     assert forecast.peak_bytes is None
     assert "began without a simulation of the card (" in forecast.notes[0]
     assert "a value is read" in forecast.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "context_bytes", "others"),
+    [
+        (CardProcess(pid=99, used_bytes=400 * MIB), 380 * MIB, (CardProcess(pid=7, used_bytes=GIB),)),
+        (CardProcess(pid=99, used_bytes=None), None, (CardProcess(pid=7, used_bytes=GIB),)),
+        (CardProcess(pid=98, used_bytes=400 * MIB), None, None),
+    ],
+    ids=["known", "without its memory", "in a container"],
+)
+def test_the_context_is_what_nvml_says_of_this_process_above_the_allocator(
+    own: CardProcess, context_bytes: int | None, others: tuple[CardProcess, ...] | None
+) -> None:
+    nvml = Nvml(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
+    report = report_card(REPORT.memory, nvml, own_pid=99, allocator="native")
+    assert (report.context_bytes, report.others, report.driver) == (context_bytes, others, "580.95.05")
+
+
+@pytest.mark.parametrize(
+    ("names", "visible", "message"),
+    [
+        (["A100", "T4"], None, "there is no cuda:99, visible are A100, T4: take one of these"),
+        (["A100"], "3", r"visible are A100 \(CUDA_VISIBLE_DEVICES=3\): take cuda:0"),
+        ([], "", r"no card is visible \(CUDA_VISIBLE_DEVICES=\): nvidia-smi should list it"),
+    ],
+)
+def test_an_index_beyond_says_what_is_there(names: list[str], visible: str | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_index(99, names, visible)
+
+
+class Recorded:
+    """Stands where pynvml does: its errors, and answers."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLLibraryMismatchError(Exception):
+        pass
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.asked = answers, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: Any) -> Any:
+            self.asked.add(name)
+            if name not in self.answers:
+                raise self.NVMLLibraryMismatchError(f"{name} is too new")
+            return self.answers[name]
+
+        return ask
+
+
+COMPUTING = [SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB), SimpleNamespace(pid=7, usedGpuMemory=2**64 - 1)]
+
+
+@pytest.mark.parametrize(("mig", "names_processes"), [([0, 0], True), ([1, 1], False)])
+def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes: bool) -> None:
+    library = Recorded(nvmlDeviceGetMigMode=mig, nvmlDeviceGetComputeRunningProcesses=COMPUTING)
+    processes = (CardProcess(pid=4711, used_bytes=8 * GIB), CardProcess(pid=7, used_bytes=None))
+    assert query_card(library, "handle") == Nvml(driver=None, processes=processes if names_processes else None)
+    if names_processes:
+        pynvml = pytest.importorskip("pynvml")
+        names = {*library.asked, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "NVMLError"}
+        assert all(hasattr(pynvml, name) for name in names)
+
+
+@pytest.mark.without_gpu
+def test_without_nvml_its_own_message_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(read_nvml_card(None), NvmlMissing)
+    assert read_nvml_card("8f2b6c1e") == NvmlMissing("NVML Shared Library Not Found")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    missing = read_nvml_card("8f2b6c1e")
+    assert isinstance(missing, NvmlMissing)
+    assert report_card(REPORT.memory, missing, own_pid=99, allocator="native").nvml_missing == missing.reason
 
 
 TOTALS = st.integers(MIB, 1024 * GIB)

@@ -21,7 +21,6 @@ import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
 from autoaccum.devices.card_meter import read_card
-from autoaccum.devices.nvml import read_all_cards
 from autoaccum.devices.simulated.cards import Card, find_card, installed_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
@@ -34,7 +33,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the requested rows that are not there yet, then sum up."""
     options = _read_options(arguments)
     gc.freeze()  # Garbage is collected before every row, and PyTorch itself never becomes any.
-    before = read_all_cards()
     place = None if options.gpu is not None and options.device is None else _place(options.device or "cuda:0")
     card = _choose_card(place, options.gpu)
     try:
@@ -42,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     table.write("machine", "variables", {name: value for name, value in os.environ.items() if _steers(name)})
-    bench = Bench(place, card, options.size, before, options.match)
+    bench = Bench(place, card, options.size, options.match)
     wanted = re.compile(options.match)
     jobs = (job for job in bench.jobs() if job[0] in options.only and wanted.search(f"{job[0]}: {job[1]}"))
     try:

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from autoaccum.devices.card_memory import report_card
 from autoaccum.devices.card_meter import read_card
-from autoaccum.devices.nvml import NvmlMissing, read_nvml_card
+from autoaccum.devices.nvml import read_nvml_card
 
 
-def measure_context(place: torch.device, before: Any) -> dict[str, Any]:
+def measure_context(place: torch.device) -> dict[str, Any]:
     """The context of this process, with nothing loaded into it yet, as NVML and the driver see it."""
     if place.type == "cpu":
-        return {"nvml_before": as_json(before)}
+        return {}
     torch.zeros(1, device=place)
     card = read_card(place.index)
-    now = None if card.uuid is None else read_nvml_card(card.uuid)
-    report = report_card(card, before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend())
-    return {"nvml_before": as_json(before), "nvml": as_json(now), **dataclasses.asdict(report)}
+    now = read_nvml_card(card.uuid)
+    report = report_card(card, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend())
+    return {"nvml": dataclasses.asdict(now), **dataclasses.asdict(report)}
 
 
 def measure_growth(place: torch.device) -> dict[str, Any]:
@@ -76,15 +76,6 @@ def outside_bytes(place: torch.device) -> int:
         return 0
     torch.cuda.synchronize(place)
     return read_card(place.index).held_outside_bytes
-
-
-def as_json(answer: Any) -> Any:
-    """An answer of NVML's, as JSON has it."""
-    if isinstance(answer, tuple):
-        return [as_json(one) for one in answer]
-    if isinstance(answer, NvmlMissing):
-        return {"missing": answer.reason}
-    return None if answer is None else dataclasses.asdict(answer)
 
 
 def _update(parameter: Tensor) -> Tensor:

@@ -35,14 +35,12 @@ class Bench:
         place: Where operations and trials run; None: nothing runs, and only predictions are made.
         card: Which is simulated.
         size: Samples in a micro-batch, of all cases; None: as they have it.
-        before: NVML's record of all cards from before this process used one.
         match: The pattern of the rows that are wanted.
     """
 
     place: torch.device | None
     card: Card
     size: int | None = None
-    before: Any = None
     match: str = ""
     _simulated: dict[str, Simulated] = field(default_factory=dict)
     _device: tuple[TrialSettings, Device] | None = None
@@ -50,7 +48,7 @@ class Bench:
     def jobs(self) -> Iterator[Job]:
         """Yield all rows; a device that one of them opened stays open for the next."""
         if self.place is not None:
-            yield "probes", "context", partial(measure_context, self.place, self.before)
+            yield "probes", "context", partial(measure_context, self.place)
             yield "probes", "growth", partial(measure_growth, self.place)
         for operation in all_operations():
             yield "constants", operation.title, partial(self._constant, operation)

@@ -14,7 +14,7 @@ from command_line import environment
 from torch import Tensor, nn
 
 from autoaccum.api import verify
-from autoaccum.devices.deadline import Deadline, TimeIsOver
+from autoaccum.devices.budget import Deadline, TimeIsOver
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import Ablation

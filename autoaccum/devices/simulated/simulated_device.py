@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.checks import counted, join_words
 from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
-from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
-from autoaccum.devices.deadline import Deadline
+from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory

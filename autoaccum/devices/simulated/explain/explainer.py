@@ -13,8 +13,8 @@ from itertools import groupby
 from operator import itemgetter
 
 from autoaccum.devices.base import Phase
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.card_memory import CardMemory, CardReport
-from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryReport, Timeline
 from autoaccum.devices.simulated.allocator.replayer import Replayer, SizedTrace

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autoaccum.devices.base import Inspection
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
