@@ -458,7 +458,7 @@ class Accumulator:
         if is_split := sum(run) > 1:
             with without_calls(self._wrappers):
                 self._weighting.look(self._backpropagation, modules, batches, self.micro_batch)
-        warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=is_split)
+        warn = self._first_steps.watch(self._backpropagation, modules, is_split=is_split)
         with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)
         sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32

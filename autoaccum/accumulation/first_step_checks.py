@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.state_hash import ForwardSideEffects
 from autoaccum.accumulation.step_result import warn_caller
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
@@ -114,15 +113,14 @@ class FirstSteps:
         self._is_first, self._has_warned, self._has_accumulated = True, False, False
 
     def watch(
-        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], parts: Sequence[Any], *, is_split: bool
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], *, is_split: bool
     ) -> Callable[[Sequence[Tensor], Collection[Tensor], str | None], None]:
-        """Look at a step before it runs `parts`; return a function to warn of what it has shown, and of another text.
+        """Look at a step before its parts run; return a function to warn of what it has shown, and of another text.
 
         `is_split` tells whether the effective batch, over all ranks, has several parts. The function takes the
         parameters that are trained and were used here, and those whose gradients are summed elsewhere.
         """
         model = backpropagation.model
-        side_effects = ForwardSideEffects(model, parts) if self._is_first else None
         versions = BufferVersions(model) if is_split and not self._has_accumulated else None
         messages = [] if self._has_warned else backpropagation.warnings(modules, accumulates=is_split)
 
@@ -130,7 +128,7 @@ class FirstSteps:
             if self._is_first:
                 check_gradients(model, trained, sums)
             self._has_warned, self._is_first = self._has_warned or bool(messages), False
-            found = messages + ([] if side_effects is None else side_effects.warnings())
+            found = list(messages)
             if versions is not None:
                 self._has_accumulated = True
                 found += [*load_balancing_warning(model), *versions.warnings()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -228,31 +228,16 @@ class RngRecording:
         parts = [self.calls_by_part.get(index, []) for index in range(len(self._sizes))]
 
         def replay(call: RandomCall) -> None:
-            call.replace(join_recorded(call, [self._next_recorded(calls, call) for calls in parts], self._sizes))
-
-        with self._replaying(0, replay, max(map(len, parts), default=0)):
-            yield
-
-    @contextmanager
-    def replay_part(self, index: int) -> Iterator[None]:
-        """Replay the values of part `index` in a run of that part alone within it."""
-        calls = self.calls_by_part.get(index, [])
-        with self._replaying(index, lambda call: self._replay(calls, call), len(calls)):
-            yield
-
-    @contextmanager
-    def _replaying(self, index: int, replay: Callable[[RandomCall], None], expected: int) -> Iterator[None]:
-        def handle(call: RandomCall) -> None:
             if self._part is None:
                 self._replay(self.calls_by_part[None], call)
             else:
-                replay(call)
+                call.replace(join_recorded(call, [self._next_recorded(calls, call) for calls in parts], self._sizes))
             self._count += 1
 
-        self.host.begin(index)
-        self._part, self._count, self._expected = index, 0, expected
+        self.host.begin(0)
+        self._part, self._count, self._expected = 0, 0, max(map(len, parts), default=0)
         try:
-            with unfused_kernels(), RandomCallMode(handle):
+            with unfused_kernels(), RandomCallMode(replay):
                 yield
             if self._part is not None:
                 self._finish()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.reachable_objects import (
     MAPPINGS,
     SEQUENCES,
@@ -32,7 +31,6 @@ from autoaccum.accumulation.transaction import REGISTERED, StateCopy, dense_part
 from autoaccum.workload import pytree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPUTED = "computed by forward"
 _DEPTH, _ENTRIES = 3, 1024
 
@@ -40,12 +38,12 @@ _DEPTH, _ENTRIES = 3, 1024
 class PlainAttributes:
     """The plain attributes of modules of the user's own classes: numbers, strings, tensors, small containers.
 
-    `roots` are modules by the prefix of their names. Unless `restorable`, changes are found but cannot be restored.
+    `roots` are modules by the prefix of their names.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], *, restorable: bool = True) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
-        self._values = [(module, _plain_attributes(module)) for _, module in _user_modules(roots)] if restorable else []
+        self._values = [(module, _plain_attributes(module)) for _, module in _user_modules(roots)]
         self._copy = StateCopy([values for _, values in self._values])
         self._hashes = _attribute_hashes(roots)
 
@@ -61,28 +59,6 @@ class PlainAttributes:
                 del attributes[name]
             attributes.update(values)
         self._copy.restore()
-
-
-class ForwardSideEffects:
-    """Finds changes by a forward that a rollback cannot restore: of plain attributes, parameters and the batch."""
-
-    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
-        self._model, self._batches = model, batches
-        self._attributes = PlainAttributes({"": model}, restorable=False)
-        self._sums, self._versions = _sums(model), batch_versions(batches)
-
-    def warnings(self) -> list[str]:
-        """Return a warning that names what has changed since, if something has."""
-        attributes, now = self._attributes.changed(), _sums(self._model)
-        parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
-        named = (("Python attributes", attributes), ("parameters", parameters))
-        found = [f"{what} ({list_names(names)})" for what, names in named if names]
-        found += ["the batch it is given"] * (batch_versions(self._batches) != self._versions)
-        message = (
-            f"forward changes {' and '.join(found)}, which cannot be rolled back when memory runs out within a step:"
-            " keep state in buffers (register_buffer), and change no inputs in place"
-        )
-        return [message] if found else []
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -259,11 +235,3 @@ def _is_plain(value: Any, depth: int) -> bool:
 def _is_computed(value: Any) -> bool:
     """Return whether `value` has a graph, as an auxiliary loss has, and so is replaced by the next forward."""
     return any(tensor.grad_fn is not None for tensor in pytree.tensors([value]))
-
-
-def _sums(model: nn.Module) -> dict[str, str]:
-    return {
-        name: repr(parameter.detach().sum().item())
-        for name, parameter in model.named_parameters()
-        if is_plain_tensor(parameter) and parameter.dtype in _SUMMABLE and not parameter.is_meta
-    }

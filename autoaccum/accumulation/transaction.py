@@ -1,7 +1,7 @@
 """Copy the training state that PyTorch knows, and restore it: the same objects with the same values.
 
 That is parameters, buffers, modes, gradients, hooks, optimizer, scaler and random states. Other state that Python
-objects hold is not restored; `state_hash` names plain attributes that have changed.
+objects hold is not restored.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Transaction:
 
     It covers buffers (changed or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler.
     Parameters and optimizer state change in the update only; `protect` copies them as well. State that a model keeps in
-    Python attributes is not covered: see `ForwardSideEffects`.
+    Python attributes is not covered.
 
     `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step changes.
     """

@@ -191,19 +191,6 @@ def test_the_generators_of_python_and_numpy_are_rewound() -> None:
     assert_equal(from_parts, from_whole)
 
 
-def test_one_part_alone_draws_as_it_did() -> None:
-    model, recording = fresh(JOINED["dropout module"]), RngRecording(SIZES)
-    with recording.record():
-        from_parts = accumulated(model, recording)
-    sums = [torch.zeros_like(gradient) for gradient in from_parts]
-    for index, part in enumerate(torch.split(batch(), list(SIZES))):
-        with recording.replay_part(index):
-            torch.autograd.backward(mean_of_squares(model, part))
-        for total, gradient in zip(sums, gradients(model), strict=True):
-            total += gradient * len(part) / sum(SIZES)
-    assert_equal(from_parts, sums)
-
-
 def test_random_numbers_of_the_update_are_replayed_unjoined() -> None:
     model, recording, noise = fresh(JOINED["dropout module"]), RngRecording(SIZES), []
     with recording.record():

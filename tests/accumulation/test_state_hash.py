@@ -15,7 +15,7 @@ import torch
 from state_digests import state_digest
 from torch import nn
 
-from autoaccum.accumulation.state_hash import ForwardSideEffects, PlainAttributes, state_entries
+from autoaccum.accumulation.state_hash import PlainAttributes, state_entries
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
@@ -152,23 +152,3 @@ def test_attributes_of_a_library_s_class_are_not_named() -> None:
     model._hooks_installed = True
     model.count()
     assert before.changed() == ["counted_here"]
-
-
-def test_state_that_is_rolled_back_is_not_named() -> None:
-    model = Holder()
-    before = ForwardSideEffects(model, [])
-    assert isinstance(model.counted, torch.Tensor)
-    model.counted += 1
-    model.eval()
-    torch.rand(1, generator=model.generator)
-    assert before.warnings() == []
-
-
-def test_changed_parameters_are_named() -> None:
-    model = Holder()
-    batch = torch.zeros(2)
-    before = ForwardSideEffects(model, [batch])
-    model.layer.weight.data.clamp_(0, 0)
-    batch.add_(1)
-    (text,) = before.warnings()
-    assert "parameters (layer.weight) and the batch it is given" in text

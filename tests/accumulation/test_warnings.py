@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,47 +16,6 @@ from torch.optim import SGD
 from autoaccum import AccumulationWarning
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.first_step_checks import BufferVersions
-
-
-def counting_model() -> Iterator[nn.Module]:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 3)
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return torch.as_tensor(self.layer(x))
-
-    yield Counting().double()
-
-
-def test_state_in_python_attributes_is_named_once() -> None:
-    model = next(counting_model())
-    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3)
-    with pytest.warns(UserWarning, match=r"Python attributes \(calls\)") as caught:
-        accumulator.step(batch_of(8))
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulator.step(batch_of(8))
-
-
-def test_values_that_forward_computes_anew_are_no_state() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.gate = nn.Linear(5, 3), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.gate = torch.sigmoid(self.layer(x))  # type: ignore[assignment]
-            return torch.as_tensor(self.gate * self.layer(x))
-
-    model = Gated().double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8))
 
 
 def test_batchnorm_is_named_once_and_only_for_several_parts() -> None:

@@ -107,7 +107,7 @@ def test_nothing_but_the_warning_depends_on_the_check() -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.filterwarnings("ignore::autoaccum.AccumulationWarning", "ignore:forward changes")
+@pytest.mark.filterwarnings("ignore::autoaccum.AccumulationWarning")
 def test_strict_raises_before_the_update() -> None:
     model = tagger()
     accumulator = accumulator_of(model, check="strict")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import Gpt
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import spectral_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS, TIME = 6, 11, 5
 LENGTHS = (3, 5, 2, 4)
@@ -73,17 +71,6 @@ class Centring(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         return self.last(hidden - hidden.mean(0))  # type: ignore[no-any-return]
-
-
-class Recomputed(nn.Module):
-    """A GPT whose activations are computed once more, its dropout too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Gpt()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.as_tensor(checkpoint(self.inner, ids, use_reentrant=False))
 
 
 class Stateful(nn.Module):
@@ -183,14 +170,6 @@ def negatives_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(one @ other.T, torch.arange(one.shape[0]))
 
 
-def triplet_loss(model: nn.Module, batch: Any) -> Tensor:
-    one, other = model(*batch)
-    distances = torch.cdist(one, other)
-    positive = distances.diagonal()
-    hardest = (distances + 1e6 * torch.eye(len(one))).min(1).values
-    return functional.relu(1.0 + positive - hardest).mean()
-
-
 def root_loss(model: nn.Module, batch: Any) -> Tensor:
     return mean_square(model, batch).sqrt()
 
@@ -199,63 +178,13 @@ def regularised_loss(model: nn.Module, batch: Any) -> Tensor:
     return mean_square(model, batch) + sum(parameter.square().sum() for parameter in model.parameters())
 
 
-class InnerLoss(nn.Module):
-    """Returns nothing but its loss, which is computed from similarities of all with all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = Towers(similarities=False)
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        one, other = self.towers(left, right)
-        return functional.cross_entropy(one @ other.T, torch.arange(one.shape[0]))
-
-
-def its_own(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(*batch)
-    return loss
-
-
 def spectral_mlp() -> nn.Module:
     return nn.Sequential(spectral_norm(nn.Linear(WIDTH, 8)), nn.Tanh(), nn.Linear(8, 3))
-
-
-def shared_mlp() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(layer, nn.Tanh(), layer, nn.Identity(), nn.Linear(WIDTH, 3))
 
 
 def hardest_loss(model: nn.Module, batch: Any) -> Tensor:
     each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return torch.topk(each, len(each) // 2).values.mean()
-
-
-def dice_loss(model: nn.Module, batch: Any) -> Tensor:
-    likely, true = model(batch[0]).sigmoid(), (batch[1] > 0).float()
-    return torch.as_tensor(1 - 2 * (likely * true).sum() / (likely.sum() + true.sum()))
-
-
-def lengthy(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, of which 8, 5, 4 and 3 count, and classes."""
-    return torch.randint(1, 20, (size, 8)), torch.tensor(([8, 5, 4, 3] * size)[:size]), torch.arange(size) % 3
-
-
-def lengthy_loss(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0], batch[1]), batch[2])
-
-
-class Trimmed(nn.Module):
-    """Sums what counts, and cuts padding to the longest of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        longest = int(lengths.max())
-        counts = torch.arange(longest)[None] < lengths[:, None]
-        out: Tensor = self.head((self.words(tokens[:, :longest]) * counts[..., None]).sum(1))
-        return out
 
 
 def two_views_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -277,13 +206,6 @@ def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
     inputs, actions, advantage = batch
     chosen = model(inputs).log_softmax(-1).gather(1, actions[:, None])[:, 0]
     loss: Tensor = -((advantage - advantage.mean()) / advantage.std() * chosen).mean()
-    return loss
-
-
-def weighed_loss(model: nn.Module, batch: Any) -> Tensor:
-    inputs, actions, weights = batch
-    losses = functional.cross_entropy(model(inputs), actions, reduction="none")
-    loss: Tensor = (losses * weights.square()).sum() / weights.square().sum()
     return loss
 
 

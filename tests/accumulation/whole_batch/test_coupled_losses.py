@@ -374,7 +374,6 @@ def test_values_and_tables_that_belong_to_no_sample_are_refused() -> None:
             recorded.step(batch)
 
 
-@pytest.mark.filterwarnings("ignore:forward changes parameters")
 def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> None:
     class Drifting(Towers):
         def forward(self, *arguments: Any, **named: Any) -> Any:
