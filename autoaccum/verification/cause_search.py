@@ -58,7 +58,8 @@ class _Search:
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
-        if not self._are_equal(self._runs.full(), self._runs.full_again()):
+        again = self._runs.full_again()
+        if again is None or not self._are_equal(self._runs.full(), again):
             return (_NON_DETERMINISM,)
         if {difference.quantity for difference in self._comparison.differences if not difference.equal} == {"update"}:
             return (self.unknown("gradients are equal, but the update differs"),)

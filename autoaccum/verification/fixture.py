@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from autoaccum.accumulation.reachable_objects import find_reachable, find_user_m
 from autoaccum.accumulation.rng_replay import host_generators
 from autoaccum.accumulation.rng_state import Generator, generator_state, module_generators, set_generator_state
 from autoaccum.accumulation.state_hash import PlainAttributes
-from autoaccum.accumulation.transaction import ModuleState, TorchState
+from autoaccum.accumulation.transaction import TorchState
 from autoaccum.checks import type_name
 from autoaccum.devices.budget import Deadline
 from autoaccum.errors import WorkloadError
@@ -35,12 +35,8 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 OUTSIDE = "<"
 """The prefix for names of modules that the user's functions hold but the model does not."""
 
-_LOSS_SCALE = 256.0
-"""The loss scale under fp16: enough for gradients of a loss near 1, and far from overflow."""
-
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ class Fixture:
             for and after each run.
         generators: Generators of Python and NumPy that they hold; restored as well.
         keeps_generators: Whether modules of the model keep generators, which are copied with them.
-        loss_scale: The factor of losses for backward, the same in every run; 1 except under fp16.
         deadline: When runs raise TimeIsOver; None by default.
 
     Args:
@@ -91,7 +86,6 @@ class Fixture:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.workload, self.precision, self.device = workload, precision, torch.device(device)
-        self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
         self.deadline = Deadline(None)
         memo: dict[int, Any] = {}
         model = workload.model if isinstance(workload.model, nn.Module) else workload.build_model()
@@ -106,13 +100,10 @@ class Fixture:
         self.outside, generators = _find_outside(workload, model)
         self.generators = host_generators(generators)
         self._restored = TorchState(self.outside.values(), random=False), PlainAttributes(self.outside)
-        self._initial_state: ModuleState | None = None
         self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
     def fresh(self) -> TrainingCopy:
-        """Return a copy in its initial state; within `running`, outside modules are reset to their state on entry."""
-        if self._initial_state is not None:
-            self._initial_state.restore()
+        """Return a copy in its initial state."""
         memo: dict[int, Any] = {}
         model = _copy_model(self._model, memo)
         objective = copy_objective(self.workload.objective, self._on_device, self.prepare_batch)
@@ -141,11 +132,7 @@ class Fixture:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self.deadline.limit_seconds is not None:
                 stack.callback(register_module_forward_pre_hook(self.deadline.check).remove)
-            self._initial_state = ModuleState(inner for module in self.outside.values() for inner in module.modules())
-            try:
-                yield
-            finally:
-                self._initial_state = None
+            yield
 
     def _on_device(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
@@ -257,8 +244,6 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _UNSCALE:
-            return _unscale(*args)
         if kwargs.get("dtype") in _WIDE:
             kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
         given = {tensor.dtype for tensor in _tensors_in((*args, *kwargs.values()))}
@@ -273,11 +258,3 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield argument
         elif isinstance(argument, list | tuple):
             yield from _tensors_in(argument)
-
-
-def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale gradients as a GradScaler does; torch's own operator takes only float32 scalars."""
-    for gradient in gradients:
-        if not bool(gradient.isfinite().all()):
-            found_infinite.fill_(1)
-        gradient.mul_(inverse_scale)

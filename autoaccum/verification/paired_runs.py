@@ -19,7 +19,7 @@ from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.errors import AutoaccumError, NotMeasuredError
+from autoaccum.errors import AutoaccumError
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.update_comparison import distance, largest_entry
 from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult, UpdateRun
@@ -111,17 +111,15 @@ class PairedRuns:
         """Return the update by the whole batch."""
         return self._pair(ablation).full
 
-    def full_again(self) -> UpdateResult:
-        """Return the update by the whole batch, run once more; raise NotMeasuredError if it draws otherwise."""
+    def full_again(self) -> UpdateResult | None:
+        """Return the update by the whole batch, run once more; None if it draws other random numbers."""
         pair = self._pair(UNCHANGED)
         seed_everything()
         try:
             with pair.held() if pair.is_neutral else pair.draws.replay_whole():
                 return UpdateRun(self.fixture).full(self.batch, pair.draws.end_part)
-        except ReplayMismatch as error:
-            raise NotMeasuredError(
-                f"the full batch draws other random numbers than when it was recorded ({error})"
-            ) from error
+        except ReplayMismatch:
+            return None
 
     def accumulated(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         """Return the update by the Accumulator."""

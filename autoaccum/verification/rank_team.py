@@ -9,7 +9,7 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -84,23 +84,22 @@ class RankTeam:
         return result
 
     def _ask(self, requests: Sequence[RunOnRank], left_seconds: float | None) -> None:
-        """Send each rank its request, and wait for all."""
+        """Send each rank its request, and wait for all; if one fails, end them and raise the likeliest reason."""
         limit = min(_LIMIT_SECONDS, left_seconds or _LIMIT_SECONDS)
-        ended: set[Future[None]] = set()
         with ThreadPoolExecutor(self.size) as threads:
-            asked = [
-                threads.submit(child.call, request, limit)
-                for child, request in zip(self._children, requests, strict=True)
-            ]
-            if any(one.exception() for one in wait(asked, return_when=FIRST_EXCEPTION).done):
-                # The others may wait for it in a collective.
-                ended = wait(asked, timeout=_GRACE_SECONDS).done
-                for child in self._children:
-                    with suppress(ProcessLookupError):
-                        os.killpg(child.pid, signal.SIGKILL)
-        if any(one.exception() for one in asked):
-            self._end()
-            _raise_first([error for one in ended if (error := one.exception()) is not None], requests[0].doing, limit)
+            pairs = zip(self._children, requests, strict=True)
+            answers = [threads.submit(child.call, request, limit) for child, request in pairs]
+            if not any(answer.exception() for answer in wait(answers, return_when=FIRST_EXCEPTION).done):
+                return
+            ended = wait(answers, timeout=_GRACE_SECONDS).done  # The others may wait for it in a collective.
+            for child in self._children:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        self._end()
+        error = min((error for answer in ended if (error := answer.exception())), key=_rank_of_reason)
+        if isinstance(error, ChildDied):
+            raise death_error(error, requests[0].doing, limit)
+        raise failure_error(error.failure, "this machine") if isinstance(error, JobFailed) else error
 
     def _end(self) -> None:
         for child in self._children:
@@ -108,16 +107,11 @@ class RankTeam:
         self._children = []
 
 
-def _raise_first(errors: Sequence[BaseException], doing: str, limit_seconds: float) -> None:
-    """Raise the error of a rank that died; else of one where the user's code failed; else of any."""
-    for error in errors:
-        if isinstance(error, ChildDied):
-            raise death_error(error, doing, limit_seconds)
-    failed = [error.failure for error in errors if isinstance(error, JobFailed)]
-    failed.sort(key=lambda failure: failure.blames != "user")
-    if failed:
-        raise failure_error(failed[0], "this machine")
-    raise errors[0]
+def _rank_of_reason(error: BaseException) -> int:
+    """Rank the errors of several processes: a death first, then what the user's code raised."""
+    if isinstance(error, ChildDied):
+        return 0
+    return 1 if isinstance(error, JobFailed) and error.failure.blames == "user" else 2
 
 
 class RankRuns(PairedRuns):

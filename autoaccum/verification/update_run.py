@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import add_up, autocast, has_weight
@@ -87,7 +86,7 @@ class UpdateRun:
 
     def __init__(self, fixture: Fixture, ablation: Ablation = UNCHANGED) -> None:
         self.trained: TrainingCopy = fixture.fresh()
-        self._fixture, self._ablation, self._scale = fixture, ablation, fixture.loss_scale
+        self._fixture, self._ablation = fixture, ablation
         self._batchnorm: BatchNormMode = ablation.batchnorm or fixture.workload.batchnorm
         if self._batchnorm == "frozen":
             for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
@@ -109,7 +108,8 @@ class UpdateRun:
             if not counted:
                 return self._result(math.nan, values, self._gradients())
             loss = add_up(counted)
-            self._backward(loss)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
             return self._result(float(loss.detach()), values, self._step(end))
 
     def accumulated(
@@ -139,9 +139,6 @@ class UpdateRun:
         )
         seen: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
         trained.optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
-        scaler = None
-        if fixture.precision == "fp16":
-            scaler = GradScaler(fixture.device.type, init_scale=self._scale, growth_interval=2**31 - 1)
         largest = max(sizes) if micro_batch is None else micro_batch
         with self.running(f"an update in parts of {largest}"):
             accumulator = Accumulator(
@@ -153,7 +150,6 @@ class UpdateRun:
                 accumulate_in=fixture.workload.accumulate_in,
                 savers=fixture.workload.savers,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
-                scaler=scaler,
                 check="off",
                 recover=False,
                 observer=observer,
@@ -189,7 +185,8 @@ class UpdateRun:
         with self.running(f"the loss of {batch_size(part)} samples"):
             terms = self.terms(part)
             loss = add_up(list(terms.values()))
-            self._backward(loss)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
             values = {name: float(term.detach()) for name, term in terms.items()}
             return self._result(float(loss.detach()), values, self._gradients())
 
@@ -223,18 +220,9 @@ class UpdateRun:
         return lambda index: begin(index, own)
 
     def _gradients(self) -> dict[str, Tensor | None]:
-        """Return copies of the current gradients, without the loss scale."""
+        """Return copies of the current gradients."""
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         return {name: None if one is None else _whole(one).clone() for name, one in found.items()}
-
-    def _backward(self, loss: Tensor) -> None:
-        """Leave the gradient of `loss` in `.grad`, computed with the loss scale where there is one."""
-        if loss.requires_grad:
-            torch.autograd.backward(loss * self._scale if self._scale != 1.0 else loss)
-        if self._scale != 1.0:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._scale)
 
     def _step(self, end: Callable[[], None]) -> dict[str, Tensor | None]:
         """Make the optimizer's step, and return the gradients it used."""
