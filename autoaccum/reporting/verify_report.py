@@ -147,25 +147,13 @@ def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequen
     """Return what to do after a difference, and the command for it; empty where there is none."""
     if found.untested:
         return f"could not shorten {', '.join(found.untested)}: let batch(size) return short and long samples", ()
-    norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
-    line: Sequence[str] = again if found.causes else ()
-    if norms and found.batchnorm not in ("frozen", "exact"):
-        mode = "exact" if any("exact" in (cause.mode or "") for cause in norms) else "frozen"
-        words, line = f"see what remains with BatchNorm {mode} (-v shows all that was compared):", _with(again, mode)
-    elif found.causes:
-        words = "make the change, and verify again (-v shows all that was compared):"
-    else:
-        words = "look at the tensors that differ: -v shows all that was compared"
-    return words, line
-
-
-def _with(again: Sequence[str], mode: str) -> list[str]:
-    """Return the command with this BatchNorm mode."""
-    words = list(again)
-    if "--batchnorm" in words:
-        place = words.index("--batchnorm")
-        del words[place : place + 2]
-    return [*words, "--batchnorm", mode]
+    mode = next((cause.mode.partition('"')[2].rstrip('"') for cause in found.causes if cause.mode), None)
+    if mode in ("exact", "frozen") and found.batchnorm not in ("exact", "frozen"):
+        words = f"see what remains with BatchNorm {mode} (-v shows all that was compared):"
+        return words, [*again, "--batchnorm", mode]  # Of an option that is given twice the last one counts.
+    if found.causes:
+        return "make the change, and verify again (-v shows all that was compared):", again
+    return "look at the tensors that differ: -v shows all that was compared", ()
 
 
 def _how_equal(found: Verification) -> str:

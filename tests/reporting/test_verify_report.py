@@ -75,7 +75,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     ]
     alone = drawn(dataclasses.replace(DIFFERENT, causes=(dataclasses.replace(DIFFERENT.causes[1], proved=True),)))
     assert 'proved       with batchnorm="exact", the same comparison is equal' in alone.splitlines()
-    rest = dataclasses.replace(DIFFERENT.causes[1], mode=None)
+    rest = dataclasses.replace(DIFFERENT.causes[1], mode='batchnorm="frozen"')
     assert "--batchnorm frozen" in drawn(dataclasses.replace(DIFFERENT, causes=(rest,))), "where exact does not run"
     again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
     assert again[-2:] == [
