@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
 from autoaccum.accumulation.rng_state import preserve_rng_state
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
@@ -31,6 +29,7 @@ from autoaccum.workload.tracebacks import blame_exit
 if TYPE_CHECKING:
     from torch import nn
 
+_LESS = "verify with a smaller --target-batch, such as 4 with --micro-batch 2"
 _CANDIDATES_PER_SAMPLE = 4
 """Dataset samples looked at for each sample of the batch, of which the longest are taken."""
 
@@ -84,11 +83,10 @@ def run_verification(
 
     with preserve_rng_state(), blame_exit("the workload"):
         tried, reference = _prepare(workload, live or {}, options, accumulate, target)
-        optimizer = options.optimizer if isinstance(options.optimizer, Optimizer) else None
         from_file = isinstance(workload, (str, os.PathLike))
         with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
-            return _run(Verifier(tried, optimizer, reference, options, target, micro, on_event), began)
+            return _run(Verifier(tried, reference, options, target, micro, on_event), began)
 
 
 def _prepare(
@@ -137,15 +135,14 @@ def _limit_memory() -> Iterator[None]:
 
 def _run(verifier: Verifier, began: float) -> Verification:
     """Run the verification; any other exception is raised as the error that explains it."""
-    less = "verify with a smaller --target-batch, such as 4 with --micro-batch 2"
     try:
         return verifier.run(began)
-    except DoesNotFitError as error:
-        raise NotMeasuredError(error.message, hint=less) from error
-    except AutoaccumError:
+    except AutoaccumError as error:
+        if isinstance(error, DoesNotFitError):
+            raise NotMeasuredError(error.message, hint=_LESS) from error
         raise
     except Exception as error:
         failure = describe_failure(error, "the comparison")
         if failure.outcome == "oom":
-            raise NotMeasuredError(failure.message, hint=less) from error
+            raise NotMeasuredError(failure.message, hint=_LESS) from error
         raise failure_error(failure, "this machine") from error

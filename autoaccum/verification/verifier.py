@@ -51,11 +51,7 @@ from autoaccum.workload.tracebacks import user_code
 from autoaccum.workload.uneven_batches import shorten
 
 _NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
-_ONE_VALUE = "more than 1 value per channel"
-"""From `_verify_batch_size` of torch/nn/functional.py: BatchNorm refuses a single sample."""
-
-_SINGLE = "BatchNorm cannot run a single sample: give --batchnorm exact, or --micro-batch 2"
-
+_SINGLE = "if BatchNorm cannot run a single sample, give --batchnorm exact, or --micro-batch 2"
 
 SEARCH_SECONDS = 60.0
 """How long causes are searched for without a time limit."""
@@ -70,22 +66,18 @@ class _Unequal(NamedTuple):
 
 
 class Verifier:
-    """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples.
-
-    `optimizer` is the live one of the workload's model, if there is one.
-    """
+    """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples."""
 
     def __init__(
         self,
         workload: Workload,
-        optimizer: Optimizer | None,
         reference: str,
         options: Options,
         target: int,
         micro: int,
         on_event: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._workload, self._optimizer, self._reference, self._options = workload, optimizer, reference, options
+        self._workload, self._reference, self._options = workload, reference, options
         self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
         self._unequal: list[_Unequal] = []
@@ -161,9 +153,9 @@ class Verifier:
             WorkloadError: The weight is 0, or the gradient is not finite.
         """
         self._random.restore()  # Each precision begins with the same weights.
-        workload, optimizer = self._workload, self._optimizer
+        live = self._options.optimizer if isinstance(self._options.optimizer, Optimizer) else None
         with user_code("model()"):
-            fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
+            fixture = Fixture(self._workload, precision=precision, device=self._options.device, optimizer=live)
         runs = self._paired(fixture, self._batch, sizes)
         with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
@@ -380,7 +372,7 @@ def _nonfinite_gradient(runs: PairedRuns) -> str | None:
     try:
         full = runs.full()
     except WorkloadError as error:
-        if _ONE_VALUE not in error.message or max(runs.sizes) > 1:
+        if max(runs.sizes) > 1:
             raise
         raise WorkloadError(error.message, hint=_SINGLE) from error
     if not math.isfinite(full.loss):

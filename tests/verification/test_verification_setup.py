@@ -247,7 +247,7 @@ def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> 
 
 def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
     workload = dataclasses.replace(WORKLOAD, model=_normed)
-    with pytest.raises(WorkloadError, match="BatchNorm cannot run a single sample: give --batchnorm exact"):
+    with pytest.raises(WorkloadError, match="if BatchNorm cannot run a single sample, give --batchnorm exact"):
         verify(workload, target_batch=4, micro_batch=1)
     found = verify(workload, target_batch=4, micro_batch=2)
     assert [one.window for one in found.comparisons] == ["whole"]
