@@ -62,8 +62,8 @@ def command(
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.snapshot_check import check_snapshot
     from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.explain_report import print_snapshot, snapshot_json
     from autoaccum.reporting.progress import Progress
-    from autoaccum.reporting.snapshot_report import print_snapshot, snapshot_json
 
     request = PlanRequest(target_batch or micro_batch, Options.of("explain", asked))
     stderr = make_console(stderr=True)

@@ -135,7 +135,7 @@ def command(
         if output is not None:
             write_text(Path(output), _written(found, form), force=force)
         if report is not None:
-            from autoaccum.reporting.page.guard_page import guard_page
+            from autoaccum.reporting.guard_report import guard_page
 
             write_page(guard_page(found), report, force=force, without=("form", "quiet"))
     if found.exit_code:

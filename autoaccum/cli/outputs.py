@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
-    from autoaccum.reporting.page.blocks import Page
+    from autoaccum.reporting.page import Page
 
 _WAYS_OUT = {
     "-o": "for the result on stdout, use --json",
@@ -129,7 +129,7 @@ class Outputs:
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
 
     def _write_page(self, plan: Plan, file: Path, seconds: float | None) -> None:
-        from autoaccum.reporting.page.plan_page import plan_page
+        from autoaccum.reporting.plan_page import plan_page
 
         write_page(plan_page(plan, self._account, seconds), file, force=self._force)
 

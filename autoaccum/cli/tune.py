@@ -151,7 +151,7 @@ def _show(
             written["its plan"] = Path(output)
         if report is not None:
             from autoaccum.reporting.figures.tuning_figure import draw_tuning
-            from autoaccum.reporting.page.tune_page import tune_page
+            from autoaccum.reporting.tune_report import tune_page
 
             pictures = draw_tuning(tuning, click.get_current_context().params["storage"])
             hidden = _without_password(tuning)

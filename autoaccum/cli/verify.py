@@ -108,7 +108,7 @@ def command(
         if not as_json:
             make_console().print(f"kept in {output}", soft_wrap=True)
     if report is not None:
-        from autoaccum.reporting.page.verify_page import verify_page
+        from autoaccum.reporting.verify_report import verify_page
 
         write_page(verify_page(found, again=again), report, force=force)
         if not as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -40,7 +39,6 @@ _WRITTEN = {
     "--plot": "picture in {}",
     "--report": "report in {}",
 }
-_TRIALS_ONLY = ", of the trials only: where memory goes is known for cards"
 _KEPT = {
     "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
     "ema": "an average of the weights (EMA)",
@@ -77,8 +75,7 @@ def print_plan(
     messages = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
     print_messages(console, messages, verbose=verbose)
     for flag, file in written.items():
-        alone = flag == "--plot" and plan.device.get("kind") == "cpu"
-        console.print(_WRITTEN[flag].format(file) + (_TRIALS_ONLY if alone else ""), soft_wrap=True)
+        console.print(_WRITTEN[flag].format(file), soft_wrap=True)
     if plan.explanation is not None:
         console.print()
         print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)
@@ -166,28 +163,21 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
             return f"the arguments that --for {trainer} prints"
         given = f"micro_batch={plan.micro_batch}" if kept is None else f"plan={str(kept)!r}"
         return f"autoaccum.integrations.transformers.AccumulatorTrainer(..., {given}).train()"
-    given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(plan.workload.get("loss")), "loss, ")
-    numbers = [f"micro_batch={plan.micro_batch}"]
-    if plan.workload.get("reduction") == "sum":
-        numbers.append('reduction="sum"')
-    if plan.workload.get("precision") in ("bf16", "fp16"):
-        numbers.append(f'precision="{plan.workload["precision"]}"')
-    if plan.workload.get("coupled"):
-        numbers.append("coupled=True")
-        given = given if plan.workload.get("loss") == "criterion" else "outputs=outputs, coupled_loss=coupled_loss, "
-    if plan.workload.get("batchnorm") in _MODES:
-        numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
-    own = ["split=split", "size=size"] if plan.workload.get("recipe", {}).get("batch") == "own" else []
-    if plan.reduce == "last":
-        numbers.append('reduce="last"')
-    if savers := plan.workload.get("savers"):
-        numbers.append(f"savers={json.dumps(savers)}")
-    if plan.multiple_of > 1:
-        numbers.append(f"multiple_of={plan.multiple_of}")
-    options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
-    if plan.workload.get("weight") == "the workload's weight()":
+    workload = plan.workload
+    given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(workload.get("loss")), "loss, ")
+    if workload.get("coupled") and workload.get("loss") != "criterion":
+        given = "outputs=outputs, coupled_loss=coupled_loss, "
+    named = {name: workload.get(name) for name in ("reduction", "precision", "coupled", "batchnorm", "savers")}
+    named |= {"reduce": plan.reduce, "multiple_of": plan.multiple_of}
+    usual = (None, "mean", "fp32", "micro", "each", 1)
+    options = [f"micro_batch={plan.micro_batch}"]
+    options += [f"{name}={value!r}".replace("'", '"') for name, value in named.items() if value and value not in usual]
+    if kept is not None:
+        options = [f"plan=autoaccum.Plan.load({str(kept)!r})"]
+    if workload.get("weight") == "the workload's weight()":
         options.append("weight=weight")
-    options += own
+    if workload.get("recipe", {}).get("batch") == "own":
+        options += ["split=split", "size=size"]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
 
 

@@ -19,7 +19,8 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.fit_report import format_seconds
-from autoaccum.reporting.plan_report import PlanProgress, parameter_words, speeds_table
+from autoaccum.reporting.page import Block, Facts, Grid, Page, Picture, Section, Tone, plain_facts
+from autoaccum.reporting.plan_report import PlanProgress, answer_rows, parameter_words, speeds_table
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
@@ -250,3 +251,35 @@ class TuneProgress(PlanProgress):
         line = Text(_TRIAL.format(*row_cells(row, self._space)))
         line.stylize(STYLES[row.state], 7, 20)
         self.say(line)
+
+
+def tune_page(tuning: Tuning, pictures: Mapping[str, bytes]) -> Page:
+    """Return the page of a study, with its pictures by `draw_tuning`."""
+    from autoaccum.reporting.plan_page import throughput_blocks  # It loads matplotlib.
+
+    best, own, plan = tuning.best, tuning.own, tuning.plan
+    tiles: list[tuple[str, str, Tone]] = [("trials", str(len(tuning.rows)), "")]
+    if best is not None and best.setting is not None:
+        rate = f"{best.setting.learning_rate:.3g}"
+        tiles = [("best learning rate", rate, "good"), ("its loss", format_loss(best.loss), ""), *tiles]
+    if own is not None:
+        tiles += [("loss of the workload's own rate", format_loss(own.loss), "")]
+    return Page(
+        kind="autoaccum tune",
+        title=f"{tuning.study}: {NOTHING if best is None else setting_words(best, tuning.space)}",
+        tiles=tiles,
+        sections=[
+            Section("Result", (Facts.of(result_rows(tuning)),)),
+            Section("Loss by learning rate", _picture("the loss over the learning rate", pictures.get("rates.svg"))),
+            Section("Course of the search", _picture("the loss over the trials", pictures.get("trials.svg"))),
+            Section("Loss while training", _picture("the losses within each trial", pictures.get("courses.svg"))),
+            *([] if tuning.throughput is None else [Section("Throughput", throughput_blocks(tuning.throughput))]),
+            Section("Trials", (Grid.of(trials_table(tuning)),) if tuning.rows else ()),
+            Section("Plan of the best setting", () if plan is None else (Facts.of(answer_rows(plan)),)),
+            Section("Made with", (Facts.of(plain_facts(tuning.workload)),)),
+        ],
+    )
+
+
+def _picture(name: str, svg: bytes | None) -> tuple[Block, ...]:
+    return () if svg is None else (Picture(name, svg),)

@@ -12,8 +12,8 @@ from pictured_plans import trial, usual
 from sample_pages import EVIL, pages, study
 
 from autoaccum.reporting.figures.colours import label
-from autoaccum.reporting.page.plan_page import plan_page
-from autoaccum.reporting.page.tune_page import tune_page
+from autoaccum.reporting.plan_page import plan_page
+from autoaccum.reporting.tune_report import tune_page
 from autoaccum.units import format_bytes
 
 KINDS = ("plan", "plan on a CPU", "verify", "guard", "tune")

@@ -147,8 +147,6 @@ def test_names_what_was_written() -> None:
     assert "kept in plan.json\n" in text
     assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
     assert "\npicture in memory.svg\n" in text
-    of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), written={"--plot": "memory.svg"})
-    assert "\npicture in memory.svg, of the trials only: where memory goes is known for cards\n" in of_cpu
 
 
 def test_shows_what_was_planned_along() -> None:

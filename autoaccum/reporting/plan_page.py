@@ -17,7 +17,7 @@ from autoaccum.reporting.figures.colours import label
 from autoaccum.reporting.figures.memory_figure import draw_curve, draw_timeline, plan_title
 from autoaccum.reporting.figures.style import draw_panels
 from autoaccum.reporting.figures.tuning_figure import draw_throughput
-from autoaccum.reporting.page.blocks import (
+from autoaccum.reporting.page import (
     Bar,
     Bars,
     Block,
