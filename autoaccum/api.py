@@ -549,7 +549,7 @@ def guard(
         force: With `update`, replace a lock that cannot be read.
         on_event: Called with each event of `autoaccum.guarding.guard_result`.
         on_output: Receives each line that workloads print; stderr otherwise.
-        options: Fields of `autoaccum.options.Options`: `gpu` or `device`, `values`, `precision`, `optimizer`, `memory`,
+        options: Fields of `autoaccum.options.Options`: `gpu`, `values`, `precision`, `optimizer`, `memory`,
             `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`,
             `coupled`, and `time_limit` for all cases together.
 

@@ -82,7 +82,7 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
     "tune": _SHARDING
     | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
-    "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
+    "guard": frozenset({"device", "trial_limit", "accumulate_in", "multiple_of"}),
     "explain": _SHARDING
     | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit", "evaluation_batch"}
     | {"multiple_of"},

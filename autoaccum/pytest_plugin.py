@@ -24,7 +24,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Fail where a training step does not fit: `assert_fits("model.py", gpu="rtx3090", micro_batch=32)`.
 
     What cannot be measured fails, too; it is never a pass, and never skipped. `limit` is the budget (`20GiB`, `80%`),
-    all of the card's where none is given; further arguments are `device` in place of a card, `target_batch`, and other
+    all of the card's where none is given; further arguments are `target_batch` and other
     options of `autoaccum.plan`. A file is looked for from pytest's root folder, then beside the test.
     """
     root, beside = request.config.rootpath, request.path.parent

@@ -26,12 +26,9 @@ _FORMS = ("text", "json", "github")
 @click.option(
     "--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card, a name of `autoaccum gpus`. Repeatable."
 )
-@click.option(
-    "--device", metavar="cpu|cuda|cuda:N", help="Measure on this machine instead, by three runs in fresh processes."
-)
 @click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step), over all ranks.")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: planned]")
-@options("guard", gpu=None, device=None, time_limit=None)
+@options("guard", gpu=None, time_limit=None)
 @click.option(
     "--tolerance",
     metavar="SHARE|SIZE",
@@ -57,7 +54,6 @@ _FORMS = ("text", "json", "github")
 def command(
     workload: str | None,
     gpus: tuple[str, ...],
-    device: str | None,
     tolerance: str | None,
     lock: str | None,
     update: bool,
@@ -77,8 +73,7 @@ def command(
     there.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
-    measured as it was locked, and the largest micro-batch that fits is searched anew. On a --device, the median of
-    three runs counts, and their spread is added to the tolerance.
+    measured as it was locked, and the largest micro-batch that fits is searched anew.
 
     It keeps to one rank, and refuses to run under torchrun; --world-size guards the largest share of several.
 
@@ -114,7 +109,6 @@ def command(
             hint = "a baseline is compared with no lock: take one"
             raise UsageError("both --lock and --baseline are given", hint=hint)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
-        asked |= {} if device is None else {"device": device}
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd(), lock)
         if output is not None:

@@ -1,4 +1,4 @@
-"""A guarded case: one workload on one card or device, its name, and the command that guards it."""
+"""A guarded case: one workload on one card, its name, and the command that guards it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from autoaccum.options import Options, coupled_word
 from autoaccum.workload.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One workload on one card or device, with the requested options; the others are the workload's own.
+    """One workload on one card, with the requested options; the others are the workload's own.
 
     A command may give only some of the fields: it then selects all known cases with these values.
 
@@ -31,18 +30,13 @@ class Case:
         workload: `model.py`, `model.py:name`, relative to the folder of the lock, with `/`; or `package.module:name`.
         target_batch: Samples per update, over all ranks; None: two micro-batches of `micro_batch`.
         micro_batch: The largest part, in samples; None: it is planned.
-        options: How and where to run: on a simulated card, or on a device of this machine.
+        options: How to run, and the simulated card.
     """
 
     workload: str = ""
     target_batch: int | None = None
     micro_batch: int | None = None
     options: Options = field(default_factory=Options)
-
-    @property
-    def device_name(self) -> str | None:
-        """The name of the simulated card or of the measuring device; None where neither is given."""
-        return self.options.gpu or (None if self.options.device == "auto" else self.options.device)
 
     @property
     def has_size(self) -> bool:
@@ -52,15 +46,15 @@ class Case:
     @property
     def is_complete(self) -> bool:
         """True if everything is given that a measurement needs."""
-        return bool(self.workload) and self.has_size and self.device_name is not None
+        return bool(self.workload) and self.has_size and self.options.gpu is not None
 
     def to_record(self) -> dict[str, Any]:
         """Return the given values by the names of their fields: plain data for `make_case`."""
         options = self.options.to_record()
-        device: dict[str, Any] = {name: options.pop(name) for name in ("gpu", "device") if name in options}
+        gpu = options.pop("gpu", None)
         given = {
             "workload": self.workload,
-            **device,
+            "gpu": gpu,
             "target_batch": self.target_batch,
             "micro_batch": self.micro_batch,
         }
@@ -72,7 +66,7 @@ class Case:
         return all(others.get(name) == value for name, value in self.to_record().items())
 
 
-_NO_OPTIONS = ("accumulate_in", "multiple_of", "time_limit", "trial_limit")
+_NO_OPTIONS = ("device", "accumulate_in", "multiple_of", "time_limit", "trial_limit")
 _CASE_FIELDS = [field.name for field in (*dataclasses.fields(Case)[:-1], *dataclasses.fields(Options))]
 CASE_FIELDS = tuple(name for name in _CASE_FIELDS if name not in _NO_OPTIONS)
 """The fields that a project file or a test may give."""
@@ -92,11 +86,11 @@ def case_name(case: Case) -> str:
     'train.py on rtx3090, target batch 256, precision bf16'
     """
     given = case.to_record()
-    for name in ("workload", "gpu", "device"):
+    for name in ("workload", "gpu"):
         given.pop(name, None)
     workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)
     details = (f"{name.replace('_', ' ')} {_word(name, value)}".rstrip() for name, value in given.items())
-    return ", ".join([f"{workload} on {case.device_name}", *details])
+    return ", ".join([f"{workload} on {case.options.gpu}", *details])
 
 
 def _word(name: str, value: Any) -> str:
@@ -121,18 +115,13 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
             raise UsageError(f"the workload is {case.workload!r}", hint=hint)
         if not case.workload.isprintable():  # Nor are bytes that are not UTF-8.
             raise UsageError(f"the name {case.workload!r} cannot be written in a lock", hint="rename the file")
-    if options.device != "auto" and not _DEVICE.fullmatch(str(options.device)):
-        raise UsageError(f"the device is {options.device!r}", hint="take cpu, cuda or cuda:N")
     if not isinstance(options.optimizer, str | None):
         raise UsageError(f"the optimizer is {options.optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))
-    if not partial and case.device_name is None:
-        raise UsageError(
-            "neither a card nor a device is given",
-            hint="name a card to simulate, such as rtx3090, or a device to measure on: cpu or cuda",
-        )
+    if not partial and options.gpu is None:
+        raise UsageError("no card is given", hint="name a card to simulate, such as rtx3090")
     if not partial and not case.has_size:
         raise UsageError(f"{case.workload} has no target batch", hint="say how many samples make an update")
     share = case.micro_batch if case.target_batch is None else -(-case.target_batch // options.world_size)
@@ -153,7 +142,7 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
     The workload is relative to `folder`; `further` flags come at the end.
     """
     given = {**case.to_record(), "workload": _from_here(case.workload, folder) if case.workload else "model.py"}
-    if case.device_name is None:
+    if case.options.gpu is None:
         given["gpu"] = "NAME"
     if not case.has_size:
         given["target_batch"] = "N"

@@ -33,10 +33,10 @@ class Tolerance:
         """Return it as text: `1 %` or `50.00 MiB`."""
         return f"{100 * (self.fraction or 0):g} %" if self.bytes is None else format_bytes(self.bytes)
 
-    def allows(self, before_bytes: int, now_bytes: int, spread_bytes: int = 0) -> bool:
-        """Return whether a growth is within the tolerance, plus the spread of equal runs."""
+    def allows(self, before_bytes: int, now_bytes: int) -> bool:
+        """Return whether a growth is within the tolerance."""
         allowed = int(before_bytes * (self.fraction or 0)) if self.bytes is None else self.bytes
-        return now_bytes - before_bytes <= allowed + spread_bytes
+        return now_bytes - before_bytes <= allowed
 
 
 def parse_tolerance(text: Any) -> Tolerance:
@@ -67,8 +67,7 @@ class Measurement:
     """The memory of an update by one schedule, and what would fit.
 
     Attributes:
-        kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
-        card: The card's full name, or the processor's.
+        card: The card's full name.
         precision, optimizer, batchnorm, savers: The settings of the update, as in `Inspection`.
         coupled: `yes` for a coupled loss; None without one.
         parameters: The number of parameters of the model.
@@ -77,19 +76,17 @@ class Measurement:
         largest: The largest micro-batch that fits, in samples; 0 if none does.
         capped: Whether the search stopped at its upper limit, not where memory ended.
         limit_bytes: The budget.
-        peak_bytes: As `Plan.peak_bytes`; the median of `runs` where there are several.
-        held_bytes: The most that tensors and workspaces hold at one time; None when measured.
-        least_bytes: As `Plan.least_bytes`; None when measured.
-        runs: The peaks of runs in fresh processes, in bytes, ascending; empty when predicted.
-        phase: The phase of the moment at which most is held, as in `Explanation`; empty when measured.
-        categories: The bytes held at that moment, and `unused`, the rest of the peak; empty when measured.
-        holdings: The same by module; they add up to `held_bytes`. Empty when measured.
-        versions: The versions that affect memory: torch, autoaccum; on a card also cuda, cudnn, driver.
+        peak_bytes: As `Plan.peak_bytes`.
+        held_bytes: The most that tensors and workspaces hold at one time.
+        least_bytes: As `Plan.least_bytes`.
+        phase: The phase of the moment at which most is held, as in `Explanation`.
+        categories: The bytes held at that moment, and `unused`, the rest of the peak.
+        holdings: The same by module; they add up to `held_bytes`.
+        versions: The versions that affect memory: torch, autoaccum.
         settings: Other settings that affect memory and are not the default, such as variables of the allocator.
         warnings: Warnings of the measurement, which are not locked.
     """
 
-    kind: Literal["predicted", "measured"]
     card: str
     precision: str
     optimizer: str
@@ -101,9 +98,8 @@ class Measurement:
     capped: bool
     limit_bytes: int
     peak_bytes: int
-    held_bytes: int | None = None
-    least_bytes: int | None = None
-    runs: tuple[int, ...] = ()
+    held_bytes: int
+    least_bytes: int
     coupled: str | None = None
     savers: tuple[str, ...] = ()
     phase: str = ""
@@ -117,11 +113,6 @@ class Measurement:
     def micro_batch(self) -> int:
         """The largest part, in samples."""
         return max(self.micro_batches)
-
-    @property
-    def spread_bytes(self) -> int:
-        """The spread of the runs; 0 when predicted."""
-        return self.runs[-1] - self.runs[0] if self.runs else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +201,7 @@ class Report:
     def to_json(self) -> str:
         """Return the record as indented JSON: `schema`, `exit_code`, and the fields of this record and those in it.
 
-        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
+        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch`; later
         versions of this schema may add fields, and change none.
         """
         record = {"schema": 3, "exit_code": self.exit_code, **to_plain(self)}
@@ -223,7 +214,7 @@ def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.to_record()}
     for name, measurement in (("before", verdict.before), ("now", verdict.now)):
         if measurement is not None:
-            record[name] |= {"micro_batch": measurement.micro_batch, "spread_bytes": measurement.spread_bytes}
+            record[name]["micro_batch"] = measurement.micro_batch
     return record
 
 

@@ -1,11 +1,10 @@
-"""Measure one case: by a simulation, exact and repeatable, or by runs on a device of this machine."""
+"""Measure one case by a simulation, which is exact and repeatable."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,6 @@ from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import precise_bytes
 
-RUNS = 3
-"""The number of runs on a real device, each in a fresh process."""
-
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -38,7 +34,6 @@ _VARIABLES = (
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
 )
 """These change library workspaces, the kernel that runs, or the CUDA context, on real and simulated cards."""
-_CARD_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def measure(
@@ -66,9 +61,8 @@ def measure(
     requested = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
     setup = make_setup(case.workload, request, checkout=checkout, on_output=on_output, verb="guard")
     task = Task(setup, request, micro_batches or requested)
-    simulated = case.options.gpu is not None
     with task.setup.device:
-        found = measure_simulated(task) if simulated else measure_by_runs(task)
+        found = measure_simulated(task)
     if micro_batches is None and not found.fits:
         largest = f"take {found.largest}, the largest that fits, or give no size to have it planned"
         none = "not even a micro-batch of 1 fits: take another card, or a smaller model"
@@ -76,10 +70,6 @@ def measure(
             f"micro-batch {found.micro_batch} does not fit: {describe_shortfall(found)}",
             hint=largest if found.largest else none,
         )
-    if not simulated and case.options.memory is None and not found.capped:
-        free = precise_bytes(found.limit_bytes)
-        warning = f"the largest fit depends on the {free} that were free: give a fixed budget by --memory"
-        return dataclasses.replace(found, warnings=(*found.warnings, warning))
     return found
 
 
@@ -139,7 +129,6 @@ def measure_simulated(task: Task) -> Measurement:
         inspection,
         plan,
         *prediction.warnings,
-        kind="predicted",
         card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
         fits=trial.ran,
         peak_bytes=explanation.peak_bytes,
@@ -148,38 +137,7 @@ def measure_simulated(task: Task) -> Measurement:
         phase=explanation.phase,
         categories={category: held for category, held in explanation.categories.items() if held},
         holdings=account.holdings,
-        settings={**described["allocator"], **_variables(os.environ, _VARIABLES)},
-    )
-
-
-def measure_by_runs(task: Task) -> Measurement:
-    """Plan by real trials, then run the schedule from clean states until there are three runs, the plan's included.
-
-    The peak is the median of the runs that fitted: on a card the memory reserved by PyTorch's allocator, on the CPU the
-    memory of the process beyond the loaded workload. If one run does not fit, the schedule does not fit; if none does,
-    the peak is the budget. There are no modules and categories.
-
-    Raises:
-        AutoaccumError: As of `measure`.
-    """
-    inspection, plan = _search_size(task)
-    parts = task.trial_parts(task.planned_by(plan), inspection)
-    trials = () if plan is None else plan.trials
-    runs = [trial for trial in trials if trial.fresh and trial.ran and trial.parts == parts][-1:]
-    runs += [_run(task, parts) for _ in range(len(runs), RUNS)]
-    peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
-    device, environment = task.setup.device, inspection.environment
-    described = device.describe()
-    return _measurement(
-        task,
-        inspection,
-        plan,
-        kind="measured",
-        card=str(described["card"] if described["kind"] == "cuda" else environment["processor"]),
-        fits=len(peaks) == RUNS,
-        peak_bytes=int(statistics.median(peaks)) if peaks else device.limit_bytes,
-        runs=tuple(peaks),
-        settings=_settings(described, environment),
+        settings={**described["allocator"], **{name: os.environ[name] for name in _VARIABLES if name in os.environ}},
     )
 
 
@@ -198,7 +156,7 @@ def _measurement(
         largest=0 if plan is None else plan.largest_fit,
         capped=plan is not None and plan.capped,
         limit_bytes=task.setup.device.limit_bytes,
-        versions=_versions(inspection, task.setup.device.describe()),
+        versions={"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__},
         warnings=tuple(dict.fromkeys((*warnings, *more_warnings))),
         **measured,
     )
@@ -238,30 +196,7 @@ def _search_size(task: Task) -> tuple[Inspection, Plan | None]:
     return inspections[-1], plan
 
 
-def _versions(inspection: Inspection, described: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of torch (without its build), of autoaccum, and on a card of CUDA, cuDNN and the driver."""
-    own = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
-    known = {**inspection.environment, **described} if described["kind"] == "cuda" else {}
-    return own | {name: str(known[name]) for name in ("cuda", "cudnn", "driver") if known.get(name)}
-
-
-def _settings(described: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a device that are not the default; on the CPU the threads, which have workspaces."""
-    if described["kind"] != "cuda":
-        return {"threads": environment["threads"]}
-    allocator = {} if described["allocator"] == "native" else {"allocator": described["allocator"]}
-    return {**allocator, **_variables(os.environ, _VARIABLES), **_variables(environment["variables"], _CARD_VARIABLES)}
-
-
-def _variables(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
-
-
 def describe_shortfall(measurement: Measurement) -> str:
     """Say what a schedule that does not fit needs, and what is available."""
-    limit = precise_bytes(measurement.limit_bytes)
-    if measurement.kind == "measured":
-        return f"it needs more than the available {limit}"
-    return (
-        f"it needs at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {limit} are available"
-    )
+    needed, limit = precise_bytes(measurement.least_bytes), precise_bytes(measurement.limit_bytes)
+    return f"it needs at least {needed}, {limit} are available"

@@ -113,7 +113,7 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
     `wanted` are cases with some fields given, one for each card; `known` are the named and the locked cases.
 
     Raises:
-        UsageError: A value is not valid, or a size is given without a workload, or without a card or device.
+        UsageError: A value is not valid, or a size is given without a workload, or without a card.
         NotMeasuredError: No known case has the given values.
     """
     known, found = list(known), dict[Case, None]()
@@ -127,11 +127,11 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
         if not alike and written.has_size and not written.is_complete:
             raise UsageError(
                 f"no card is given to guard {written.workload} on",
-                hint="add --gpu NAME (see `autoaccum gpus`), or --device cpu to measure here",
+                hint="add --gpu NAME (see `autoaccum gpus`)",
             )
         if not alike:
             of = f" of {part.workload}" if part.workload else ""
-            on = f" on {part.device_name}" if part.device_name else ""
+            on = f" on {part.options.gpu}" if part.options.gpu else ""
             raise NotMeasuredError(
                 f"no case{of}{on} in the lock or in pyproject.toml has the given options",
                 hint=f"lock it by `{project.command(written, '--update')}`",

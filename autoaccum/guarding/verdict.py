@@ -30,13 +30,12 @@ _MOST: Final = 3
 
 @dataclass(frozen=True)
 class _Figure:
-    """A quantity before and now, both 0 where it is not known; `spread_bytes` is the spread of equal runs."""
+    """A quantity before and now."""
 
     name: str
     before_bytes: int
     now_bytes: int
     tolerance: Tolerance
-    spread_bytes: int = 0
 
     @property
     def growth_bytes(self) -> int:
@@ -44,11 +43,11 @@ class _Figure:
 
     @property
     def grew(self) -> bool:
-        return not self.tolerance.allows(self.before_bytes, self.now_bytes, self.spread_bytes)
+        return not self.tolerance.allows(self.before_bytes, self.now_bytes)
 
     @property
     def shrank(self) -> bool:
-        return not self.tolerance.allows(self.now_bytes, self.before_bytes, self.spread_bytes)
+        return not self.tolerance.allows(self.now_bytes, self.before_bytes)
 
     @property
     def change(self) -> str:
@@ -58,7 +57,7 @@ class _Figure:
 class _Comparison:
     """The memory of an update, before and now.
 
-    A prediction has three quantities: the memory that the allocator reserves without a limit (`peak`), the most that
+    It has three quantities: the memory that the allocator reserves without a limit (`peak`), the most that
     tensors hold (`held`), and the smallest budget at which the update still runs (`least`). A single one may change
     only because blocks happen to be packed in another way. Where both peaks are above the budget, the least budget is
     compared instead.
@@ -66,18 +65,17 @@ class _Comparison:
 
     def __init__(self, before: Measurement, now: Measurement, tolerance: Tolerance) -> None:
         self.before, self.now, self.tolerance = before, now, tolerance
-        self.spread_bytes = before.spread_bytes + now.spread_bytes
-        self.held = _Figure("what is held at the peak", before.held_bytes or 0, now.held_bytes or 0, tolerance)
-        self.least = _Figure("the least budget", before.least_bytes or 0, now.least_bytes or 0, tolerance)
-        peak = _Figure("the peak", before.peak_bytes, now.peak_bytes, tolerance, self.spread_bytes)
+        self.held = _Figure("what is held at the peak", before.held_bytes, now.held_bytes, tolerance)
+        self.least = _Figure("the least budget", before.least_bytes, now.least_bytes, tolerance)
+        peak = _Figure("the peak", before.peak_bytes, now.peak_bytes, tolerance)
         is_above = all(measured.peak_bytes > measured.limit_bytes for measured in (before, now))
-        self.peak = self.least if self.least.before_bytes and is_above else peak
+        self.peak = self.least if is_above else peak
         self.figures = (self.peak, self.held, self.least)
 
     @property
     def worse(self) -> _Figure | None:
         """The quantity that regressed, if any: the peak if another one grew too or by a whole segment, else `held`."""
-        is_large = self.peak.growth_bytes >= LARGE_SEGMENT_BYTES or not self.held.before_bytes
+        is_large = self.peak.growth_bytes >= LARGE_SEGMENT_BYTES
         if self.peak.grew and (is_large or self.held.grew or self.least.grew):
             return self.peak
         return self.held if self.held.grew and self.least.growth_bytes >= 0 else None
@@ -94,32 +92,24 @@ class _Comparison:
         equal = [(each.largest, each.fits, each.categories, each.peak_bytes) for each in (before, now)]
         if equal[0] == equal[1] and not self.least.growth_bytes:
             return "unchanged"
-        is_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.growth_bytes >= LARGE_SEGMENT_BYTES)
+        is_less = self.peak.shrank and -self.peak.growth_bytes >= LARGE_SEGMENT_BYTES
         fits_more = now.largest > before.largest + self._samples_allowed or (now.fits and not before.fits)
         improved = is_less or self.held.shrank or self.least.shrank or fits_more
         return "improved" if improved and not any(figure.grew for figure in self.figures) else "within"
 
     @property
     def _samples_allowed(self) -> int:
-        """The change of the largest micro-batch, in samples, that counts as no change.
-
-        It is the tolerance's share of it; for runs on a device, plus what their spread and another budget explain.
-        """
+        """The change of the largest micro-batch, in samples, that counts as no change: the tolerance's share of it."""
         largest, peak_bytes = self.before.largest, max(self.before.peak_bytes, 1)
         share = self.tolerance.fraction
         share = (self.tolerance.bytes or 0) / peak_bytes if share is None else share
-        allowed = math.floor(largest * min(share, 1.0) + _ROUNDING)
-        if self.before.kind == "predicted":
-            return allowed
-        differs_bytes = self.spread_bytes + abs(self.before.limit_bytes - self.now.limit_bytes)
-        return allowed - (-largest * differs_bytes // peak_bytes)
+        return math.floor(largest * min(share, 1.0) + _ROUNDING)
 
 
 def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Verdict:
     """Compare what a case takes now with a lock or another revision, and return the verdict.
 
-    For runs on a real device their spread is added to the tolerance. `command` writes what was measured to the lock;
-    empty where there is no lock.
+    `command` writes what was measured to the lock; empty where there is no lock.
     """
     verdict = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
     unlike = tuple(_incomparable(before, now))
@@ -149,8 +139,6 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
 
 def _incomparable(before: Measurement, now: Measurement) -> Iterator[str]:
     """Say why two measurements cannot be compared: another schedule, card, versions or settings."""
-    if before.kind != now.kind:
-        yield f"the earlier measurement was {before.kind}, this one is {now.kind}"
     if before.micro_batches != now.micro_batches:
         was, is_now = (" + ".join(map(str, measured.micro_batches)) for measured in (before, now))
         yield f"the earlier measurement has micro-batches of {was}, this one has {is_now}"
@@ -172,8 +160,7 @@ def _reasons(comparison: _Comparison) -> Iterator[str]:
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
     if worse is not None:
         grown = f"{precise_bytes(worse.growth_bytes)} ({percent(worse.growth_bytes, worse.before_bytes)})"
-        spread = f", plus {precise_bytes(worse.spread_bytes)} for the spread of runs" if worse.spread_bytes else ""
-        yield f"{worse.name} grew by {grown}, {comparison.tolerance} is allowed{spread}"
+        yield f"{worse.name} grew by {grown}, {comparison.tolerance} is allowed"
 
 
 def _explain(case: Case, comparison: _Comparison, growths: Sequence[Growth], sign: int) -> str:
@@ -187,7 +174,7 @@ def _explain(case: Case, comparison: _Comparison, growths: Sequence[Growth], sig
     causes = ", ".join(_causes(before, now, growths, sign))
     text = f"{text}: {causes}" if text and causes else text or causes
     if before.largest != now.largest:
-        fits = f"{case.device_name} now holds {now.largest or 'none'} instead of {before.largest}"
+        fits = f"{case.options.gpu} now holds {now.largest or 'none'} instead of {before.largest}"
         text = f"{text}; {fits}" if text else fits
     return text
 
@@ -233,11 +220,8 @@ class _Difference:
 def find_growths(before: Measurement, now: Measurement, sign: int = 1) -> tuple[Growth, ...]:
     """Return what grew and shrank; all of it adds up to the growth of the peak.
 
-    What grew comes first, or by a `sign` of -1 what shrank. A module with another name is another module. The result is
-    empty where either was measured on a device, since its memory is not categorised.
+    What grew comes first, or by a `sign` of -1 what shrank. A module with another name is another module.
     """
-    if before.held_bytes is None or now.held_bytes is None:
-        return ()
     differences = _differences(before.holdings, now.holdings)
     growths = [
         growth

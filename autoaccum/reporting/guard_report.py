@@ -175,24 +175,18 @@ def _verdict_lines(console: Console, verdict: Verdict) -> Iterator[Text]:
 
 def describe_measurement(now: Measurement) -> str:
     """Write a measurement in one line."""
-    words = [f"peak {precise_bytes(now.peak_bytes)}"]
-    if now.runs:
-        words[0] += f" (median of {len(now.runs)} runs, {precise_bytes(now.spread_bytes)} apart)"
-    if now.least_bytes is not None:
-        words.append(f"least budget {precise_bytes(now.least_bytes)}")
-    return ", ".join([*words, f"largest fit {describe_largest(now)}", f"parts {format_parts(now.micro_batches)}"])
+    peak, least = precise_bytes(now.peak_bytes), precise_bytes(now.least_bytes)
+    parts = format_parts(now.micro_batches)
+    return f"peak {peak}, least budget {least}, largest fit {describe_largest(now)}, parts {parts}"
 
 
 def figure_rows(before: Measurement, now: Measurement) -> Iterator[tuple[tuple[str, str, str, str, str], bool]]:
     """Yield the numbers before and now: name, before, now, change, its percentage; and whether it got worse."""
     rows = [("peak", before.peak_bytes, now.peak_bytes), ("most held", before.held_bytes, now.held_bytes)]
     for name, was, is_now in [*rows, ("least budget", before.least_bytes, now.least_bytes)]:
-        if was is not None and is_now is not None:
-            changes = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True))
-            yield (
-                (name, precise_bytes(was), precise_bytes(is_now), *(changes if is_now != was else (NONE, ""))),
-                (is_now > was),
-            )
+        change, share = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True))
+        cells = (name, precise_bytes(was), precise_bytes(is_now), *((change, share) if is_now != was else (NONE, "")))
+        yield cells, is_now > was
     change = f"{now.largest - before.largest:+d}" if now.largest != before.largest else NONE
     cells = ("largest fit", describe_largest(before), describe_largest(now), change, "")
     yield cells, now.largest < before.largest

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.cli import main, root
+from autoaccum.cli import main
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
@@ -216,12 +216,6 @@ def test_an_interrupted_guard_says_so(guard: Guard) -> None:
     result = invoke()
     assert result.exit_code == 130
     assert result.stderr.endswith("interrupted: no file was written\n")
-
-
-def test_it_is_listed_after_tune() -> None:
-    assert root.main.list_commands(root.main.make_context("autoaccum", ["guard"])) == [
-        *("plan", "verify", "fit", "tune", "guard", "explain", "gpus")
-    ]
 
 
 def test_what_needs_no_measurement_loads_nothing_heavy() -> None:

@@ -37,8 +37,8 @@ WHOLE = make_case(
 
 class TestCase:
     def test_a_name_shows_all_that_was_given(self) -> None:
-        case = make_case(workload="train.py:small", device="cuda:1", target_batch=256)
-        assert case_name(case) == "train.py:small on cuda:1, target batch 256"
+        case = make_case(workload="train.py:small", gpu="t4", target_batch=256)
+        assert case_name(case) == "train.py:small on t4, target batch 256"
         assert case_name(WHOLE) == (
             "train.py on rtx3090, target batch 256, micro batch 8, optimizer SGD, precision bf16, batchnorm frozen,"
             " coupled yes, keeps outputs+ema, evaluation batch 64, worst of 1000, memory 20GiB, reserve 5%, world size"
@@ -67,11 +67,8 @@ class TestCase:
     @pytest.mark.parametrize(
         ("asked", "told"),
         [
-            ({"gpu": "rtx3090"}, "both --device cpu and --gpu rtx3090 are given: choose one"),
-            ({"device": "auto"}, "neither a card nor a device is given: name a card to simulate"),
-            ({"device": "auto", "gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
-            ({"device": "tpu"}, "the device is 'tpu': take cpu, cuda or cuda:N"),
-            ({"device": 1}, "the device is 1: take cpu, cuda or cuda:N"),
+            ({"gpu": None}, "no card is given: name a card to simulate"),
+            ({"gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
             ({"optimizer": ["Adam"]}, r"the optimizer is \['Adam'\]: give a name of torch.optim"),
             ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
             ({"target_batch": None}, "train.py has no target batch: say how many"),
@@ -83,7 +80,7 @@ class TestCase:
     )
     def test_what_cannot_be_requested(self, asked: dict[str, Any], told: str) -> None:
         with pytest.raises(UsageError, match=told) as error:
-            check_case(make_case(**{"workload": "train.py", "device": "cpu", "target_batch": 64, **asked}))
+            check_case(make_case(**{"workload": "train.py", "gpu": "t4", "target_batch": 64, **asked}))
         assert error.value.hint
 
 
@@ -103,7 +100,7 @@ precision = "bf16"
 
 [[tool.autoaccum.guard]]
 workload = "package.module:name"
-device = "cpu"
+gpu = "t4"
 micro-batch = 8
 keeps = ["ema"]
 world-size = 2
@@ -128,7 +125,7 @@ class TestProject:
             assert [case_name(case) for case in found.cases] == [
                 "train.py:small on rtx3090, target batch 256, precision bf16",
                 "train.py:small on a100-80gb, target batch 256, precision bf16",
-                "package.module:name on cpu, micro batch 8, keeps ema, world size 2, equal",
+                "package.module:name on t4, micro batch 8, keeps ema, world size 2, equal",
             ]
         other = find_project(project / "sub", "other.lock")
         assert (other.lock, other.options) == (project / "sub/other.lock", ("--lock", "other.lock"))
@@ -206,8 +203,6 @@ class TestSelection:
     def test_with_a_size_it_is_that_very_case_on_each_card(self, project: Project) -> None:
         found = self.select(project, "A100-80GB", "RTX 3090", "rtx3090", workload="train.py", target_batch=8)
         assert found == (a_case(gpu="a100-80gb", target_batch=8), a_case(target_batch=8))
-        found = self.select(project, workload="train.py", device="cpu", micro_batch=8, memory="1 GiB")
-        assert found == (make_case(workload="train.py", device="cpu", micro_batch=8, memory="1GiB"),)
         assert self.select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known"
 
     def test_a_card_without_a_case_is_no_pass_next_to_one_that_has(self, project: Project) -> None:

@@ -104,11 +104,6 @@ def test_a_module_with_another_name_is_another_module() -> None:
     ]
 
 
-def test_of_real_runs_nobody_knows() -> None:
-    before = measured(*blocks(1, mlp=8))
-    assert find_growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
-
-
 ROWS = st.lists(
     st.builds(
         Holding,

@@ -257,7 +257,7 @@ def test_json_has_every_field_of_every_record() -> None:
     )
     assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
     assert regressed["before"]["micro_batches"] == [32] * 8
-    assert (regressed["before"]["micro_batch"], regressed["now"]["spread_bytes"]) == (32, 0)
+    assert (regressed["before"]["micro_batch"], regressed["now"]["micro_batch"]) == (32, 32)
     assert record["tolerance"] == {"fraction": 0.01, "bytes": None}
     (verdict,) = json.loads(report(UNMEASURED).to_json())["verdicts"]
     assert (verdict["before"], verdict["now"], verdict["growth_bytes"]) == (None, None, None)

@@ -100,9 +100,9 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("old", "new", "told"),
         [
-            ('"largest": 32', '"largest": 33', "the entry that ends in line 23 of the lock LOCK does not match its"),
+            ('"largest": 32', '"largest": 33', "the entry that ends in line 22 of the lock LOCK does not match its"),
             ('"target_batch": 256', '"target_batch": 512', "does not match its digest, as after an edit by"),
-            ('{"digest": ', '{"other": ', "the entry that ends in line 45 of"),
+            ('{"digest": ', '{"other": ', "the entry that ends in line 43 of"),
             ('"largest": 32}', '"largest" 32}', "does not match its digest"),
             (LARGEST, f"<<<<<<< HEAD\n{LARGEST}=======\n{LARGEST}>>>>>>> theirs\n", "or a conflict in a merge"),
             (END, "", "the lock LOCK is cut off: its last line is missing"),

@@ -45,14 +45,6 @@ def grown(bytes_: int, *, unused: int = 0, dtype: str = "bfloat16", **other: Any
     )
 
 
-def ran(*runs_mib: int, **other: Any) -> Measurement:
-    """Peaks of runs on a real card."""
-    runs = tuple(sorted(mib * MIB for mib in runs_mib))
-    unknown: dict[str, Any] = {"held_bytes": None, "least_bytes": None, "phase": "", "categories": {}, "holdings": ()}
-    found = {"kind": "measured", "peak_bytes": runs[len(runs) // 2], "runs": runs, **unknown, **other}
-    return dataclasses.replace(BEFORE, **found)
-
-
 def judged(now: Measurement, before: Measurement = BEFORE, tolerance: Tolerance | None = None) -> Verdict:
     return compare(CASE, before, now, tolerance or Tolerance(), command=UPDATE)
 
@@ -180,22 +172,3 @@ def test_shrinkage_is_explained_from_what_shrank() -> None:
     assert explanation == (
         "-2.00 GiB (-13.3 %): activations of blocks.0.mlp -2.00 GiB; rtx3090 now holds 40 instead of 32"
     )
-
-
-class TestMeasured:
-    """Runs on a real device."""
-
-    BEFORE = ran(10_000, 10_040, 10_100)
-
-    def test_the_spread_of_both_comes_on_top_of_the_tolerance(self) -> None:
-        assert judged(ran(10_200, 10_240, 10_240), self.BEFORE).outcome == "within"
-        verdict = judged(ran(10_250, 10_290, 10_290), self.BEFORE)
-        assert verdict.outcome == "regressed"
-        assert verdict.reasons == (
-            "the peak grew by 250 MiB (2.5 %), 1 % is allowed, plus 140 MiB for the spread of runs",
-        )
-
-    def test_another_budget_is_reported_and_allowed_for(self) -> None:
-        verdict = judged(ran(10_000, 10_040, 10_100, largest=28, limit_bytes=22 * GIB), self.BEFORE)
-        assert verdict.outcome == "within"
-        assert verdict.notes == ("the budget was 23.00 GiB, it is 22.00 GiB now",)

@@ -10,7 +10,6 @@ from autoaccum.units import GIB, MIB
 
 CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
 BEFORE = Measurement(
-    kind="predicted",
     card="NVIDIA GeForce RTX 3090",
     precision="bf16",
     optimizer="AdamW",
