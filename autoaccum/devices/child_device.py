@@ -130,7 +130,6 @@ class ChildDevice(Device, ABC):
         self._joined = False
         self._draw: str | None = None
         self._savers: tuple[str, ...] | None = None
-        self.resets_peak = True
 
     @abstractmethod
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
@@ -165,7 +164,7 @@ class ChildDevice(Device, ABC):
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
-        child = self._use_child(fresh=options.get("fresh", False) or not self.resets_peak)
+        child = self._use_child(fresh=options.get("fresh", False))
         self._start_standby()
         limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
         about = {"parts": parts, "limit_bytes": limit_bytes}
@@ -173,7 +172,7 @@ class ChildDevice(Device, ABC):
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
         """As `GrowingDevice.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
-        child = self._use_child(fresh=not self.resets_peak)
+        child = self._use_child()
         self._start_standby()
         least = self._least_size or 1
         parts = (least, least)
@@ -239,7 +238,6 @@ class ChildDevice(Device, ABC):
                 standby.end()
                 standby = None
             self._child = self._load(standby or self._start())
-            self.resets_peak = bool(self._child.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._child.facts)
         return self._child

@@ -32,7 +32,7 @@ class CpuDevice(ChildDevice):
     without code of libraries and with shared memory. Memory that was requested and is untouched at the end of the
     trial is added, since the limit counts it (oneDNN reserves 256 KiB for every kernel it compiles). The kernel counts
     resident pages per processor, so the peak is exact to some hundred KiB; pages that were swapped out are missing.
-    If `/proc/self/clear_refs` cannot be written, every trial has a fresh process. The bytes that tensors held
+    The bytes that tensors held
     (`peak_allocated_bytes`) are not known: the CPU allocator does not count them.
 
     *The processes* (see `ChildDevice`): one that began with a trial has up to a few MiB less for later ones, which the
@@ -76,9 +76,7 @@ class CpuDevice(ChildDevice):
             **dataclasses.asdict(self._host),
             "limit_bytes": limit_bytes,
             "enforced_by": "RLIMIT_DATA above VmData after loading",
-            "peak": "VmHWM above what was resident before, and what is untouched"
-            if self.resets_peak
-            else "VmHWM, never reset",
+            "peak": "VmHWM above what was resident before, and what is untouched",
         }
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:

@@ -168,13 +168,14 @@ def read_process_memory() -> ProcessMemory:
         raise NotMeasuredError(f"{_STATUS} does not tell what this process holds", hint="this needs Linux") from error
 
 
-def reset_peak() -> bool:
-    """Reset VmHWM (proc_pid_clear_refs(5), the value 5); return False if the kernel does not allow it."""
+def reset_peak() -> None:
+    """Reset VmHWM (proc_pid_clear_refs(5), the value 5); raise NotMeasuredError if the kernel does not allow it."""
     try:
         _CLEAR_REFS.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        raise NotMeasuredError(
+            f"the peak of a process cannot be reset here ({error})", hint="mount /proc so that it can be written"
+        ) from error
 
 
 @contextmanager

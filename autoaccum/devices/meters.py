@@ -63,29 +63,25 @@ class HostMeter:
         self.device = torch.device("cpu")
         self._base: ProcessMemory | None = None
         self._after_first_job: ProcessMemory | None = None
-        self._resets_peak = reset_peak()
-        self._before = read_process_memory()
-        self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
+        self.start()
 
     def open(self) -> None:
         """Raise NotMeasuredError unless the kernel holds a process to the limit."""
         check_data_limit()
 
     def begin(self) -> Mapping[str, Any]:
-        """Take the baseline; return whether the peak can be reset."""
+        """Take the baseline."""
         self._base = read_process_memory()
-        return {"resets_peak": reset_peak()}
+        return {}
 
     def start(self) -> None:
-        """Reset VmHWM, if the kernel allows it."""
-        self._resets_peak = reset_peak()
+        """Reset VmHWM."""
+        reset_peak()
         self._before = read_process_memory()
         self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
 
-    def lap(self) -> int | None:
-        """Return the peak since `start` or the last lap; None if it cannot be reset."""
-        if not self._resets_peak:
-            return None
+    def lap(self) -> int:
+        """Return the peak since `start` or the last lap."""
         now, before = read_process_memory(), self._before
         self._lapped_bytes = max(self._lapped_bytes, now.peak_above(before))
         # What oneDNN has reserved for kernels of other sizes is not this one's.
@@ -114,11 +110,10 @@ class HostMeter:
         return data_limit(base.data_bytes + min(others, _MOST_LEFTOVER_BYTES) + budget_bytes)
 
     def read(self) -> Reading:
-        """Return the peak since `start`; None if it could not be reset and an older peak was higher."""
+        """Return the peak since `start`."""
         before, after = self._before, read_process_memory()
-        measured = self._resets_peak or after.peak_bytes > before.peak_bytes
         return Reading(
-            peak_reserved_bytes=max(after.peak_above(before), self._lapped_bytes) if measured else None,
+            peak_reserved_bytes=max(after.peak_above(before), self._lapped_bytes),
             shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
         )
 

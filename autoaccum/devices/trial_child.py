@@ -96,7 +96,7 @@ class TrialChild:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
+        measured = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
         if measured.failure is None:
             release_memory()
             if request.grows:

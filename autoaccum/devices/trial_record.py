@@ -17,6 +17,8 @@ from autoaccum.units import format_bytes
 if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
 
+_MOST_GROWN_SHARE, _LEAST_GROWTH = 0.75, 1.25
+"""Sizes grow to three quarters of the expected ceiling, each by a quarter at least."""
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
@@ -122,6 +124,23 @@ def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
         crashed=death.number in _FAULTS,
         **about,
     )
+
+
+def next_growing_size(peaks: Sequence[tuple[int, int]], least: int, most: int, limit_bytes: int) -> int | None:
+    """Return the size to follow the last of `peaks`, a multiple of `least`; None if larger ones would say little more.
+
+    Sizes double, up to a share of the size at which the line through the last peaks reaches the limit.
+
+    >>> next_growing_size([(1, 20), (2, 30)], 1, 64, 100), next_growing_size([(1, 20), (2, 60)], 1, 64, 100)
+    (4, None)
+    """
+    size, peak = peaks[-1]
+    following = 2 * size
+    if len(peaks) > 1 and peak > peaks[-2][1]:
+        slope = (peak - peaks[-2][1]) / (size - peaks[-2][0])
+        following = min(following, int(_MOST_GROWN_SHARE * (size + (limit_bytes - peak) / slope)))
+    following = min(following - following % least, most)
+    return following if following >= _LEAST_GROWTH * size else None
 
 
 @dataclass(frozen=True, kw_only=True)

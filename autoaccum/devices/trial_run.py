@@ -12,7 +12,6 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +33,19 @@ from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.host_draws import drawing, find_own_generators, generator_states
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.meters import Meter
-from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
+from autoaccum.devices.trial_record import (
+    Reading,
+    RunTrial,
+    TrialMeasurement,
+    next_growing_size,
+    without_evaluation_retries,
+)
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Joining, Reduce
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
 
-_MOST_GROWN_SHARE, _LEAST_GROWTH = 0.75, 1.25
-"""Sizes grow to three quarters of the expected ceiling, each by a quarter at least."""
 _GROWING_SHARE = 0.25
 """The part of a trial's time after which sizes grow no more."""
 
@@ -280,13 +283,8 @@ def run_trial(
     *,
     meter: Meter,
     world_size: int = 1,
-    window: AbstractContextManager[None] | None = None,
-) -> tuple[TrialMeasurement, list[Reading], BaseException | None]:
-    """Run the requested trial under its limit, which is lifted at the end; `window` is open meanwhile.
-
-    Returns:
-        The measurements; readings before and after the evaluation, and after the update behind it; what was raised.
-    """
+) -> TrialMeasurement:
+    """Run the requested trial under its limit, which is lifted at the end."""
     evaluation_readings: list[Reading] = []
     trial_run = TrialRun(
         request.replaced(workload),
@@ -302,7 +300,7 @@ def run_trial(
     with meter.limit(request.limit_bytes), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
-            with on_device(find_auxiliary_modules(workload).values(), meter.device), window or nullcontext():
+            with on_device(find_auxiliary_modules(workload).values(), meter.device):
                 if request.grows:
                     bounds: dict[str, Any] = {
                         "limit_bytes": request.limit_bytes,
@@ -325,7 +323,7 @@ def run_trial(
         doing = f"micro-batch {max(trial_run.parts or request.parts[:1])}, {trial_run.phase}"
         described = describe_failure(failure, doing, at=f"{doing}: ")
         measured = replace(measured, failure=described, phase=trial_run.phase)
-    return measured, evaluation_readings, failure
+    return measured
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:
@@ -372,23 +370,6 @@ def make_accumulator(
         reduce=reduce,
         observer=observer,
     )
-
-
-def next_growing_size(peaks: Sequence[tuple[int, int]], least: int, most: int, limit_bytes: int) -> int | None:
-    """Return the size to follow the last of `peaks`, a multiple of `least`; None if larger ones would say little more.
-
-    Sizes double, up to a share of the size at which the line through the last peaks reaches the limit.
-
-    >>> next_growing_size([(1, 20), (2, 30)], 1, 64, 100), next_growing_size([(1, 20), (2, 60)], 1, 64, 100)
-    (4, None)
-    """
-    size, peak = peaks[-1]
-    following = 2 * size
-    if len(peaks) > 1 and peak > peaks[-2][1]:
-        slope = (peak - peaks[-2][1]) / (size - peaks[-2][0])
-        following = min(following, int(_MOST_GROWN_SHARE * (size + (limit_bytes - peak) / slope)))
-    following = min(following - following % least, most)
-    return following if following >= _LEAST_GROWTH * size else None
 
 
 def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:

@@ -28,18 +28,6 @@ LINEAR = """
 
 
 @pytest.mark.slow
-def test_a_budget_smaller_than_the_model_runs_out_while_the_model_is_built(write_workload: Any) -> None:
-    reference = write_workload(
-        LINEAR.replace("nn.Linear(64, 64), nn.ReLU()", "nn.Linear(64, 64), nn.Linear(64, 2**20)")
-    )
-    with CpuDevice(make_settings(reference, 4, 16 * MIB)) as device:
-        trial = device.trial((1, 1))
-    assert (trial.outcome, trial.phase) == ("oom", "model")
-    assert trial.message is not None
-    assert "asked for 256 MiB more" in trial.message
-
-
-@pytest.mark.slow
 def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
     with CpuDevice(TrialSettings(reference=write_workload(LINEAR), share=4)) as device:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from state_digests import state_digest
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.trial_run import TrialRun
@@ -20,11 +19,6 @@ from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.spec import Workload
 
 SIZE = 4
-
-
-class Logits(NamedTuple):
-    logits: Tensor
-    hidden: Tensor
 
 
 @dataclass
@@ -37,7 +31,6 @@ FORMS: dict[str, Any] = {
     "tensor": (lambda x: x, lambda outputs: outputs),
     "tuple": (lambda x: (x, [x.sum()]), lambda outputs: outputs[0]),
     "dict": (lambda x: {"logits": x, "none": None}, lambda outputs: outputs["logits"]),
-    "namedtuple": (lambda x: Logits(x, x + 1), lambda outputs: outputs.logits),
     "dataclass": (Record, lambda outputs: outputs.logits),
 }
 
@@ -114,13 +107,9 @@ def frozen() -> Any:
 
 
 MODELS: dict[str, Any] = {
-    "plain": Net,
     "tied": tied,
     "frozen": frozen,
     "buffers": lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)),
-    "half": lambda: nn.Linear(3, 5).bfloat16(),
-    "spectral": lambda: parametrizations.spectral_norm(nn.Linear(3, 5)),
-    "compiled": lambda: torch.compile(nn.Linear(3, 5), backend="eager"),
 }
 
 
@@ -142,7 +131,7 @@ def test_an_average_has_the_weights_and_buffers_of_the_model(name: str) -> None:
         for tensor, old in zip(averages.tensors, before, strict=True)
     ]
     count = len(list(model.parameters()))
-    assert all(0 < by < 0.1 for by in moved[:count]) or name == "half", "0.001 of the way"
+    assert all(0 < by < 0.1 for by in moved[:count]), "0.001 of the way"
 
 
 def test_a_model_that_cannot_be_copied_has_no_average() -> None:

@@ -49,17 +49,6 @@ def test_the_whole_share_is_one_micro_batch_per_update(workload: Workload, seen:
     assert [(size, has_gradient) for size, has_gradient, _ in seen] == [(5, False), (5, False)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_runs_in_lower_precision(precision: Any) -> None:
-    workload = Workload(
-        model=lambda: nn.Linear(3, 1),
-        batch=lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
-        criterion=nn.MSELoss(),
-        precision=precision,
-    )
-    TrialRun(workload, share=4).run((2, 2))
-
-
 def test_every_trial_draws_the_same_numbers(workload: Workload) -> None:
     drawn = []
     for _ in range(2):

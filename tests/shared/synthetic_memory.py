@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import part_sizes
 from autoaccum.devices.base import Trial
-from autoaccum.devices.trial_run import next_growing_size
+from autoaccum.devices.trial_record import next_growing_size
 from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import SearchResult, search
 from autoaccum.units import GIB, MIB

@@ -94,15 +94,6 @@ def describe(error: BaseException) -> Failure:
     return describe_failure(raised(fail), "micro-batch 8, forward", at="micro-batch 8, forward: ")
 
 
-def test_a_refusal_of_the_cpu_allocator_says_how_much_was_asked() -> None:
-    failure = describe_failure(raised(lambda: torch.empty(2**60, dtype=torch.uint8)), "micro-batch 8, forward")
-    assert failure.outcome == "oom"
-    assert failure.certain
-    assert failure.blames is None
-    assert failure.message.startswith("micro-batch 8, forward ran out of memory (")
-    assert "asked for 1048576.0 TiB more" in failure.message
-
-
 CUDA_OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 23.57 GiB of which 1.20 GiB is free. "
     "Including non-PyTorch memory, this process has 5.00 GiB memory in use. 4.00 GiB allowed; Of the allocated memory "
@@ -110,9 +101,7 @@ CUDA_OUT_OF_MEMORY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("requested", "shown"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB"), ("2.00 KiB", "2.0 KiB")]
-)
+@pytest.mark.parametrize(("requested", "shown"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB")])
 def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(requested: str, shown: str) -> None:
     failure = describe(torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY.format(requested)))
     assert (failure.outcome, failure.certain, failure.blames) == ("oom", True, None)
