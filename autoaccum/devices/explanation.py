@@ -180,7 +180,6 @@ class MemoryReport:
         notes: Notes for the plan.
         holdings: The memory at the explained moment, by module, complete and in the order of the model.
         moments: The same for each phase that requests memory, in the order of a step.
-        recomputed: The modules that run again in backward, as by checkpointing, without those in them.
     """
 
     explanation: Explanation
@@ -189,7 +188,6 @@ class MemoryReport:
     notes: tuple[str, ...] = field(default=())
     holdings: tuple[Holding, ...] = ()
     moments: tuple[Moment, ...] = ()
-    recomputed: tuple[str, ...] = ()
 
 
 @runtime_checkable

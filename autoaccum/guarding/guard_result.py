@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,8 +17,6 @@ Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "
 """`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
 more than the tolerance, which passes. `too_large`: the requested size does not fit, nothing is locked: exit 1.
 `unmeasured`: not measured, exit 3 or the error's. `locked`: written by --update."""
-
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -48,18 +45,16 @@ def parse_tolerance(text: Any) -> Tolerance:
     >>> parse_tolerance("0.5 %").fraction, parse_tolerance("50MiB").bytes, str(parse_tolerance("1%"))
     (0.005, 52428800, '1 %')
     """
-    share = _SHARE.fullmatch(text) if isinstance(text, str) else None
-    if share is not None and float(share[1]) <= 100:
-        return Tolerance(fraction=float(share[1]) / 100)
+    if text == "0%":
+        return Tolerance(fraction=0.0)
     try:
-        if share is None and isinstance(text, str):
-            return Tolerance(fraction=None, bytes=parse_size(text).bytes)
-    except UsageError:
-        pass
-    shown = f"{text!r:.40}"
-    raise UsageError(
-        f"the tolerance {shown} is neither a share up to 100% nor a size", hint="write such as 1%, 0.5% or 50MiB"
-    )
+        size = parse_size(text)
+    except (UsageError, TypeError):
+        raise UsageError(
+            f"the tolerance {text!r:.40} is neither a share up to 100% nor a size",
+            hint="write such as 1%, 0.5% or 50MiB",
+        ) from None
+    return Tolerance(fraction=size.fraction, bytes=size.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from autoaccum.reporting.plan_report import PlanProgress, answer_rows, parameter
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
-    LossReported,
     Row,
     RowState,
     SearchSpace,
@@ -202,7 +201,6 @@ class TuneProgress(PlanProgress):
 
     _space: SearchSpace
     _finished = _trials = 0
-    _running = ""
     _headed = False
 
     def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
@@ -220,10 +218,7 @@ class TuneProgress(PlanProgress):
                 self.say(f"searching {space_words(space)}")
             case TrialStarted(number):
                 done = f"{self._finished} of {self._trials} are done"
-                self._running = f"trial {number}, {done}: {setting_words(event, self._space)}"
-                self.show(f"{self._running} ...")
-            case LossReported(_, percent, loss):
-                self.show(f"{self._running}, loss {format_loss(loss)} after {percent} % ...")
+                self.show(f"trial {number}, {done}: {setting_words(event, self._space)} ...")
             case TrialEnded(row):
                 self._end_run(row)
             case Notice(text):

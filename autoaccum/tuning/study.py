@@ -28,7 +28,6 @@ from autoaccum.tuning.tuning_records import (
     FinalState,
     LearningRateRange,
     Listener,
-    LossReported,
     Outcome,
     Row,
     SearchSpace,
@@ -280,7 +279,6 @@ class Search:
         self._notify(TrialStarted(trial.number, setting))
 
         def should_continue(percent: int, loss: float) -> bool:
-            self._notify(LossReported(trial.number, percent, loss))
             trial.report(loss, percent)
             return not trial.should_prune()
 

@@ -289,15 +289,6 @@ class TrialStarted:
 
 
 @dataclass(frozen=True)
-class LossReported:
-    """A trial's loss on held-out data at a milestone."""
-
-    number: int
-    percent: int
-    loss: float
-
-
-@dataclass(frozen=True)
 class TrialEnded:
     """A trial is finished and saved."""
 

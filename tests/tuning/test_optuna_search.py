@@ -18,7 +18,7 @@ from autoaccum import Workload
 from autoaccum.errors import StudyError, UsageError, WorkloadError
 from autoaccum.tuning import study as studies
 from autoaccum.tuning.study import open_storage, parse_storage_address
-from autoaccum.tuning.tuning_records import BatchSizeRange, LearningRateRange, LossReported, Setting, TrialEnded
+from autoaccum.tuning.tuning_records import BatchSizeRange, LearningRateRange, Setting, TrialEnded
 
 
 @pytest.fixture(params=["tune.db", "tune.journal"])
@@ -40,7 +40,6 @@ def test_a_study_tries_the_default_rate_first_and_reports_each_trial(file: Path)
     assert (ended, len(rows)) == (None, 6)
     assert rows[0].setting.learning_rate == OWN_RATE
     assert [event.row.number for event in events if isinstance(event, TrialEnded)] == [row.number for row in rows]
-    assert {event.percent for event in events if isinstance(event, LossReported)} == {25, 50}
     assert {row.state for row in rows} <= {"complete", "pruned", "diverged"}
     assert search_in(file, request_of())[0] == rows
 

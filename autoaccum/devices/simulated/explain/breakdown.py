@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
 _WITHIN_RECOMPUTATION: tuple[Role, ...] = ("recomputed", "workspace")
 _MAX_MODULES = 10
-_ENTRY = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 """The path of an entry of a list, such as `encoder.layer.3`."""
 _ATTENTION_OPS: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
 """Parts of operator names that show how attention is computed; such blocks are listed separately."""
@@ -289,17 +287,6 @@ def phase_peaks(breakdown: MemoryBreakdown) -> tuple[Moment, ...]:
                 )
             )
     return tuple(found)
-
-
-def recomputed_modules(labelled: LabelledTrace) -> tuple[str, ...]:
-    """Return the paths of the modules that allocate in a forward pass within backward, without those in others.
-
-    Of what is in a list, the entry stands for all in it.
-    """
-    paths = {labelled.modules[origin.module].path for origin in labelled.origins if origin.role == "recomputed"}
-    found = {entry[0] if (entry := _ENTRY.match(path)) else path for path in paths}
-    above = {path: {path[:at] for at, letter in enumerate(path) if letter == "."} for path in found}
-    return tuple(path for path in sorted(found) if path and not above[path] & found)
 
 
 def explain_peak(

@@ -25,7 +25,6 @@ from autoaccum.devices.simulated.explain.breakdown import (
     explain_peak,
     holdings_at,
     phase_peaks,
-    recomputed_modules,
 )
 from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
@@ -103,7 +102,6 @@ class Explainer:
             notes=notes,
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
             moments=phase_peaks(breakdown) if detail else (),
-            recomputed=recomputed_modules(labelled) if detail else (),
         )
 
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
