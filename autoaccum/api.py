@@ -52,7 +52,6 @@ def plan(
     micro_batch: int | None = None,
     max_trials: int | None = None,
     ceiling: bool = False,
-    least: bool = False,
     prefer: Prefer = "largest",
     explain: bool = False,
     picture: bool = False,
@@ -100,8 +99,6 @@ def plan(
             trial, and `Plan.stopped` is set.
         ceiling: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
             fewer parts does not fit: for 256 samples any ceiling from 128 to 255 gives 128 + 128.
-        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
-            predicted plan always has it.
         prefer: `fastest`: of the micro-batches that fit, take the smallest within 2 % of the most samples per second,
             by timed updates (`Plan.throughput`), or with a `gpu` by an estimate. `largest`: take the fewest
             micro-batches per update.
@@ -136,7 +133,6 @@ def plan(
         micro_batch=micro_batch,
         max_trials=max_trials,
         ceiling=ceiling,
-        least=least,
         prefer=prefer,
         explain=explain,
         picture=picture,
@@ -199,7 +195,8 @@ def compare(
         WorkloadError: The workload cannot be used as it is.
         NotMeasuredError: A trial gave no answer.
     """
-    from autoaccum.planning.comparison import ComparisonRequest, compare_plans
+    from autoaccum.planning.comparison import compare_plans
+    from autoaccum.planning.comparison_request import ComparisonRequest
 
     request = ComparisonRequest(
         target_batch=target_batch,

@@ -111,7 +111,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
 
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
-        *("max_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "ceiling", "least", "reserve"),
+        *("max_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "ceiling", "reserve"),
         *("max_trials", "time_limit", "trial_limit", "values"),
     ),
     "The training loop": ("optimizer", "batchnorm", "coupled", "keeps", "evaluation_batch", "worst_of"),

@@ -54,7 +54,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
     help="Of the micro-batches that fit, take the largest, or the smallest that is as fast as any.",
 )
 @click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")
-@click.option("--least", is_flag=True, help="Also measure the smallest budget at which the schedule still runs.")
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan to a file, for `fit --plan` and Plan.load.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout, and nothing else there.")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.checks import check_alone, check_word
 from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.update_cost import CountingDevice
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Options
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.planning.comparison_request import ComparisonRequest
 from autoaccum.planning.device_choice import make_device, make_fleet
 from autoaccum.planning.plan_events import Event, Listener, SaversTried, TrialFinished
 from autoaccum.planning.plan_messages import peak_bytes
@@ -22,7 +20,6 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.prices import read_prices
 from autoaccum.planning.saver_choice import Parts, Words, find_front
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
@@ -80,8 +77,6 @@ class ComparisonRow:
         return None if self.plan is None or self.plan.least_bytes is None else self.limit_bytes - self.plan.least_bytes
 
 
-ALL: Final = "all"
-"""In place of savers: sets of them are compared."""
 SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "card": lambda row: row.card,
     "ranks": lambda row: row.world_size,
@@ -93,89 +88,7 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "speed": lambda row: None if row.samples_per_second is None else -row.samples_per_second,
     "cost": lambda row: row.cost_per_million,
 }
-"""By the name of a column, what is less in a better row; None: not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonRequest:
-    """The request for a comparison; the fields are the arguments of `autoaccum.compare`.
-
-    Raises:
-        UsageError: An argument cannot be honoured.
-    """
-
-    target_batch: int
-    gpu: str
-    world_size: int | range = 1
-    savers: str | Sequence[str] | None = None
-    max_micro_batch: int | None = None
-    micro_batch: int | None = None
-    ceiling: bool = False
-    prices: str | os.PathLike[str] | Mapping[str, float] | None = None
-    sort: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_alone("compare")
-        if isinstance(self.world_size, range) and (not self.world_size or self.world_size.step != 1):
-            raise UsageError(
-                f"world_size is {self.world_size!r}", hint="give a number, or a range such as range(1, 65)"
-            )
-        if self.sort is not None:
-            check_word(self.sort, "column", tuple(SORT_KEYS))
-        if self.sort == "cost" and self.prices is None:
-            raise UsageError("cost needs the prices of cards", hint="give them (--prices FILE)")
-        if (self.sort == "speed" or self.prices is not None) and not self.estimates:
-            raise UsageError(
-                "speed and cost are estimated for several cards or sets of savers, since what ranks exchange is not"
-                f" counted, and this is one card, {self.gpu}",
-                hint="leave --sort and --prices out",
-            )
-        self.plan_request()
-        if self.prices is not None and not self.read_prices().keys() & {card.name for card in self.cards}:
-            raise UsageError(f"no price is of {self.gpu}", hint="name a card that the prices have, or all")
-
-    @cached_property
-    def cards(self) -> tuple[Card, ...]:
-        """The cards."""
-        from autoaccum.devices.simulated.cards import find_cards
-
-        return find_cards(self.gpu)
-
-    @property
-    def world_sizes(self) -> list[int]:
-        """The numbers of ranks to begin with, ascending: of a range, powers of two and its ends."""
-        return choose_world_sizes(self.world_size) if isinstance(self.world_size, range) else [self.world_size]
-
-    @property
-    def compares_savers(self) -> bool:
-        """Whether sets of savers are compared."""
-        return self.savers in (ALL, (ALL,), [ALL])
-
-    @property
-    def estimates(self) -> bool:
-        """Whether the time of an update is estimated."""
-        return len(self.cards) > 1 or self.compares_savers
-
-    def plan_request(self) -> PlanRequest:
-        """Return the request for a plan on the first card, and the least number of ranks."""
-        savers = None if self.compares_savers else self.savers
-        given = {**self.options, "gpu": self.cards[0].name, "world_size": self.world_sizes[0], "savers": savers}
-        return PlanRequest(
-            self.target_batch,
-            Options.of("compare", given),
-            max_micro_batch=self.max_micro_batch,
-            micro_batch=self.micro_batch,
-            ceiling=self.ceiling,
-            # Of several cards, gradients of a sharded model are summed with each micro-batch.
-            chooses_reduce=len(self.cards) == 1,
-        )
-
-    def read_prices(self) -> Mapping[str, float]:
-        """Return the price of an hour of a card, by its name."""
-        if self.prices is None or isinstance(self.prices, Mapping):
-            return self.prices or {}
-        return read_prices(self.prices)
+"""By each of `comparison_request.COLUMNS`, what is less in a better row; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -237,10 +150,10 @@ def compare_plans(
             fleets.append(make_fleet(settings, confirms=not shares))
             return make_device(settings)  # It starts nothing.
 
-        reference = make_setup(workload, asked, on_output=on_output, device_maker=make_one).reference
+        shared = make_setup(workload, asked, on_output=on_output, device_maker=make_one)
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
-            setup = PlanSetup(device, reference)
+            setup = PlanSetup(device, shared.reference)
             with device:
                 if request.compares_savers:
                     rows = plan_front(setup, asked, card.name, on_event)
@@ -249,24 +162,12 @@ def compare_plans(
             return [_with_price(row, prices.get(card.name)) for row in rows]
 
         (fleet,) = fleets
-        try:
+        with shared.running(), closing(fleet):
             for _, rows in fleet.each([cards[name] for name in names], plan):
                 yield from map(_noted, rows) if shares else rows
-        finally:
-            fleet.close()
 
     comparison = find_rows(plan_cards, list(cards), request.world_sizes, on_row)
     return comparison.sorted_by(request.sort or ("cost" if request.prices is not None else None))
-
-
-def choose_world_sizes(within: range) -> list[int]:
-    """Return the powers of two within a range of numbers of ranks, and its ends.
-
-    >>> choose_world_sizes(range(1, 65)), choose_world_sizes(range(3, 13))
-    ([1, 2, 4, 8, 16, 32, 64], [3, 4, 8, 12])
-    """
-    powers = [1 << exponent for exponent in range(within[-1].bit_length())]
-    return sorted({within[0], within[-1], *(power for power in powers if power in within)})
 
 
 def find_rows(

@@ -62,13 +62,11 @@ class TrialStarted:
     Attributes:
         number: Its number, counted from 1.
         parts: Its micro-batches, in samples; if it grows, those of the smallest update.
-        limit_bytes: Its budget, where that differs from the plan's.
         grows: Whether its micro-batches grow.
     """
 
     number: int
     parts: tuple[int, ...]
-    limit_bytes: int | None = None
     grows: bool = False
 
 

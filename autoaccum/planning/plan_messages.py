@@ -37,7 +37,7 @@ class MemoryNeeds:
         sample_bytes: The bytes of one sample's activations; None: not measured.
         predicted: Whether trials are predicted: then a trial that does not fit has a peak too.
         parallel: How simulated ranks train one model; None: there is one, or trials are real.
-        whole_batch_hint: What to do where every size takes the memory of the whole batch; None: it does not.
+        holds_whole_batch: Whether every size takes the memory of the whole batch, in lock step on the CPU.
     """
 
     least_bytes: int = 0
@@ -46,7 +46,7 @@ class MemoryNeeds:
     sample_bytes: int | None = None
     predicted: bool = False
     parallel: Parallel | None = None
-    whole_batch_hint: str | None = None
+    holds_whole_batch: bool = False
 
 
 def trial_error(trial: Trial) -> AutoaccumError:
@@ -123,9 +123,9 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     else:
         so_far = f" with {format_bytes(held)} taken" if held else ""
         message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
-    if needs.whole_batch_hint is not None:
+    if needs.holds_whole_batch:
         message += "; in lock step the CPU keeps what backward needs of the whole batch"
-        hint = needs.whole_batch_hint
+        hint = 'take a smaller target batch, batchnorm="running" or "frozen", or more memory'
     return DoesNotFitError(message, hint=hint)
 
 

@@ -51,7 +51,7 @@ class Plan:
         limit_bytes: The budget of every trial.
         peak_bytes: Peak of the schedule's own trial; None where the device cannot measure it. A predicted peak is
             that without a memory limit, and may exceed the budget: the allocator manages with less.
-        least_bytes: The smallest budget at which this schedule would still run; None when measured, unless requested.
+        least_bytes: The smallest budget at which this schedule would still run; None when measured.
         band_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on the card,
             as far as those were never measured; None when measured.
         host_bytes: The host memory beside a card: for what backward needs, where parts run in lock step, and of savers;
@@ -273,17 +273,14 @@ class Plan:
         return found
 
     def _unproved(self) -> list[str]:
-        """Return a sentence for each size or budget that no trial proves."""
+        """Return a sentence for each size that no trial proves."""
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
         grown = {size for trial in self.trials for size, peak in trial.peaks if peak <= self.limit_bytes}
         missing = {self.micro_batch} - sizes | {self.largest_fit} - sizes - grown
         found = [f"no trial ran at size {size}" for size in sorted(missing)]
-        if self.kind == "predicted":
-            return found if self.least_bytes is not None else [*found, "no least_bytes are predicted"]
-        budgets = {trial.limit_bytes for trial in ran if trial.micro_batch == self.micro_batch}
-        if self.least_bytes not in budgets | {None, self.limit_bytes}:
-            found.append(f"least_bytes is {self.least_bytes}, and no trial ran within that")
+        if self.kind == "predicted" and self.least_bytes is None:
+            found.append("no least_bytes are predicted")
         return found
 
 

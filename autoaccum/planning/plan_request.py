@@ -37,7 +37,6 @@ class PlanRequest:
             at all.
         max_trials: End the search after this many trials; the confirmation comes on top.
         ceiling: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
-        least: Measure the smallest budget at which the schedule still runs.
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
         report: Send listeners all that a page shows: that data and the changes of `explain`, where the device has it.
@@ -54,7 +53,6 @@ class PlanRequest:
     max_micro_batch: int | None = None
     max_trials: int | None = None
     ceiling: bool = False
-    least: bool = False
     explain: bool = False
     picture: bool = False
     report: bool = False
@@ -87,7 +85,7 @@ class PlanRequest:
                 f" {self.options.world_size} ranks, which would wait for each other",
                 hint="leave it out, or plan for one rank",
             )
-        for flag in ("ceiling", "least", "explain", "picture", "report"):
+        for flag in ("ceiling", "explain", "picture", "report"):
             check_flag(getattr(self, flag), flag)
 
     @property

@@ -16,7 +16,6 @@ from autoaccum.devices.explanation import (
     Forecast,
     ForecastingDevice,
     PredictingDevice,
-    Prediction,
     ReducingDevice,
 )
 from autoaccum.devices.update_cost import CountingDevice, SavingDevice
@@ -42,7 +41,7 @@ from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setu
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, describe_knee, estimate_throughput
-from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
+from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
@@ -115,7 +114,6 @@ def plan_on_device(
     result = dataclasses.replace(result, trial=reduction.trial)
     device, parts = setup.device, result.trial.parts
     prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
-    least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     if planner.saver_trials is not None:
@@ -124,15 +122,8 @@ def plan_on_device(
     refuted = [refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     holds_own = bool(inspection.coupled) and not planner.runner.of_all_ranks
     of_ranks = ranks_notes(device, holds_own=holds_own) if schedule.world_size > 1 else ()
-    more_notes = (
-        *setup.notes,
-        *speeds.notes,
-        *forecast.notes,
-        *reduction.notes,
-        *of_ranks,
-        *least_notes,
-        *explanation_notes,
-    )
+    planned = (*setup.notes, *speeds.notes, *forecast.notes, *reduction.notes)
+    more_notes = (*planned, *of_ranks, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -146,13 +137,13 @@ def plan_on_device(
         stopped=result.stopped,
         limit_bytes=device.limit_bytes,
         peak_bytes=peak_bytes(result.trial),
-        least_bytes=least_bytes,
+        least_bytes=None if prediction is None else prediction.least_bytes,
         band_bytes=None if prediction is None else prediction.band_bytes,
         host_bytes=result.trial.host_bytes,
         device=device.describe(),
         environment=inspection.environment,
         workload=describe_workload(inspection, setup.reference),
-        trials=tuple(planner.runner.trials),
+        trials=tuple(trial for trial in planner.runner.trials if trial is not reduction.rejected),
         warnings=all_warnings(inspection, schedule, (*refuted, *result.warnings, *speeds.warnings), prediction),
         notes=all_notes(inspection, schedule, planner.request, result.largest_fit, prediction, more_notes),
         coupling=inspection.coupling,
@@ -173,12 +164,16 @@ class _Speeds:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The way to sum gradients over ranks that shard a model, the trial that proves it, and the peaks of both ways."""
+    """The way to sum gradients over ranks that shard a model, the trial that proves it, and the peaks of both ways.
+
+    `rejected` is the trial of the other way, which is none of the plan's: the last of those is its proof.
+    """
 
     reduce: Reduce | None
     trial: Trial
     peaks: Mapping[Reduce, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rejected: Trial | None = None
 
 
 @dataclass(frozen=True)
@@ -208,16 +203,12 @@ class _Planner:
             inspection = setup.device.inspect(limit_seconds=request.load_limit_seconds)
             load_seconds = time.monotonic() - before
         request = request.with_multiple_of(inspection.multiple_of)
-        runner = TrialRunner(setup.device, request, notify, limits)
-        runner.least_size, runner.joined = inspection.least_size, inspection.joining is not None
-        # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
-        runner.of_all_ranks = request.options.world_size > 1 and inspection.joining == "twice"
-        planner = cls(setup, request, inspection, runner, limits, notify, saver_trials)
-        if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
-            runner.confirmation_start_seconds = load_seconds
         device = setup.device
-        notify(Inspected(inspection, device.name, device.limit_bytes, request.cap, planner.predicts))
-        return planner
+        predicts = isinstance(device, PredictingDevice)
+        start_seconds = 0.0 if predicts else load_seconds  # Most of it is the start of the process.
+        runner = TrialRunner(device, request, notify, limits, inspection, confirmation_start_seconds=start_seconds)
+        notify(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
+        return cls(setup, request, inspection, runner, limits, notify, saver_trials)
 
     @property
     def predicts(self) -> bool:
@@ -275,14 +266,14 @@ class _Planner:
             return self, forecast, self.search(forecast)
         while True:
             words = _use_savers(self.setup.device, self.saver_trials)
-            planner = dataclasses.replace(self, inspection=dataclasses.replace(self.inspection, savers=words))
+            inspection = dataclasses.replace(self.inspection, savers=words)
+            planner = dataclasses.replace(self, inspection=inspection, runner=self.runner.without_trials())
             forecast = planner.forecast_peaks()
             with suppress(DoesNotFitError):
                 result = planner.search(forecast)
                 if result.size >= self.saver_trials.size or result.stopped is not None:
                     return planner, forecast, result
             self.saver_trials.refute(words)
-            self.runner.trials.clear()
 
     def search(self, forecast: Forecast) -> SearchResult:
         """Find the largest micro-batch that fits, whose schedule ran.
@@ -388,21 +379,7 @@ class _Planner:
         if tried.outcome == "ok":
             return _Reduction("last", tried, peaks)
         device.use_reduce(None)
-        self.runner.trials.remove(tried)  # The last one is that of the plan.
-        return _Reduction("each", proved, peaks, notes)
-
-    def find_least_bytes(self, proved: Trial, prediction: Prediction | None) -> tuple[int | None, tuple[str, ...]]:
-        """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""
-        if prediction is not None:
-            return prediction.least_bytes, ()
-        if not self.request.least:
-            return None, ()
-        found, note = find_least_budget(
-            lambda budget: self.runner.try_budget(proved.parts, budget),
-            limit_bytes=self.setup.device.limit_bytes,
-            peak_bytes=peak_bytes(proved),
-        )
-        return found, () if note is None else (note,)
+        return _Reduction("each", proved, peaks, notes, rejected=tried)
 
     @property
     def _memory_needs(self) -> MemoryNeeds:
@@ -414,18 +391,8 @@ class _Planner:
             sample_bytes=None if inspection.joining == "lockstep" else inspection.sample_bytes,
             predicted=self.predicts,
             parallel=inspection.parallel,
-            whole_batch_hint=self._whole_batch_hint,
+            holds_whole_batch=inspection.joining == "lockstep" and self.setup.device.describe().get("kind") == "cpu",
         )
-
-    @property
-    def _whole_batch_hint(self) -> str | None:
-        """What to do where memory runs out on the CPU in lock step, which takes that of the whole batch."""
-        inspection = self.inspection
-        if inspection.joining != "lockstep" or self.setup.device.describe().get("kind") != "cpu":
-            return None
-        if inspection.batchnorm == "exact":
-            return 'take a smaller target batch, batchnorm="running" or "frozen", or more memory'
-        return "take a smaller target batch, or more memory"
 
 
 def _use_savers(device: Device, trials: SaverTrials) -> tuple[str, ...]:

@@ -76,8 +76,7 @@ class SaverTrials:
                 hint="give one of them (--micro-batch)",
             )
         self.size = sizes[0] if wanted is None else request.schedule(wanted).micro_batch
-        self.runner = TrialRunner(self.device, request, lambda event: None, limits)
-        self.runner.least_size, self.runner.joined = self.inspection.least_size, self.inspection.joining is not None
+        self.runner = TrialRunner(self.device, request, lambda event: None, limits, self.inspection)
         parts = self.runner.parts_to_try(self.size, fresh=True)
         one_trace = self.counts and not self.runner.joined
         self._parts = parts[:1] * min(2, len(parts)) if one_trace else parts  # Uneven ones are proved with the plan.

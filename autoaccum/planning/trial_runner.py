@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Device, GrowingDevice, TimingDevice, Trial, TrialOptions
+from autoaccum.devices.base import Device, GrowingDevice, Inspection, TimingDevice, Trial, TrialOptions
 from autoaccum.devices.explanation import PredictingDevice
-from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.plan_events import Listener, TimingStarted, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import Throughput, measure_throughput
-from autoaccum.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_RESOLUTION_BYTES = 2 * MIB
-_RESOLUTION_SHARE = 0.005
-_FIRST_STEP_SHARE = 0.02
 
 
 class SearchLimits:
@@ -75,15 +70,38 @@ class TrialRunner:
         least_size: The smallest size that can be trained.
         joined: Whether the parts of an update need each other: trials run the whole schedule.
         of_all_ranks: Whether a rank holds the outputs of all: trials run the parts of all ranks.
+
+    Args:
+        device: The device.
+        request: The request.
+        notify: Gets `TrialStarted`, `TrialFinished` and `TimingStarted`.
+        limits: The limits on the trials.
+        inspection: What is known of the workload.
         confirmation_start_seconds: The time to reserve for the start of the confirmation's process.
     """
 
-    def __init__(self, device: Device, request: PlanRequest, notify: Listener, limits: SearchLimits) -> None:
+    def __init__(
+        self,
+        device: Device,
+        request: PlanRequest,
+        notify: Listener,
+        limits: SearchLimits,
+        inspection: Inspection,
+        *,
+        confirmation_start_seconds: float = 0.0,
+    ) -> None:
         self._device, self._request, self._notify, self._limits = device, request, notify, limits
+        self._confirmation_start_seconds = confirmation_start_seconds
         self.trials: list[Trial] = []
-        self.least_size = 1
-        self.joined = self.of_all_ranks = False
-        self.confirmation_start_seconds = 0.0
+        self.least_size, self.joined = inspection.least_size, inspection.joining is not None
+        # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
+        self.of_all_ranks = request.options.world_size > 1 and inspection.joining == "twice"
+
+    def without_trials(self) -> TrialRunner:
+        """Return a runner that has run none yet."""
+        runner = copy.copy(self)
+        runner.trials = []
+        return runner
 
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`."""
@@ -139,7 +157,7 @@ class TrialRunner:
     def _confirmation_seconds(self) -> float:
         """The time to keep for the confirmation; 0 before any trial has run."""
         seconds = [trial.seconds for trial in self.trials if trial.ran]
-        return self.confirmation_start_seconds + max(seconds) if seconds else 0.0
+        return self._confirmation_start_seconds + max(seconds) if seconds else 0.0
 
     def _search(self, run: Callable[[float | None], Trial], unlimited: bool = False) -> Trial:
         """Call `run` with the seconds that the limits leave for a trial; None: as many as it takes."""
@@ -156,65 +174,13 @@ class TrialRunner:
         """Run `parts` from a clean state; raise SearchStopped where the limit on time ends it."""
         return self._run(parts, fresh=True, limit_seconds=self._limits.seconds_left(None, 0.0))
 
-    def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
-        """Run `parts` from a clean state within `limit_bytes`; raise SearchStopped where the limit on time ends it."""
-        left = self._limits.seconds_left(None, 0.0)
-        trial = self._run(parts, fresh=True, limit_bytes=limit_bytes, limit_seconds=left)
-        if trial.timed_out and left is not None:
-            self._limits.seconds_left(None, 0.0)
-        return trial
-
     def _run(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
-        return self._keep(parts, lambda: self._device.trial(parts, **options), options.get("limit_bytes"))
+        return self._keep(parts, lambda: self._device.trial(parts, **options))
 
-    def _keep(
-        self, parts: tuple[int, ...], run: Callable[[], Trial], limit_bytes: int | None = None, *, grows: bool = False
-    ) -> Trial:
+    def _keep(self, parts: tuple[int, ...], run: Callable[[], Trial], *, grows: bool = False) -> Trial:
         number = len(self.trials) + 1
-        self._notify(TrialStarted(number, parts, limit_bytes, grows))
+        self._notify(TrialStarted(number, parts, grows))
         trial = run()
         self.trials.append(trial)
         self._notify(TrialFinished(number, trial))
         return trial
-
-
-def find_least_budget(
-    trial: Callable[[int], Trial], *, limit_bytes: int, peak_bytes: int | None
-) -> tuple[int, str | None]:
-    """Find the smallest budget at which a trial runs, to 2 MiB or 0.5 %, by one that ran and one below that did not.
-
-    The search starts at the peak: an allocator may do with less (it releases its cache and retries) or need more
-    (sizes are rounded up). From there it gallops until the answer is bracketed, and bisects.
-
-    Args:
-        trial: Runs the schedule within a budget in bytes, or raises SearchStopped.
-        limit_bytes: A budget within which it ran.
-        peak_bytes: The peak of that run; None when not measured.
-
-    Returns:
-        The smallest budget in bytes at which it ran, and a note where a limit, or a trial that failed by something
-        else than its budget, ended the search early.
-    """
-    runs, fails = limit_bytes, 0
-    step = max(_RESOLUTION_BYTES, int(_FIRST_STEP_SHARE * limit_bytes))
-    budget = limit_bytes - step if peak_bytes is None else min(max(peak_bytes, 1), limit_bytes - _RESOLUTION_BYTES)
-    try:
-        while runs - fails > max(_RESOLUTION_BYTES, int(_RESOLUTION_SHARE * runs)):
-            tried = trial(budget)
-            if tried.outcome == "error":
-                return runs, f"the search for the least budget ended at {format_bytes(budget)}: {tried.message}"
-            if tried.ran:
-                runs = budget
-            else:
-                fails = budget
-            step *= 2
-            budget = (runs + fails) // 2
-            if not fails:
-                budget = max(budget, runs - step)
-            elif runs == limit_bytes:
-                budget = min(budget, fails + step)
-    except NotMeasuredError as error:
-        return runs, f"the search for the least budget ended at {format_bytes(budget)}: {error.message}"
-    except SearchStopped as stop:
-        return runs, f"{stop} ended the search for the least budget: it may run with less than that"
-    return runs, None

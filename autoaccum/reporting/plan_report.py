@@ -112,8 +112,7 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     """Yield the rows of details: name and value."""
     yield "largest fit", Text(_largest_fit(plan))
     if plan.least_bytes is not None:
-        ran = "still ran" if plan.kind == "measured" else "would still run"
-        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule {ran}")
+        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule would still run")
     if plan.band_bytes is not None:
         band = format_bytes(plan.band_bytes)
         yield "band", Text(f"{band} either way, of what is needed and of what the card has free")
@@ -215,7 +214,7 @@ def _largest_fit(plan: Plan) -> str:
         return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:
         return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
-    failed = [trial for trial in plan.trials if trial.outcome != "ok" and trial.limit_bytes is None]
+    failed = [trial for trial in plan.trials if trial.outcome != "ok"]
     above = [trial for trial in failed if trial.micro_batch > plan.largest_fit]
     if not above:
         return f"{plan.largest_fit}"
@@ -253,17 +252,15 @@ def _peak(plan: Plan) -> str:
     label = "" if plan.kind == "measured" else " (predicted)"
     if least is not None and plan.headroom_bytes < 0:
         return f"{format_bytes(least)} needed of {limit}, {peak} if the allocator had room{label}"
-    least_words = "" if least is None or label else f", least budget {format_bytes(least)}"
-    return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{least_words}"
+    return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB"
 
 
 def trials_table(plan: Plan) -> Table:
-    """List all trials in the order they ran; the budget of those that had another one stands in the last column."""
+    """List all trials in the order they ran."""
     table = make_table(">trial", ">micro-batch", "outcome", ">peak", ">time", "")
     predicted = plan.kind == "predicted"
     for number, trial in enumerate(plan.trials, start=1):
-        within = "" if trial.limit_bytes is None else f"within {format_bytes(trial.limit_bytes)}"
-        remark = "; ".join(filter(None, (within, _failure(trial), trial.message)))
+        remark = "; ".join(filter(None, (_failure(trial), trial.message)))
         outcome = Text(_outcome(trial, predicted), _STYLES[trial.outcome])
         peak = _trial_peak(trial, predicted)
         table.add_row(str(number), _trial_sizes(trial), outcome, peak, f"{trial.seconds:.1f} s", one_line(remark))
@@ -278,7 +275,7 @@ _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
 class PlanProgress(Progress):
     """Shows planning: one line per trial, and a live line for the trial that runs."""
 
-    _seeks_least = _predicted = False
+    _predicted = False
 
     def notify(self, event: plan_events.Event) -> None:
         """Show one event."""
@@ -320,20 +317,16 @@ class PlanProgress(Progress):
         self.say(f"micro-batch {_sizes(event.trial.parts)} with {name}: {outcome}", "dim")
 
     def _begin(self, event: plan_events.TrialStarted) -> None:
-        if event.limit_bytes is not None and not self._seeks_least:
-            self._seeks_least = True
-            self.say("searching for the least budget at which this still runs", "dim")
-        within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
         doing = "predicting" if self._predicted else f"trial {event.number}:"
         sizes = f"{event.parts[0]} and larger ones" if event.grows else _sizes(event.parts)
-        self.show(f"{doing} micro-batch {sizes}{within} ...")
+        self.show(f"{doing} micro-batch {sizes} ...")
 
     def _end(self, event: plan_events.TrialFinished) -> None:
         self.stop()
         line = trial_line(event.trial, predicted=self._predicted)
         if event.trial.host_bytes is not None:
             line.append(f"  and {format_bytes(event.trial.host_bytes)} of host memory", "dim")
-        if event.trial.fresh and event.trial.ran and event.trial.limit_bytes is None:
+        if event.trial.fresh and event.trial.ran:
             line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
         self.say(line)
 
@@ -348,7 +341,7 @@ def trial_line(trial: Trial, *, predicted: bool = False) -> Text:
     """
     outcome = _outcome(trial, predicted)
     line = _COLUMNS.format(
-        size=_trial_sizes(trial) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
+        size=_trial_sizes(trial),
         outcome=outcome,
         peak=_trial_peak(trial, predicted),
         seconds=f"{trial.seconds:.1f} s",

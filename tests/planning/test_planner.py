@@ -219,18 +219,6 @@ def test_a_trial_that_its_own_limit_ends_is_an_error() -> None:
         run(ScriptedDevice(hangs_from=8))
 
 
-def test_the_least_budget_is_measured_with_the_schedule_itself() -> None:
-    device = ScriptedDevice()
-    found = run(device, least=True)
-    assert found.least_bytes is not None
-    assert device.needs(86) <= found.least_bytes <= device.needs(86) * 1.005 + 2 * MIB
-    tried = [trial for trial in found.trials if trial.limit_bytes is not None]
-    assert {trial.parts for trial in tried} == {(86, 85)}
-    assert found.trials[: -len(tried)] == run(ScriptedDevice()).trials
-    assert all(fresh for (_, fresh), (limit_bytes, _) in zip(device.asked, device.limits, strict=True) if limit_bytes)
-    assert Plan.from_json(found.to_json()) == found
-
-
 # --- plan() itself, its device replaced at the one place that makes it ----------------------------------------------
 
 

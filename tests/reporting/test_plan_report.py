@@ -116,10 +116,6 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
         (make_plan(capped=True), "largest fit  100, the largest size allowed\n"),
         (make_plan(stopped="time"), "largest fit  100, the largest before the limit on time ended the"),
-        (
-            make_plan(limit_bytes=700 * MIB, peak_bytes=1, least_bytes=700 * MIB),
-            "peak         1 B of 700 MiB, headroom 700 MiB, least budget 700 MiB\n",
-        ),
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (predicted(), "peak         874 MiB of 1.0 GiB (predicted), headroom 150 MiB\n"),

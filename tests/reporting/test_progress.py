@@ -90,19 +90,6 @@ def test_cautions_of_a_simulation_are_told_before_its_trials() -> None:
     assert file.getvalue().splitlines()[1] == "warning: values are read"
 
 
-def test_trials_of_other_budgets_show_the_budget() -> None:
-    file = Terminal()
-    progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))
-    with progress:
-        for number, limit_bytes in enumerate((300 * MIB, 150 * MIB), start=4):
-            progress.notify(TrialStarted(number, PROOF.parts, limit_bytes))
-            progress.notify(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes)))
-    text = file.getvalue()
-    assert text.count("searching for the least budget at which this still runs\n") == 1
-    assert "trial 5: micro-batch 43 + 42 within 150 MiB ..." in text
-    assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
-
-
 def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:

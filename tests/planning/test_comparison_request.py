@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoaccum.errors import UsageError
-from autoaccum.planning.prices import read_prices
+from autoaccum.planning.comparison_request import read_prices
 
 
 def test_prices_are_by_the_cards_own_names(tmp_path: Path) -> None:
