@@ -64,7 +64,7 @@ def make_setup(
     checkout: Checkout | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
-    device_maker: Callable[[TrialSettings], Device] = make_device,
+    device_maker: Callable[[TrialSettings], Device] | None = None,
 ) -> PlanSetup:
     """Resolve the workload and make the device that runs its trials.
 
@@ -77,7 +77,7 @@ def make_setup(
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints; stderr otherwise.
         verb: The command named in messages.
-        device_maker: Makes the device.
+        device_maker: Makes the device; None: `make_device`.
 
     Raises:
         UsageError: Not exactly one of the three is given, an option cannot be honoured, or an object cannot be sent to
@@ -96,7 +96,7 @@ def make_setup(
     )
     if isinstance(resolved, str):
         settings = dataclasses.replace(settings, reference=resolved)
-        return PlanSetup(device_maker(settings), resolved)
+        return PlanSetup((device_maker or make_device)(settings), resolved)
     reference = f"{resolved.name} (made in code)"
     options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
     tensors = None
@@ -104,7 +104,7 @@ def make_setup(
         options, tensors = _place(resolved, options, request.options.optimizer, is_live=workload is None)
     settings = dataclasses.replace(settings, reference=reference, options=options)
     with ExitStack() as files:
-        device = device_maker(dataclasses.replace(settings, pickled=_pack(resolved, options, files)))
+        device = (device_maker or make_device)(dataclasses.replace(settings, pickled=_pack(resolved, options, files)))
         return PlanSetup(device, reference, tensors, files.pop_all())
 
 

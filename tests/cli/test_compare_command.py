@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from command_line import Command
 from small_blocks import blocks_source
+from torch import nn
 
 import autoaccum
 from autoaccum.cli import main
@@ -112,6 +114,18 @@ def test_savers_in_python(tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert table.rows[-1].savers == ()
     assert all(row.plan.workload["savers"] == row.savers for row in table.rows if row.plan)
+
+
+@pytest.mark.slow
+def test_a_workload_made_in_code() -> None:
+    workload = autoaccum.Workload(
+        model=lambda: nn.Linear(4, 2),
+        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 2)),
+        loss=nn.MSELoss(),
+    )
+    table = autoaccum.compare(workload, target_batch=8, gpu="t4,l4")
+    assert [row.plan.micro_batch for row in table.rows if row.plan] == [8, 8]
+    assert all(any("traces that cards share" in note for note in row.plan.notes) for row in table.rows if row.plan)
 
 
 @pytest.mark.slow

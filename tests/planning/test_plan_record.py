@@ -73,7 +73,6 @@ def test_a_learning_rate_is_kept_and_part_of_the_digest(a_plan: Plan) -> None:
         ({"ranks": ((256, 0), (1,))}, "a schedule of micro-batches"),
         ({"micro_batches": ()}, "a schedule of micro-batches"),
         ({"largest_fit": 101}, "no trial ran at size 101"),
-        ({"largest_fit": 1}, "the largest that ran is 1"),
         ({"trials": ()}, "no trial ran at size 86"),
         ({"least_bytes": GIB}, None),
         ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
