@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tests.gpu.alignment import TENSOR, Pair, align, peak_bytes
-from tests.gpu.history import number_blocks
 from tests.gpu.operation import Operation
 from tests.gpu.simulated_operations import Simulated
 
@@ -45,6 +44,24 @@ def measure_operation(operation: Operation, place: torch.device) -> Measured | N
     del kept
     events, sizes = number_blocks(entries)
     return Measured(sizes, peak_bytes(events, sizes))
+
+
+def number_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Number the blocks that were allocated and freed during the record, as in a trace: events, and bytes by block.
+
+    Blocks from before are left out.
+    """
+    events: list[int] = []
+    sizes: list[int] = []
+    alive: dict[int, int] = {}
+    for entry in entries:
+        if entry["action"] == "alloc":
+            alive[entry["addr"]] = len(sizes)
+            events.append(len(sizes))
+            sizes.append(entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in alive:
+            events.append(~alive.pop(entry["addr"]))
+    return events, sizes
 
 
 def compare_operation(simulated: Simulated, measured: Measured | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gpu.alignment import TENSOR, Expected, Pair, align, peak_bytes
-from tests.gpu.constants import UNEXPLAINED, Measured, compare_operation
+from tests.gpu.constants import UNEXPLAINED, Measured, compare_operation, number_blocks
 from tests.gpu.simulated_operations import Simulated
 
 WEIGHT, OUT = Expected(TENSOR, (), 4096), Expected(TENSOR, (), 1024)
@@ -57,6 +57,12 @@ def test_what_cannot_be_simulated_is_measured_all_the_same() -> None:
 
 def test_peak_counts_whole_grains_and_blocks_that_are_its_own() -> None:
     assert peak_bytes([0, 1, ~0, ~1, ~7], [1, 513]) == 1536
+
+
+def test_blocks_of_a_record_are_numbered_and_those_from_before_left_out() -> None:
+    record = [("alloc", 64, 700), ("alloc", 99, 800), ("free_completed", 64, 700), ("free_completed", 7, 5)]
+    entries = [{"action": action, "addr": address, "size": size} for action, address, size in record]
+    assert number_blocks(entries) == ([0, 1, ~0], [700, 800])
 
 
 def test_layers_that_are_alike_do_not_mislead() -> None:

@@ -104,19 +104,6 @@ def test_more_than_there_is_says_what_was_asked_for(place: torch.device, referen
         assert device.trial((2, 2)).outcome == "ok"
 
 
-def test_every_trial_draws_the_same_numbers(place: torch.device, write_workload: Callable[[str], str]) -> None:
-    reference = write_workload(
-        WORKLOAD + "\nprint_loss = loss\ndef loss(model, batch):\n    value = "
-        "print_loss(model, batch)\n    print(float(value))\n    return value\n"
-    )
-    lines: list[str] = []
-    with make_device(place, reference, on_output=lines.append) as device:
-        for fresh in (False, False, True):
-            assert device.trial((8, 8), fresh=fresh).outcome == "ok"
-    assert len(lines) == 9
-    assert lines[:3] == lines[3:6] == lines[6:]
-
-
 @pytest.mark.gpu
 def test_a_size_that_runs_only_by_retries_is_tight(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -183,14 +170,6 @@ def test_memory_of_another_process_is_refused_and_named(reference: str) -> None:
             device.inspect()
     if others is not None and any(other["pid"] == pid for other in others):
         assert f"process {pid} holds" in str(seen.value)
-
-
-@pytest.mark.gpu
-def test_an_index_beyond_the_cards_says_which_there_are(reference: str) -> None:
-    device = CudaDevice(TrialSettings(reference=reference, share=4), index=99)
-    with device, pytest.raises(UsageError, match="there is no cuda:99: ") as seen:
-        device.inspect()
-    assert f"cuda:0 ({torch.cuda.get_device_name(0)})" in str(seen.value)
 
 
 @pytest.mark.gpu

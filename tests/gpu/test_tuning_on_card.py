@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from autoaccum.api import plan
 from autoaccum.options import Options
@@ -22,7 +21,6 @@ from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tuning_records import BatchSizeRange, Outcome, Setting, TuneRequest
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.optimizers import get_learning_rate, set_learning_rate
 from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
@@ -102,17 +100,6 @@ def test_a_rate_that_diverges_is_an_outcome_and_the_next_training_is_whole(place
     assert (diverged.state, diverged.loss) == ("diverged", None)
     assert (before.state, after.state) == ("complete", "complete")
     assert after.loss == pytest.approx(before.loss, rel=1e-4)
-
-
-def test_a_rate_that_is_a_tensor_on_the_device_is_set_in_place(place: torch.device) -> None:
-    model = nn.Linear(3, 2).to(place)
-    rate = torch.tensor(0.1, device=place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=place.type == "cuda")
-    held = optimizer.param_groups[0]["lr"]
-    assert get_learning_rate(optimizer) == pytest.approx(0.1)
-    set_learning_rate(optimizer, 0.25)
-    assert optimizer.param_groups[0]["lr"] is held
-    assert (get_learning_rate(optimizer), held.device) == (0.25, place)
 
 
 @pytest.mark.gpu

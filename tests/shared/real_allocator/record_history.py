@@ -1,8 +1,7 @@
-"""Replay the history that an installed CUDA build of torch records of its allocator, without a card.
+"""Write the histories that an installed CUDA build of torch records of its allocator, without a card.
 
-`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/record_history.py SITE_PACKAGES` prints for each case of
-settings whether the replay is exact; with `-o FILE` it writes the histories that tests/gpu/test_recorded_history.py
-replays. It needs what `record_statistics.py` needs.
+`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/record_history.py SITE_PACKAGES -o FILE` writes those that
+tests/devices/simulated/allocator/test_recorded_replay.py replays. It needs what `record_statistics.py` needs.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from allocator_requests import CASES, make_requests
+from allocator_requests import make_requests
 from real_allocator.record_statistics import build
-from short_histories import TOTAL_BYTES, ShortHistory, replay
+from short_histories import TOTAL_BYTES, ShortHistory
 
 KEPT = ("", "per_process_memory_fraction:0.3", "per_process_memory_fraction:0.3,expandable_segments:True")
 
@@ -44,19 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the library that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("site_packages", type=Path)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build(options.site_packages, folder, "allocator_history")
-        for number, text in enumerate(dict.fromkeys((*CASES, *KEPT))):
-            row = replay(record_history(folder, text, number, 2000))
-            print(f"{text!r}: {row['requests']} requests, exact: {row['exact']} {row['difference'] or ''}")
-            if not row["exact"]:
-                print(row["statistics"], row["same_blocks_at_the_end"])
-        if options.output is not None:
-            histories = [record_history(folder, text, 7 + number, 240) for number, text in enumerate(KEPT)]
-            options.output.write_text(json.dumps(histories, separators=(",", ":")) + "\n", encoding="utf-8")
+        histories = [record_history(folder, text, 7 + number, 240) for number, text in enumerate(KEPT)]
+        options.output.write_text(json.dumps(histories, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
