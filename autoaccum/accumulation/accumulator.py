@@ -50,10 +50,9 @@ from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
-from autoaccum.accumulation.state_hash import batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
-from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.transaction import Transaction, batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.weighting_check import WeightingCheck
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts

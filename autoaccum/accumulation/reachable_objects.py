@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from autoaccum.accumulation.rng_state import GENERATORS, Generator
@@ -34,7 +33,6 @@ SEQUENCES = (list, deque, set)
 _DEPTH, _ENTRIES = 6, 64
 _PLAIN = (bool, int, float, str, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_LISTED = ("param_groups", "state", "defaults")
 _LIBRARIES = ("torch", "autoaccum")
 """Packages that are libraries wherever they are installed, also in a checkout."""
 
@@ -135,16 +133,14 @@ def find_generators(*owners: object) -> list[Generator]:
     return find_reachable([owner for owner in owners if callable(owner)], [*attributes, *held])[1]
 
 
-def find_python_attributes(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks and unregistered attributes of a model and its optimizer, by name."""
-    owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
-    owners += [] if optimizer is None else [("optimizer.", vars(optimizer), _LISTED)]
-    for prefix, attributes, excluded in owners:
-        for name, value in attributes.items():
+def find_python_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks and unregistered attributes of a model, by name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 yield from (("hook", hook) for hook in _values(value))
-            elif name not in excluded and type(value) not in _PLAIN:
-                yield f"{prefix}{name}", value
+            elif name not in _REGISTERED and type(value) not in _PLAIN:
+                yield f"{path}.{name}" if path else name, value
     for parameter in model.parameters():
         yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
 

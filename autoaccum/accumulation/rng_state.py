@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,11 @@ class RngState:
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.states |= {str(device): device_rng_state(device) for device in self._devices}
         self._generators = [(generator, generator_state(generator)) for generator in generators]
+
+    def digest(self) -> bytes:
+        """Return bytes that are equal where all states are equal."""
+        states = [*self.states.values(), *(state for _, state in self._generators)]
+        return pickle.dumps([state.tolist() if isinstance(state, Tensor) else state for state in states])
 
     def restore(self) -> None:
         """Restore the state of every generator."""

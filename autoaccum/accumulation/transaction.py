@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.gradients import restore_scaler
-from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES, tensor_hooks
-from autoaccum.accumulation.rng_state import Generator, RngState, initialized_cuda_devices, module_generators
+from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES
+from autoaccum.accumulation.rng_state import Generator, RngState
 from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.units import MIB
+from autoaccum.workload import pytree
 
 _SMALL_BYTES = MIB
 """Buffers up to this size are copied on their own device, without a synchronisation; larger ones to the host, so that a
@@ -144,56 +145,41 @@ def buffer_restorer(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-class TorchState:
-    """A copy of all that modules register, and of the optimizer.
+class ModulesCopy:
+    """A copy of all that modules hold: parameters, buffers, modes, hooks, attributes, and gradients."""
 
-    It covers parameters, buffers (also replaced, added and renamed ones), submodules, modes, hooks of modules and
-    tensors, `.grad`, `requires_grad`, tensors that are attributes of modules, and all attributes of the optimizer.
-    Unless `random` is False it also covers the generators of Python, NumPy, PyTorch and every GPU, those that modules
-    have as attributes, and `generators`.
-    """
-
-    def __init__(
-        self,
-        roots: Iterable[nn.Module],
-        optimizer: Optimizer | None = None,
-        generators: Iterable[Generator] = (),
-        *,
-        random: bool = True,
-    ) -> None:
-        modules = list({id(module): module for root in roots for module in root.modules()}.values())
-        self._modes = [(module, module.training) for module in modules]  # Not in vars() for TorchScript.
-        self._attributes = [
-            (named, {name: named[name] for name in named if name in REGISTERED or isinstance(named[name], Tensor)})
-            for named in map(vars, modules)
-        ]
-        found: list[Tensor] = [one for module in modules for one in module.parameters(recurse=False)]
-        found += [one for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]]
-        parameters = list({id(one): one for one in found}.values())
-        self._parameters = [(one, one.requires_grad, one.grad, tensor_hooks(one)) for one in parameters]
-        tensors = [*parameters, *(one for module in modules for one in module.buffers(recurse=False))]
-        registered = [list(before.values()) for _, before in self._attributes]
-        attached = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
-        self._copy = StateCopy([tensors, registered, optimizer, attached])
-        generators = [*module_generators(modules), *generators]
-        self._random = RngState(initialized_cuda_devices(), generators) if random else None
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        listed = list(modules)
+        parameters = [one for module in listed for one in module.parameters(recurse=False)]
+        self._parameters = [(one, one.requires_grad, one.grad) for one in parameters]
+        self._copy = StateCopy([[vars(module) for module in listed], [one.grad for one in parameters]])
 
     def restore(self) -> None:
-        """Restore everything; call it again if it was interrupted."""
-        for attributes, before in self._attributes:
-            attributes.update(before)
+        """Restore everything in place."""
         self._copy.restore()
-        for module, training in self._modes:
-            module.training = training
-        for parameter, requires_grad, gradient, hooks in self._parameters:
-            if parameter.is_leaf:
-                parameter.requires_grad_(requires_grad)
+        for parameter, requires_grad, gradient in self._parameters:
+            parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
-            for name, before in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
-                if getattr(parameter, name, None) is not before:
-                    setattr(parameter, name, before)
-        if self._random is not None:
-            self._random.restore()
+
+
+class AttributesCopy:
+    """A copy of what modules have as attributes that PyTorch did not register."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes = [(vars(module), _own_attributes(module)) for module in modules]
+        self._copy = StateCopy([own for _, own in self._attributes])
+
+    def restore(self) -> None:
+        """Restore the same objects with the same values, and remove attributes that were added."""
+        for attributes, own in self._attributes:
+            for name in attributes.keys() - REGISTERED - own.keys():
+                del attributes[name]
+            attributes.update(own)
+        self._copy.restore()
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in REGISTERED}
 
 
 class Transaction:
@@ -255,19 +241,15 @@ class Transaction:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the values of `tensor` and, if it is sparse, of its indices, which `nbytes` leaves out."""
-    return sum(part.nbytes for part in dense_parts(tensor))
-
-
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold the values of `tensor`: itself, or the indices and values of a sparse one."""
+    """Return the bytes of the values of `tensor` and, if it is a sparse COO tensor, of its indices."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def batch_versions(batches: Sequence[Any]) -> list[int]:
+    """Return the version of each tensor of `batches`, which in-place changes of it or of its views increment."""
+    return [tensor._version for tensor in pytree.tensors(batches) if not tensor.is_inference()]
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -17,9 +17,8 @@ from autoaccum.accumulation.first_step_checks import load_balancing_warning
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.accumulation.reachable_objects import all_modules, find_reachable
 from autoaccum.accumulation.rng_state import RngState, module_generators
-from autoaccum.accumulation.state_hash import PlainAttributes, StateHasher
 from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
-from autoaccum.accumulation.transaction import ModuleState
+from autoaccum.accumulation.transaction import AttributesCopy, ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
@@ -147,19 +146,19 @@ def _counts(batch: Any) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
+def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) -> Iterator[Callable[[], bytes]]:
     """Run in evaluation mode, without graph, autocast and talk between ranks; then restore all that a forward changes.
 
     Yields:
         A function that returns a digest of all random generators.
     """
-    objective, model = backpropagation.objective, backpropagation.model
+    objective = backpropagation.objective
     criterion = None if objective.criterion is None else objective.criterion.function
     functions = (*objective.user_functions, objective.weight_function, criterion)
     used, generators = find_reachable([one for one in functions if one is not None])
     every = all_modules(*modules, *used.values())
     generators += module_generators(every)
-    state, attributes = ModuleState(every), PlainAttributes({**used, "": model})
+    state, attributes = ModuleState(every), AttributesCopy(every)
     random, is_fast = RngState([backpropagation.device], generators), torch.backends.mha.get_fastpath_enabled()
     has_others = backpropagation.ranks.size > 1
     alone = _OneRank() if has_others else nullcontext()  # type: ignore[no-untyped-call]
@@ -170,7 +169,7 @@ def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) 
         with warnings.catch_warnings(), torch.no_grad(), uncompiled(), parts_run(IN_SEQUENCE), alone:
             warnings.simplefilter("ignore")
             with torch.autocast(backpropagation.device.type, enabled=False):
-                yield lambda: StateHasher().hash([RngState([backpropagation.device]).states, generators])
+                yield lambda: RngState([backpropagation.device], generators).digest()
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
         state.restore()

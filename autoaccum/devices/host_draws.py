@@ -25,7 +25,7 @@ _DRAWS = (*_WORDS, "those of seed 1", "those of seed 2", "those of seed 3")
 def find_own_generators(objective: Objective, model: nn.Module) -> list[rng_state.Generator]:
     """Return the generators on the host that the code of the model and of the loss holds or names."""
     functions = [*objective.user_functions, *find_user_methods(model.modules())]
-    found = find_reachable(functions, find_python_attributes(model, None))[1]
+    found = find_reachable(functions, find_python_attributes(model))[1]
     return [one for one in found if rng_state.has_readable_state(one) and "cuda" not in str(getattr(one, "device", ""))]
 
 

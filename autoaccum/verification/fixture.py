@@ -19,8 +19,7 @@ from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
 from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
 from autoaccum.accumulation.rng_replay import host_generators
 from autoaccum.accumulation.rng_state import Generator, generator_state, module_generators, set_generator_state
-from autoaccum.accumulation.state_hash import PlainAttributes
-from autoaccum.accumulation.transaction import TorchState
+from autoaccum.accumulation.transaction import ModulesCopy
 from autoaccum.checks import type_name
 from autoaccum.devices.budget import Deadline
 from autoaccum.errors import WorkloadError
@@ -99,7 +98,7 @@ class Fixture:
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.
         self.outside, generators = _find_outside(workload, model)
         self.generators = host_generators(generators)
-        self._restored = TorchState(self.outside.values(), random=False), PlainAttributes(self.outside)
+        self._restored = ModulesCopy(inner for module in self.outside.values() for inner in module.modules())
         self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
     def fresh(self) -> TrainingCopy:
@@ -121,8 +120,7 @@ class Fixture:
         with ExitStack() as stack:
             for generator in self.generators:
                 stack.callback(set_generator_state, generator, generator_state(generator))
-            for state in self._restored:
-                stack.callback(state.restore)
+            stack.callback(self._restored.restore)
             stack.enter_context(on_device(self.outside.values(), self.device))
             if self.precision == "fp64":
                 for module in self.outside.values():

@@ -13,7 +13,7 @@ from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.transaction import StateCopy, TensorCopy, TorchState
+from autoaccum.accumulation.transaction import StateCopy, TensorCopy
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -153,13 +153,3 @@ def test_a_sparse_tensor_is_restored_in_place(layout: str, on_host: bool) -> Non
 
 def _triple(sparse: Tensor) -> Tensor:
     return sparse.mul_(3)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_modes_of_scripted_modules_are_restored() -> None:
-    scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    scripted.train()
-    state = TorchState([scripted])
-    scripted.eval()
-    state.restore()
-    assert all(module.training for module in scripted.modules())

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.rng_state import RngState
-from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.accumulation.step_result import WeightingWarning
 from autoaccum.errors import RankFailedError, WorkloadError
 
@@ -102,7 +101,7 @@ def test_nothing_but_the_warning_depends_on_the_check() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             losses = [accumulator.step(rows(*UNEVEN)).loss for _ in range(3)]
-        generators = StateHasher().hash([RngState().states, own])
+        generators = RngState(generators=[own]).digest()
         ends.append((losses, state_digest(model, optimizer), model.calls, generators))
     assert ends[0] == ends[1]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import digest as digest_of
 from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.fit_events import Evaluated, Updated
@@ -55,7 +55,7 @@ def fit(model_or_workload: Any = None, *listeners: Callable[[Any], Any], **optio
 
 def digest(result: autoaccum.FitResult) -> str:
     assert result.ema_model is not None
-    return StateHasher().hash([result.model.state_dict(), result.ema_model.state_dict(), result.optimizer.state_dict()])
+    return digest_of([result.model.state_dict(), result.ema_model.state_dict(), result.optimizer.state_dict()])
 
 
 def test_it_is_torch_s_average_of_the_weights_and_training_is_the_same() -> None:
@@ -93,7 +93,7 @@ def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) ->
     assert resumed.ema_path == tmp_path / "cut" / "ema.pt"
     saved = torch.load(resumed.ema_path, weights_only=True)
     assert resumed.ema_model is not None
-    assert StateHasher().hash(saved) == StateHasher().hash(dict(resumed.ema_model.state_dict()))
+    assert digest_of(saved) == digest_of(dict(resumed.ema_model.state_dict()))
     assert whole.checkpoint is not None
     assert read_checkpoint(whole.checkpoint)["training"]["ema"]["updates"] == 8
     for other in ({"ema_decay": 0.99}, {"keeps": None, "ema_decay": None}):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_digests import digest as digest_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import CheckpointWritten, Notice, Updated
 
@@ -95,7 +95,7 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
 def digest(result: autoaccum.FitResult) -> str:
     """Hash everything that was trained, including non-persistent buffers."""
     buffers = dict(result.model.named_buffers())
-    return StateHasher().hash([result.model.state_dict(), buffers, result.optimizer.state_dict()])
+    return digest_of([result.model.state_dict(), buffers, result.optimizer.state_dict()])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ _ASSUMED_VALUES = (
     ("torch.nn.utils.clip_grad", "", 0.0),  # `error_if_nonfinite`: no error.
     ("torch.optim", "", 1.0),
     ("autoaccum.accumulation.backpropagation", "read", 1.0),
-    ("autoaccum.accumulation.state_hash", "", 1.0),
     # Is the mask all ones, so that none is needed? No: with padding, the worse case, a mask of queries by keys is made
     # for each sample, and attention takes a kernel that supports masks.
     ("transformers.modeling_attn_mask_utils", "", 0.0),
