@@ -121,7 +121,7 @@ class Options:
 
     Attributes:
         optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.
-        precision: `fp32`, `bf16` or `fp16`; for `verify` also `fp64`.
+        precision: `fp32`, `bf16` or `fp16`; for `verify` `fp64` or `fp32`.
         batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen` or `exact` (see `BatchNormMode`).
         coupled: Whether the loss is computed of the outputs of the whole effective batch.
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
@@ -218,8 +218,8 @@ class Options:
             if name not in taken_by(command):
                 raise TypeError(f"{command}() got an unexpected keyword argument {name!r}")
         if given.get("precision") is not None:
-            finest = ("fp64",) if command == "verify" else ()
-            check_word(given["precision"], "precision", (*finest, *get_args(Precision)))
+            words = ("fp64", "fp32") if command == "verify" else get_args(Precision)
+            check_word(given["precision"], "precision", words)
         options = cls(**given)
         if options.chooses_savers and command not in _CHOOSING:
             raise UsageError(

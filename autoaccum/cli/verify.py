@@ -24,7 +24,7 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
     "verify",
     world_size="Compare an update of N ranks, which are started on this machine, with that of one process.",
     precision={
-        "metavar": "fp64|fp32|bf16|fp16",
+        "metavar": "fp64|fp32",
         "help": "Precision of the comparison.  [default: fp64, whatever the workload trains in]",
     },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},

@@ -174,7 +174,7 @@ def _how_equal(found: Verification) -> str:
     gradients = [one for one in every if one.quantity == "gradients"]
     error, tolerance = max(one.error for one in gradients), max(one.tolerance for one in gradients)
     rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
-    precision = {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
+    precision = {"fp64": "float64", "fp32": "float32"}[found.precision]
     tensors = counted(gradients[0].compared, "tensor")
     batch = f"{tensors}, {found.target_batch} samples as {format_parts(found.comparisons[0].micro_batches)}"
     if found.world_size > 1:

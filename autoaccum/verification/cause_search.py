@@ -21,13 +21,11 @@ from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances, compare
 from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Cause, Comparison
+from autoaccum.workload.batches import split_batch
 from autoaccum.workload.weight_check import BatchLosses, LossComparison, advise, find_weights
 
 _SLACK = 16.0
 """The rounding in a combination of several runs, in units of that in one comparison."""
-
-_COARSE = 1e-2
-"""With more rounding than this, as in half precision, any arithmetic seems to fit."""
 
 
 def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
@@ -36,8 +34,7 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
     What makes both updates equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights,
     the loss computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds
     what each part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a
-    search that reaches the deadline of the runs' fixture. In half precision arithmetic explains nothing, so pass runs
-    in float64.
+    search that reaches the deadline of the runs' fixture.
     """
     search = _Search(runs, comparison, tolerances)
     try:
@@ -97,7 +94,7 @@ class _Search:
         """Return the causes that remain under an ablation, none where both updates are equal; None if unknown."""
         if self._is_equal(ablation):
             return ()
-        if self._is_coupled or ablation.coupled or self._rounding > _COARSE:
+        if self._is_coupled or ablation.coupled:
             return None
         if self._is_loop:
             cause = explain_loop(self._runs, self._comparison.window, ablation, self._rounding)
@@ -192,7 +189,7 @@ class _Search:
                 return run.terms(batch)
 
         losses = BatchLosses(model, runs.objective, runs.batch, forward)
-        return losses, losses.compare(runs.with_sizes(self._two_parts).parts)
+        return losses, losses.compare(split_batch(runs.batch, self._two_parts))
 
     @property
     def _two_parts(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from autoaccum.workload.objective import Objective
 from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.spec import Workload
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32"]
 OUTSIDE = "<"
 """The prefix for names of modules that the user's functions hold but the model does not."""
 
@@ -60,7 +60,7 @@ class Fixture:
     Of a compiled model the original module is copied: the arithmetic is the same, and nothing is compiled.
 
     Attributes:
-        precision: `fp64` runs everything in float64; the others run as the Accumulator does.
+        precision: `fp64` runs everything in float64, `fp32` in the dtypes of the model.
         device: The device of all copies.
         workload: The workload as given.
         outside: Modules that its functions and classes hold or name, such as the teacher of a loss. They are restored

@@ -82,7 +82,7 @@ class PairedRuns:
         self._given = batch
         self.batch = fixture.prepare_batch(batch)
         self.parts: list[Any] = split_batch(self.batch, self.sizes)
-        self.mismatch = self._held = held
+        self.mismatch = held
         self._pairs: dict[Ablation, Pair] = {}
         self._user_loops: dict[Ablation, UpdateResult] = {}
 
@@ -152,14 +152,6 @@ class PairedRuns:
         seed_everything()
         with self._pair(ablation).held():
             return UpdateRun(self.fixture, ablation).part(self.parts[index])
-
-    def with_sizes(self, sizes: Sequence[int]) -> PairedRuns:
-        """Return runs of the same batch in other parts."""
-        return PairedRuns(self.fixture, self._given, sizes, self._held)
-
-    def with_fixture(self, fixture: Fixture) -> PairedRuns:
-        """Return runs of the same parts with another fixture, such as one in float64."""
-        return PairedRuns(fixture, self._given, self.sizes, self._held)
 
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
         """Return the parameters after one optimizer step with these gradients."""

@@ -133,14 +133,6 @@ class RankRuns(PairedRuns):
         """Return these runs: their random numbers are neutral."""
         return self
 
-    def with_sizes(self, sizes: Sequence[int]) -> PairedRuns:
-        """As `PairedRuns.with_sizes`."""
-        return RankRuns(self._team, self.fixture, self._given, sizes)
-
-    def with_fixture(self, fixture: Fixture) -> PairedRuns:
-        """As `PairedRuns.with_fixture`."""
-        return RankRuns(self._team, fixture, self._given, self.sizes)
-
     @cached_property
     def _draws(self) -> bool:
         """Whether the full batch draws random numbers."""

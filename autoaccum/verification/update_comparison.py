@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult
 from autoaccum.verification.verification_result import Difference, Quantity
 
@@ -195,13 +194,10 @@ def is_finite(gradient: Tensor | None) -> bool:
     return gradient is None or bool(_entries(gradient).isfinite().all())
 
 
-FLOAT64_TOLERANCE = 1e-10
-"""The tolerance in float64: rounding is 1e-16 per operation, a mistake is larger than this."""
+_TOLERANCE, _NARROW_TOLERANCE, _CARD_TOLERANCE, _HALF_TOLERANCE = 1e-10, 1e-4, 5e-3, 5e-2
+"""Tolerances in float64; in float32; on a card, which may round products to 10 bits (TF32); of a model in bf16 or fp16.
+A mistake is larger than these."""
 
-_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Half the distance from 1 to the next number that the dtype of the computation holds."""
-
-_LEAST_ROUNDOFFS = 8
 _MARGIN = 4
 
 
@@ -215,42 +211,17 @@ class _Runs(Protocol):
     def initial(self) -> Mapping[str, Tensor]: ...
 
 
-def find_tolerances(runs: _Runs, *, precision: str, samples: int, float64_runs: _Runs | None = None) -> Tolerances:
-    """Find how much the runs of a batch may differ by rounding alone.
-
-    In float64 that is a fixed 1e-10. In another precision it is 4 times the distance of the full batch's loss and
-    gradient from those in float64 (with neutral random numbers, since other dtypes draw other numbers), and at least 8
-    unit roundoffs. Without runs in float64 it is 8 unit roundoffs times the root of the number of samples, as errors of
-    sums grow (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
-
-    `float64_runs` are runs of the same batch in float64; None where those do not run.
-
-    Raises:
-        NotMeasuredError: Rounding in that precision is as large as the gradient.
-    """
+def find_tolerances(precision: str, parameters: Iterable[Tensor]) -> Tolerances:
+    """Return how much the runs of a batch may differ by rounding alone, with these parameters of the model."""
     if precision == "fp64":
-        words = f"{FLOAT64_TOLERANCE:.0e} of the largest entry, in float64"
-        words += "; for the update also what the optimizer makes of rounding"
-        return Tolerances(relative=FLOAT64_TOLERANCE, rounding=words)
-    roundoff = _ROUNDOFF[precision]
-    least = _LEAST_ROUNDOFFS * roundoff
-    if float64_runs is None:
-        relative = least * math.sqrt(samples)
-        words = f"8 unit roundoffs of {precision} times the root of the number of samples, as float64 does not run"
-    else:
-        neutral = Ablation(neutral_rng=True)
-        loss, gradients, *_ = compare(float64_runs.full(neutral), runs.full(neutral), Tolerances(relative=1.0))
-        distance = max(loss.error, gradients.error)
-        if not _MARGIN * distance < 1:
-            raise NotMeasuredError(
-                f"the full batch's own gradient in {precision} is {distance:.0%} off that in float64, so rounding hides"
-                " any effect of accumulation",
-                hint="verify with --precision fp64",
-            )
-        relative = max(_MARGIN * distance, least)
-        words = f"4 times the distance of the full batch's loss and gradient in {precision} from float64"
-    blind = f"an error below {relative:.1e} of the largest gradient entry goes unnoticed, --precision fp64 shows it"
-    return Tolerances(relative=relative, rounding=f"{words}; {blind}")
+        words = "1e-10 of the largest entry, in float64; for the update also what the optimizer makes of rounding"
+        return Tolerances(relative=_TOLERANCE, rounding=words)
+    floating = [parameter for parameter in parameters if parameter.is_floating_point()]
+    relative = _CARD_TOLERANCE if any(parameter.is_cuda for parameter in floating) else _NARROW_TOLERANCE
+    if any(parameter.element_size() < torch.float32.itemsize for parameter in floating):
+        relative = _HALF_TOLERANCE
+    words = f"an error below {relative:.0e} of the largest gradient entry goes unnoticed, --precision fp64 shows it"
+    return Tolerances(relative=relative, rounding=words)
 
 
 def with_move(tolerances: Tolerances, runs: _Runs) -> Tolerances:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.backpropagation import add_up, autocast, has_weight
+from autoaccum.accumulation.backpropagation import add_up, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.coupling_cure import take_apart
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
@@ -149,7 +149,6 @@ class UpdateRun:
                 batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 savers=fixture.workload.savers,
-                precision="fp32" if fixture.precision == "fp64" else fixture.precision,
                 check="off",
                 recover=False,
                 observer=observer,
@@ -200,9 +199,8 @@ class UpdateRun:
             return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def terms(self, batch: Any) -> dict[str, Tensor]:
-        """Return the terms of a batch's loss, computed in the fixture's precision."""
-        with autocast(self._fixture.precision, self._fixture.device):
-            return self.trained.objective.terms(self.trained.model, batch)
+        """Return the terms of a batch's loss."""
+        return self.trained.objective.terms(self.trained.model, batch)
 
     @contextmanager
     def running(self, doing: str) -> Iterator[None]:

@@ -106,7 +106,7 @@ class Verification:
         equivalent: Whether every comparison was equal, and the weighting was tested.
         target_batch: Samples in the whole window.
         micro_batch: The most samples in a part.
-        precision: `fp64`, `fp32`, `bf16` or `fp16`.
+        precision: `fp64` or `fp32`.
         device: `cpu` or `cuda:N`.
         batchnorm: The mode that was verified.
         rounding: Where the tolerance comes from, as a sentence.

@@ -14,7 +14,7 @@ from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
-from autoaccum.devices.budget import Deadline, TimeIsOver
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
@@ -33,7 +33,6 @@ from autoaccum.verification.update_comparison import (
     with_move,
     with_optimizer_spread,
 )
-from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
@@ -86,7 +85,6 @@ class Verifier:
         self._untested: tuple[str, ...] = ()
         self._is_neutral = False
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
-        self._double: Fixture | None = None
         self._team: RankTeam | None = None
         self._each = workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
@@ -113,9 +111,7 @@ class Verifier:
         self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
-        double = self._float64_runs(runs)
-        self._double = None if double is None else double.fixture
-        tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
+        tolerances = find_tolerances(self._precision, runs.fixture.fresh().model.parameters())
         self._compare_both(runs, "whole", tolerances)
         self._compare_uneven(runs, tolerances)
         self._compare_last(runs.fixture, tolerances)
@@ -134,17 +130,6 @@ class Verifier:
         runs = self._runs_in("fp32", sizes)
         self._note(f"verified in float32, since in float64 the workload does not run ({first_line(failure.message)})")
         return runs
-
-    def _float64_runs(self, runs: PairedRuns) -> PairedRuns | None:
-        """Return the same runs in float64, to measure rounding; None where they are float64 or do not run in it."""
-        if self._precision == "fp64":
-            return None
-        try:
-            double = self._runs_in("fp64", runs.sizes)
-            double.full(Ablation(neutral_rng=True))
-        except WorkloadError:
-            return None
-        return double
 
     def _runs_in(self, precision: Precision, sizes: tuple[int, ...]) -> PairedRuns:
         """Return runs whose full batch has a finite loss and gradient.
@@ -258,8 +243,7 @@ class Verifier:
         deadline = Deadline(self._options.time_limit or SEARCH_SECONDS)
         explained: set[Method] = set()
         for unequal in self._unequal:
-            for fixture in filter(None, (unequal.runs.fixture, self._double)):
-                fixture.deadline = deadline
+            unequal.runs.fixture.deadline = deadline
             method = unequal.comparison.method
             if method not in explained and self._diagnose(unequal, deadline):
                 explained.add(method)  # A shorter window has the causes of the whole one.
@@ -270,7 +254,7 @@ class Verifier:
         if not runs.uses_host_rng:
             self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
-            causes = find_causes(*self._repeat_in_float64(*unequal))
+            causes = find_causes(*unequal)
         except (WorkloadError, NotMeasuredError) as error:
             self._note(f"the search for the cause failed: {first_line(error.message)}")
             return False
@@ -283,24 +267,6 @@ class Verifier:
         known = {(cause.kind, cause.where) for cause in self._causes}
         self._causes += [cause for cause in causes if (cause.kind, cause.where) not in known]
         return not any(cause.kind == "unknown" for cause in causes)
-
-    def _repeat_in_float64(
-        self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
-    ) -> tuple[PairedRuns, Comparison, Tolerances]:
-        """Repeat the comparison in float64, without rounding; return it as it is where float64 shows no difference."""
-        if self._double is None:
-            return runs, comparison, tolerances
-        double = runs.with_fixture(self._double)
-        bounds = find_tolerances(double, precision="fp64", samples=sum(runs.sizes))
-        try:
-            found, bounds = _compared(double, comparison.method, comparison.window, bounds)
-        except TimeIsOver:  # So it will be at the first experiment.
-            return runs, comparison, tolerances
-        if found.equal:
-            self._note(f"in float64 there is no such difference: it is due to {self._precision}")
-            return runs, comparison, tolerances
-        self._note("the causes were searched for in float64")
-        return double, found, bounds
 
     def _note(self, note: str) -> None:
         if note not in self._notes:

@@ -30,8 +30,8 @@ def test_equal_is_one_line() -> None:
     assert drawn(FOUND) == f"{said}; -v shows 1 note\n"
     assert drawn(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
     assert drawn(FOUND, verbose=True).startswith(f"{said}\n\n")
-    rough = drawn(dataclasses.replace(FOUND, notes=(), precision="bf16"))
-    assert rough.endswith(f"{batch}, bf16, tolerance 1.0e-10)\n")
+    rough = drawn(dataclasses.replace(FOUND, notes=(), precision="fp32"))
+    assert rough.endswith(f"{batch}, float32, tolerance 1.0e-10)\n")
 
 
 def test_what_was_not_tested_is_the_first_line() -> None:

@@ -230,20 +230,13 @@ def test_a_permutation_is_neutral_and_said() -> None:
     assert any("randperm" in note for note in verification.notes)
 
 
-@pytest.mark.slow
-def test_finds_causes_behind_rounding() -> None:
-    (cause,) = found(texts(small.token_loss), precision="bf16").causes
-    assert cause.kind == "weight"
-    assert cause.change.endswith(TOKENS)
-
-
 def test_an_optimizer_that_orthogonalises_is_no_cause() -> None:
     def wide() -> nn.Module:
         layers = nn.Linear(small.FEATURES, 24, bias=False), nn.Tanh(), nn.Linear(24, small.CLASSES, bias=False)
         return nn.Sequential(*layers)
 
     workload = classes(wide, optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.01))
-    assert found(workload, precision="bf16").equivalent
+    assert found(workload, precision="fp32").equivalent
 
 
 def test_two_samples_are_enough() -> None:
