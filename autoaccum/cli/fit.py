@@ -18,7 +18,6 @@ from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
 from autoaccum.options import CHECKS
 from autoaccum.reporting.console import relative_path
-from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
     from autoaccum.training.fit_events import FitResult
@@ -123,21 +122,24 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
       3    could not be planned, checkpoints could not be written or read, or another rank failed or ended
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
-    seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
+    run_dir = Path(asked["run_dir"]).absolute()  # A workload may change the working directory.
     # Of several ranks, only the first shows anything but errors.
     shows = not is_one_of_ranks() or os.environ.get("RANK") == "0"
     try:
         from autoaccum.accumulation.ranks.launch import launched_ranks
 
         with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
-            result = _train(workload, asked, seen, quiet=quiet or not shows)
+            result = _train(workload, asked, run_dir, quiet=quiet or not shows)
             if shows:
-                _show(result, asked, seen, ranks.size, as_json=as_json, quiet=quiet)
+                _show(result, asked, ranks.size, as_json=as_json, quiet=quiet)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise
         if shows:
-            seen.tell_end("interrupted" if isinstance(leaving, KeyboardInterrupt) else "ended")
+            how = "interrupted" if isinstance(leaving, KeyboardInterrupt) else "ended"
+            same = "the same command without --resume" if asked["resume"] == "never" else "the same command"
+            kept = _state_kept(run_dir)
+            _say(f"{how} before training began" if kept is None else f"{how}; {kept}; {same} goes on from there")
         if isinstance(leaving, SystemExit):
             raise
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -148,7 +150,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
         raise click.exceptions.Exit(error.exit_code) from None
 
 
-def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
+def _train(workload: str, asked: dict[str, Any], run_dir: Path, *, quiet: bool) -> FitResult:
     from autoaccum.devices.child.failures import describe_failure, failure_error
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.fit_report import TrainingProgress
@@ -160,18 +162,14 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
         stack.enter_context(stdout_kept())
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
         stack.enter_context(_warnings_told(progress.warn))
-
-        def listen(event: Any) -> None:
-            seen.hear(event)
-            progress.notify(event)
-
         try:
-            return train(request, on_event=listen)
+            return train(request, on_event=progress.notify)
         except BaseException as error:
             if _is_signal(error):
                 raise
             stack.close()
-            seen.tell_kept()
+            if (kept := _state_kept(run_dir)) is not None:
+                _say(f"note: {kept}")
             if isinstance(error, AutoaccumError):
                 raise
             # What is none of ours is raised as what it means: memory, or the user's code, shown as theirs.
@@ -194,12 +192,12 @@ def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, ranks: int, *, as_json: bool, quiet: bool) -> None:
+def _show(result: FitResult, asked: dict[str, Any], ranks: int, *, as_json: bool, quiet: bool) -> None:
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.fit_report import fit_record, print_fit
 
     if as_json:
-        record = fit_record(result, target_batch=asked["target_batch"], last=seen.last)
+        record = fit_record(result, target_batch=asked["target_batch"])
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         if not quiet:
@@ -209,50 +207,17 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, ranks: int, *, 
         if ranks > 1:
             started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
             command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
-        print_fit(make_console(), result, command=command, last=seen.last)
+        print_fit(make_console(), result, command=command)
     if result.unsaved is not None:
         raise CheckpointError(f"the end of the training is not on disk: {result.unsaved}")
 
 
-class _Seen:
-    """The last events of a training, for a message where it ends early.
-
-    Attributes:
-        last: The last update of a whole batch, as that at the end of an epoch may not be; else the last.
-    """
-
-    def __init__(self, target_batch: int, *, starts_anew: bool) -> None:
-        self.last: Updated | None = None
-        self._update, self._samples, self._target_batch = 0, 0, target_batch
-        self._kept: tuple[int, Path] | None = None
-        self._same = "the same command without --resume" if starts_anew else "the same command"
-
-    def hear(self, event: Any) -> None:
-        if isinstance(event, Updated):
-            if self.last is None or event.samples - self._samples >= self._target_batch:
-                self.last = event
-            self._update, self._samples = event.update, event.samples
-        elif isinstance(event, CheckpointWritten):
-            self._kept = event.update, event.path
-        elif isinstance(event, Started) and event.resumed_from is not None:
-            self._kept, self._update = (event.update, event.resumed_from), event.update
-
-    def tell_end(self, how: str) -> None:
-        """Print what was saved, and how to resume."""
-        if self._kept is None:
-            _say(f"{how} before training began: nothing is lost")
-            return
-        kept, path = self._kept
-        since = "" if kept >= self._update else f", the newest checkpoint is from update {kept}"
-        _say(
-            f"{how} after update {max(kept, self._update)}{since}: {relative_path(path)};"
-            f" {self._same} goes on from there"
-        )
-
-    def tell_kept(self) -> None:
-        """Print above an error which state was saved."""
-        if self._kept is not None:
-            _say(f"note: the state after update {self._kept[0]} is kept: {relative_path(self._kept[1])}")
+def _state_kept(run_dir: Path) -> str | None:
+    """Return which state the newest checkpoint has, as a sentence; None without one."""
+    newest = max((run_dir / "checkpoints").glob("checkpoint-*.pt"), default=None)
+    if newest is None:
+        return None
+    return f"the state after update {int(newest.stem.rpartition('-')[2])} is kept: {relative_path(newest)}"
 
 
 def _say(text: str) -> None:

@@ -19,17 +19,14 @@ from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
 from autoaccum.units import format_bytes
 
-SCHEMA = 2
+SCHEMA = 3
 _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 10.0
 
 
-def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
-    """Print the result of a training, and the exact next commands; `command` continues the training.
-
-    `last` is the last update of a whole batch that this call made, else its last update; None when it made none.
-    """
-    print_rows(console, _rows(result, last=last))
+def print_fit(console: Console, result: FitResult, *, command: Sequence[str]) -> None:
+    """Print the result of a training, and the exact next commands; `command` continues the training."""
+    print_rows(console, _rows(result))
     lines = [Text("\ncontinue the training:"), Text(f"  {shlex.join(command)}", "cyan")]
     if result.model_path is not None:
         weights = f"torch.load({relative_path(result.model_path)!r}, weights_only=True)"
@@ -38,8 +35,8 @@ def print_fit(console: Console, result: FitResult, *, last: Updated | None, comm
         console.print(line, soft_wrap=True)
 
 
-def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) -> dict[str, Any]:
-    """Return the result of a training as plain values: the fields of `FitResult`, and the sizes of the last update.
+def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
+    """Return the result of a training as plain values: the fields of `FitResult`.
 
     What there is none of is null, and so is a number that is not finite.
     """
@@ -54,26 +51,22 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
         **{name: str(value) if isinstance(value, Path) else value for name, value in record.items()},
         "loss": _finite(result.loss),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()} or None,
-        "micro_batch": None if last is None else last.micro_batch,
-        "iter_size": None if last is None else last.micro_batches,
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
         "warnings": list(result.warnings),
     }
 
 
-def _rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, Text]]:
+def _rows(result: FitResult) -> Iterator[tuple[str, Text]]:
     epochs = f" in {counted(result.epochs, 'epoch')}" if result.epochs else ""
     yield "updates", Text(f"{result.updates}{epochs}, {result.samples:,} samples")
     if result.loss is not None:
         yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
     if result.evaluation is not None:
         yield "evaluation", Text(_format_values(result.evaluation), "bold green")
-    if last is not None:
-        size = str(last.micro_batch)
-        if result.plan is not None and last.micro_batch != result.plan.micro_batch:
-            size += f" in the last update, planned were {result.plan.micro_batch}"
-        yield "micro-batch", Text(size)
-        yield "iter_size", Text(f"{last.micro_batches}")
+    size = str(result.micro_batch)
+    if result.plan is not None and result.micro_batch != result.plan.micro_batch:
+        size += f" at the end, planned were {result.plan.micro_batch}"
+    yield "micro-batch", Text(size)
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}")
     if result.added_savers:

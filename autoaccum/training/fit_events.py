@@ -15,13 +15,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Planning:
-    """A plan is made first; the planner's own events follow until `Started`."""
-
-    reference: str
-
-
-@dataclass(frozen=True)
 class WorkloadOutput:
     """A line that the workload printed in its child process during planning."""
 
@@ -144,6 +137,7 @@ class FitResult:
     Attributes:
         model: The trained model, on its device.
         plan: The plan it was trained by; None if `micro_batch` was given.
+        micro_batch: The most samples of a micro-batch at the end.
         updates: Updates so far, including earlier runs in the same folder.
         epochs: Whole epochs so far.
         samples: Samples trained on so far.
@@ -167,6 +161,7 @@ class FitResult:
     model: nn.Module
     optimizer: Optimizer
     plan: Plan | None
+    micro_batch: int
     updates: int
     epochs: int
     samples: int

@@ -28,7 +28,7 @@ from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.data_source import Source
-from autoaccum.training.fit_events import Notice, Planning
+from autoaccum.training.fit_events import Notice
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.run_folder import RunFolder
@@ -140,7 +140,6 @@ def choose_micro_batch(
         multiple = max(setup.multiple_of, 1 if known.plan is None else known.plan.multiple_of)
         check_multiple(request.target_batch, multiple, "the target batch")
         return replace(known, multiple_of=multiple)
-    notify(Planning(setup.name))
     try:
         plan = setup.plan(source.planning_batch, notify)
     except (UsageError, NotMeasuredError) as error:

@@ -136,8 +136,7 @@ def _lower(choice: MicroBatchChoice, ceiling: int | None, notify: Callable[[Any]
     """Return the choice, or the smaller one that a run has left which could not repeat an update."""
     if ceiling is None or ceiling >= choice.micro_batch:
         return choice
-    text = f"memory ran out before with micro-batches of more than {ceiling}: they have at most that many samples now"
-    notify(Notice(f"{text} (ceiling.json in the run folder; delete it to forget that)", warns=False))
+    notify(Notice(f"micro-batches of more than {ceiling} ran out of memory before (ceiling.json)", warns=False))
     return MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
 
 
@@ -210,6 +209,7 @@ def _result(
         model=loop.components.model,
         optimizer=loop.components.optimizer,
         plan=loop.choice.plan,
+        micro_batch=loop.stepper.ceiling.largest,
         updates=progress.update,
         epochs=progress.epoch,
         samples=progress.samples,

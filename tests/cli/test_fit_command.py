@@ -21,7 +21,7 @@ from warm_children import Nurseries, wait
 from autoaccum.cli import main
 from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.training import trainer
-from autoaccum.training.fit_events import CheckpointWritten, FitResult, Started, Updated
+from autoaccum.training.fit_events import FitResult
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.units import parse_size
 
@@ -86,7 +86,7 @@ def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path, run: Command,
     lines = done.stdout.splitlines()
     assert lines[0] == "updates      6 in 2 epochs, 192 samples"
     assert re.fullmatch(r"evaluation   loss [\d.]+", lines[2])
-    assert lines[3:5] == ["micro-batch  32", "iter_size    1"]
+    assert lines[3] == "micro-batch  32"
     assert "checkpoint   run/checkpoints/checkpoint-00000006.pt" in lines
     assert "weights      run/model.pt" in lines
     assert torch.load(folder / "run" / "model.pt", weights_only=True)["0.weight"].shape == (16, 8)
@@ -111,7 +111,7 @@ def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path, run: Command
     done = run(folder, "--micro-batch", "10", "--json", "-q", "--steps", "5", "--clip-norm", "1")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
-    assert (record["updates"], record["samples"], record["micro_batch"], record["iter_size"]) == (5, 160, 8, 4)
+    assert (record["updates"], record["samples"], record["micro_batch"]) == (5, 160, 10)
     assert done.stderr.count("warning: careful\n") == 1
     assert set(done.stderr.splitlines()) == {"loading", "a step", "warning: careful"}
 
@@ -158,7 +158,9 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     stderr = (folder / "stderr").read_text()
     assert (folder / "stdout").read_text() == ""
     last = stderr.splitlines()[-1]
-    kept = re.fullmatch(rf"{how} after update (\d+): (run/checkpoints/.*); the same command goes on from there", last)
+    kept = re.fullmatch(
+    kept = re.fullmatch(rf"{how}; the state after update (\d+) is kept: (run/checkpoints/.*); the same command .*", last)
+    )
     assert kept is not None, stderr
     assert "Traceback" not in stderr
     assert kept[2] == f"run/checkpoints/checkpoint-{int(kept[1]):08}.pt"
@@ -194,31 +196,21 @@ def test_usage_errors_say_what_was_seen(words: str, text: str) -> None:
 
 NET = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
-KEPT = CheckpointWritten(120, Path("a/120.pt"), 0.1)
-STARTED = Started(model=NET, optimizer=OPTIMIZER, plan=None, micro_batch=4, target_batch=8, device="cpu")
 Train = Callable[..., FitResult]
-
-
-def updated(update: int, samples: int, micro_batch: int = 4) -> Updated:
-    known: dict[str, Any] = {"epoch": 1, "loss": 1.0, "grad_norm": None, "learning_rate": 0.1, "retries": 0}
-    known |= {"samples_per_second": 1.0, "peak_bytes": None, "micro_batches": 2, "updated": True}
-    return Updated(update=update, samples=samples, micro_batch=micro_batch, **known)
 
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[FitRequest]]:
-    """`train` tells events and ends as a test wants it; what it was asked for."""
+    """`train` ends as a test wants it; what it was asked for."""
 
-    def end(*told: Any, error: BaseException | None = None, **changes: Any) -> list[FitRequest]:
+    def end(*, error: BaseException | None = None, **changes: Any) -> list[FitRequest]:
         asked: list[FitRequest] = []
 
         def train(request: FitRequest, on_event: Callable[[Any], Any]) -> FitResult:
             asked.append(request)
-            for event in told:
-                on_event(event)
             if error is not None:
                 raise error
-            known: dict[str, Any] = {"updates": 2, "epochs": 1, "samples": 12, "loss": 1.0}
+            known: dict[str, Any] = {"micro_batch": 4, "updates": 2, "epochs": 1, "samples": 12, "loss": 1.0}
             return FitResult(model=NET, optimizer=OPTIMIZER, plan=None, **(known | changes))
 
         monkeypatch.setattr(trainer, "train", train)
@@ -256,11 +248,6 @@ def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> N
     assert result.stderr == ""
 
 
-def test_the_micro_batch_shown_is_not_that_of_a_short_last_batch(training: Callable[..., list[FitRequest]]) -> None:
-    training(STARTED, updated(1, 8), updated(2, 9, micro_batch=1))
-    assert "micro-batch  4\n" in invoke(*WORDS, "--epochs", "1").stdout
-
-
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -270,26 +257,29 @@ def test_the_micro_batch_shown_is_not_that_of_a_short_last_batch(training: Calla
         (CheckpointError("disk full"), 3, "error: disk full\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "error: training ran out of memory"),
         (SystemExit(7), 2, "error: training called sys.exit(7)\n"),
-        (KeyboardInterrupt(), 130, "interrupted after update 121, the newest checkpoint is from update 120: a/120.pt;"),
-        (SystemExit(143), 143, "ended after update 121, the newest checkpoint is from update 120: a/120.pt;"),
+        (KeyboardInterrupt(), 130, "interrupted; the state after update 120 is kept: "),
+        (SystemExit(143), 143, "ended; the state after update 120 is kept: "),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_every_end_has_a_code_and_says_what_is_kept(
-    training: Callable[..., list[FitRequest]], error: BaseException, code: int, text: str
+    training: Callable[..., list[FitRequest]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    text: str,
 ) -> None:
-    training(STARTED, KEPT, updated(121, 8), error=error)
-    result = invoke(*WORDS, "--epochs", "3")
+    monkeypatch.chdir(tmp_path)
+    Path("a/checkpoints").mkdir(parents=True)
+    Path("a/checkpoints/checkpoint-00000120.pt").touch()
+    training(error=error)
+    result = invoke(*WORDS, "--epochs", "3", "--resume", "never")
     assert (result.exit_code, result.stdout) == (code, "")
     assert text in result.stderr
-    assert "a/120.pt" in result.stderr
+    assert "a/checkpoints/checkpoint-00000120.pt" in result.stderr
+    assert ("the same command without --resume goes on from there" in result.stderr) == (code > 100)
     assert "this is a fault of autoaccum" not in result.stderr
-
-
-def test_after_a_run_that_began_anew_the_same_command_must_not(training: Callable[..., list[FitRequest]]) -> None:
-    training(STARTED, KEPT, updated(120, 8), error=KeyboardInterrupt())
-    text = invoke(*WORDS, "--epochs", "3", "--resume", "never").stderr
-    assert text.endswith("after update 120: a/120.pt; the same command without --resume goes on from there\n")
 
 
 def test_an_end_that_is_not_on_disk_is_shown_and_an_error(training: Callable[..., list[FitRequest]]) -> None:

@@ -12,32 +12,19 @@ from autoaccum.devices.base import Trial
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import fit_record, print_fit
-from autoaccum.training.fit_events import FitResult, Updated
+from autoaccum.training.fit_events import FitResult
 
 MODEL = nn.Linear(2, 1)
 RESULT = FitResult(
     model=MODEL,
     optimizer=torch.optim.SGD(MODEL.parameters(), lr=0.1),
     plan=None,
+    micro_batch=64,
     updates=3000,
     epochs=3,
     samples=768_000,
     loss=0.43125678,
     seconds=754.4,
-)
-LAST = Updated(
-    update=3000,
-    epoch=3,
-    samples=768_000,
-    loss=0.43125678,
-    grad_norm=None,
-    learning_rate=0.1,
-    samples_per_second=1e3,
-    peak_bytes=None,
-    micro_batches=4,
-    micro_batch=64,
-    retries=0,
-    updated=True,
 )
 PLAN = Plan(
     kind="measured",
@@ -58,9 +45,9 @@ PLAN = Plan(
 COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
 
 
-def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> str:
+def draw(result: FitResult, width: int = 100) -> str:
     file = io.StringIO()
-    print_fit(make_console(file=file, width=width), result, last=last, command=COMMAND)
+    print_fit(make_console(file=file, width=width), result, command=COMMAND)
     return file.getvalue()
 
 
@@ -81,7 +68,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
     for row in (
         "updates      3000 in 3 epochs, 768,000 samples\n",
         "evaluation   loss 0.25, accuracy 0.97\n",
-        "micro-batch  64 in the last update, planned were 86\n",
+        "micro-batch  64 at the end, planned were 86\n",
         "OOM retries  12\n",
         "added savers recompute, offload-gradients: no smaller micro-batch was left\n",
         "skipped      1 update, not finite\n",
@@ -103,10 +90,10 @@ def test_a_record_for_programs() -> None:
         added_savers=("recompute",),
         warnings=("careful",),
     )
-    record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
-    assert record["schema"] == 2
+    record = json.loads(json.dumps(fit_record(result, target_batch=256), allow_nan=False))
+    assert record["schema"] == 3
     assert record["evaluation"] == {"loss": None, "accuracy": 0.5}
-    assert (record["target_batch"], record["micro_batch"], record["iter_size"]) == (256, 64, 4)
+    assert (record["target_batch"], record["micro_batch"]) == (256, 64)
     assert record["planned_micro_batch"] == 86
     assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
     assert record["resumed_from"] is None

@@ -18,7 +18,6 @@ from autoaccum.training.fit_events import (
     CheckpointWritten,
     Evaluated,
     Notice,
-    Planning,
     Started,
     Updated,
 )
@@ -125,7 +124,7 @@ def test_a_terminal_is_redrawn_four_times_a_second_at_most() -> None:
 
 def test_the_planner_is_drawn_until_training_starts() -> None:
     trial = Trial(parts=(64, 64), outcome="ok", seconds=1.0)
-    told = [Planning("model.py"), TrialStarted(1, (64, 64)), TrialFinished(1, trial), started()]
+    told = [TrialStarted(1, (64, 64)), TrialFinished(1, trial), started()]
     lines = draw(*told)
     assert lines[0].split()[:2] == ["64", "ok"]
     assert lines[1].startswith("training Linear")
