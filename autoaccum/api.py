@@ -311,7 +311,7 @@ def fit(
             (end the run before the update) or `off` (do not check).
         progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
-        options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own. `optimizer`:
+        options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's. `optimizer`:
             an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim` (AdamW by
             default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays where it is.
             `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled`,
@@ -339,10 +339,13 @@ def fit(
     for name in ("model_or_workload", "progress", "options"):
         del given[name]
 
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.fit_report import TrainingProgress
+    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.training.fit_request import FitRequest
     from autoaccum.training.trainer import train
+
+    with preserve_rng_state():  # Rich draws a random number when it is imported.
+        from autoaccum.reporting.console import make_console
+        from autoaccum.reporting.fit_report import TrainingProgress
 
     request = FitRequest.of(model_or_workload, given)
     with TrainingProgress(make_console(stderr=True), quiet=not progress) as shown:

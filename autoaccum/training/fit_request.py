@@ -87,48 +87,45 @@ class FitRequest:
         return cls(model_or_workload=model_or_workload, options=Options.of("fit", others), **mine)
 
     def __post_init__(self) -> None:
-        for name in ("target_batch", "checkpoint_every", "keep"):
-            self._set(name, read_count(getattr(self, name), name))
-        for name in ("epochs", "steps", "micro_batch", "eval_every"):
+        counts = {"target_batch": 1, "checkpoint_every": 1, "keep": 1, "seed": 0, "workers": 0}
+        counts |= dict.fromkeys(("epochs", "steps", "micro_batch", "eval_every"), 1)
+        for name, least in counts.items():
             if getattr(self, name) is not None:
-                self._set(name, read_count(getattr(self, name), name))
-        for name in ("seed", "workers"):
-            self._set(name, read_count(getattr(self, name), name, least=0))
+                self._set(name, read_count(getattr(self, name), name, least=least))
         for name, takes in _FUNCTIONS.items():
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
         check_flag(self.skip_nonfinite, "skip_nonfinite")
-        for name, most in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
-            self._check_positive(name, most)
+        for name, bound in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
+            self._check_positive(name, bound)
         self._make_paths_absolute()
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
-        for one, other in (("eval_every", "eval_due"), ("micro_batch", "plan")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise UsageError(f"{one} is {getattr(self, one)}, and {other} is given too", hint="give one of them")
+        for first, second in (("eval_every", "eval_due"), ("micro_batch", "plan")):
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                raise UsageError(
+                    f"{first} is {getattr(self, first)}, and {second} is given too", hint="give one of them"
+                )
         if self.options.chooses_savers and not (self.micro_batch is None and self.plan is None):
-            known = "plan" if self.micro_batch is None else f"micro-batch of {self.micro_batch}"
             raise UsageError(
-                f"savers are to be chosen (--savers auto), and a {known} is given",
+                "savers are to be chosen (--savers auto), and a plan or a micro-batch is given",
                 hint="leave one of them out: a plan has the savers it was made with",
             )
         check_word(self.check, "check", CHECKS)
         check_word(self.resume, "way to resume", ("auto", "must", "never"))
         if self.resume == "must" and self.run_dir is None:
             raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")
-        given = list(self.callbacks) if hasattr(self.callbacks, "__iter__") else [self.callbacks]
-        if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
+        if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
-        self._set("callbacks", tuple(given))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_positive(self, name: str, most: float) -> None:
+    def _check_positive(self, name: str, bound: float) -> None:
         value = getattr(self, name)
         if value is None:
             return
-        if not is_positive(value) or value > most or (value == most and name != "clip_norm"):
+        if not is_positive(value) or value > bound or (value == bound and name != "clip_norm"):
             below = " and below 1" if name == "ema_decay" else ""
             raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._set(name, float(value))

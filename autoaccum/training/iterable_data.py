@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.accumulation.reachable_objects import find_generators
-from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
+from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
@@ -24,18 +23,21 @@ from autoaccum.training.fit_events import Notice
 from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 
 
-class StreamSource(WindowSource):
-    """Windows of an iterable, each read with a seed from run, epoch and window.
+class BatchesSource(WindowSource):
+    """Windows of an iterable of batches, each read with a seed from run, epoch and window.
+
+    Batches are joined if they have the same layout, and split where a window ends.
 
     Args:
-        unit: What it yields: `samples` or `batches`.
-        length: How many of them; None if unknown.
+        samples: The samples of an epoch; None if unknown.
     """
 
-    def __init__(self, data: Any, settings: DataSettings, unit: str, length: int | None = None) -> None:
-        name = f"{describe_type(data)} of {unit}" if length is None else f"{describe_type(data)} of {length:,} {unit}"
-        super().__init__(settings, name)
-        self._data, self._unit, self._length = data, unit, length
+    unit = "batches"
+
+    def __init__(self, data: Any, settings: DataSettings, samples: int | None = None) -> None:
+        super().__init__(settings, f"{describe_type(data)} of {self.unit}")
+        self.samples_per_epoch, self._length = samples, None if samples is None else len(data)
+        self._data = data
         self._is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
         self._reader: Reader | None = None
         self._remainder: Any = None
@@ -45,7 +47,7 @@ class StreamSource(WindowSource):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be equal on resuming."""
-        found: dict[str, Any] = {"kind": self._unit, "length": self._length}
+        found: dict[str, Any] = {"kind": self.unit, "length": self._length}
         if isinstance(self._data, DataLoader):
             found |= {"batch_size": self._data.batch_size, "workers": self._data.num_workers}
         return found
@@ -58,7 +60,7 @@ class StreamSource(WindowSource):
             self._open_and_seed()  # Outside of `interruptible`, so that no process is left half started.
             with self.interruptible():
                 entries, sizes = self._read_entries()
-                parts = self._make_parts(*self._own(entries, sizes))
+                parts = self._join_alike(*self._own(entries, sizes))
         samples, checksum = sum(sizes), zlib.crc32(repr(sizes).encode())
         if self._windows == 0:
             self._check_fills_window(samples, self._epoch)
@@ -107,25 +109,50 @@ class StreamSource(WindowSource):
             self._reader.close(include_persistent=False)
             self._reader = None
 
-    @abc.abstractmethod
+    def planning_batch(self, worst_of: int | None = None) -> Any:
+        """Return the first batch; raise UsageError for `worst_of`, since batches have no single samples to compare."""
+        if worst_of is not None:
+            raise UsageError(
+                f"worst_of is {worst_of}, but {self._name} has no single samples to compare",
+                hint="give a Dataset or a DataLoader over one, or yield the longest batch first",
+            )
+        return self._batch(self._peek(1)[0])[0]
+
     def _read_entries(self) -> tuple[list[Any], list[int]]:
-        """Read up to a window; return the entries and the samples of each."""
+        """Read up to a window; return the batches and the samples of each."""
+        parts, sizes, room = [], list[int](), self._settings.target_batch
+        while room > 0:
+            entry = self._next_entry() if self._remainder is None else self._remainder
+            if entry is END:
+                break
+            batch, size = self._batch(entry)
+            self._remainder = None
+            if size > room:
+                batch, self._remainder = split_batch(batch, [room, size - room])
+            if size:
+                parts.append(batch)
+                sizes.append(min(size, room))
+                room -= sizes[-1]
+        return parts, sizes
 
-    @abc.abstractmethod
-    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
-        """Return the parts of a window, or of a share of it that begins with sample `start`."""
+    def _batch(self, entry: Any) -> tuple[Any, int]:
+        try:
+            batch = wrap_batch(entry, self._settings.batching)
+            return batch, batch_size(batch)
+        except WorkloadError as error:
+            raise UsageError(
+                f"{self._name} yields something that is not a batch: {error.message}",
+                hint="yield batches, or give single samples as a Dataset or an IterableDataset",
+            ) from error
 
-    def _own(self, entries: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int], int]:
-        """Return this rank's entries of a window, their sizes, and the number of the first sample."""
-        if self._settings.ranks == 1:
-            return [*entries], [*sizes], 0
-        shares = list(self._share(sizes))
-        own = []
-        for number, first, last in shares:
+    def _own(self, entries: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int]]:
+        """Return this rank's batches of a window, and their sizes."""
+        own, own_sizes = list[Any](), list[int]()
+        for number, first, last in self._share(sizes):
             cut = [first, last - first, sizes[number] - last]
             own.append(entries[number] if cut[1] == sizes[number] else split_batch(entries[number], cut)[1])
-        start = sum(sizes[: shares[0][0]]) + shares[0][1] if shares else 0
-        return own, [last - first for _, first, last in shares], start
+            own_sizes.append(cut[1])
+        return own, own_sizes
 
     def _begin(self, epoch: int) -> None:
         self.close()
@@ -143,10 +170,11 @@ class StreamSource(WindowSource):
     def _open_and_seed(self) -> None:
         """Open the data if necessary, and seed for the next window."""
         if self._reader is None:
-            self._reader = self._open()
+            self._seed_epoch()
+            self._reader = Reader(self._iterable())
         seed_generators(derive_seed(self._settings.seed, "window", self._epoch, self._windows))
 
-    def _open(self) -> Reader:
+    def _seed_epoch(self) -> None:
         seed = derive_seed(self._settings.seed, "stream", self._epoch)
         data = self._data.dataset if isinstance(self._data, DataLoader) else self._data
         # What has a state of its own restores its generators itself.
@@ -154,7 +182,9 @@ class StreamSource(WindowSource):
         set_epoch(data, self._epoch)
         if isinstance(self._data, DataLoader):
             start_loader_epoch(self._data, self._epoch, seed)
-        return Reader(self._data)
+
+    def _iterable(self) -> Any:
+        return self._data
 
     def _next_entry(self) -> Any:
         assert self._reader is not None
@@ -183,7 +213,8 @@ class StreamSource(WindowSource):
         """Return the first entries, which will still be read; raise UsageError if there are none."""
         state = copy.deepcopy(self._data.state_dict()) if self._is_stateful else None
         with preserve_rng_state():
-            reader = self._open()
+            self._seed_epoch()
+            reader = Reader(self._data)
             entries = list(islice(reader, count))
             reader.close(include_persistent=False)
             is_consumed = not isinstance(self._data, DataLoader) and iter(self._data) is reader.entries
@@ -196,8 +227,14 @@ class StreamSource(WindowSource):
         return entries
 
 
-class SamplesSource(StreamSource):
-    """Windows of samples of an IterableDataset, collated part by part; raises UsageError for a request with workers."""
+class SamplesSource(BatchesSource):
+    """Windows of an IterableDataset, whose samples are collated to the parts of a window.
+
+    Raises:
+        UsageError: Workers are requested.
+    """
+
+    unit = "samples"
 
     def __init__(self, data: Any, settings: DataSettings) -> None:
         if settings.workers:
@@ -205,74 +242,14 @@ class SamplesSource(StreamSource):
                 f"workers is {settings.workers}, but an IterableDataset divides itself among workers in its own way",
                 hint="give a DataLoader over it with num_workers",
             )
-        super().__init__(data, settings, "samples")
-        self._collate = default_collate if settings.collate is None else settings.collate
-        self._buffered: list[Any] = []
+        super().__init__(data, settings)
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """Return a function of the size that makes batches of the longest among the first samples."""
         return self._longest(self._peek(worst_of or DEFAULT_WORST_OF), self._settings.collate)
 
-    def _begin(self, epoch: int) -> None:
-        super()._begin(epoch)
-        self._buffered = []
-
-    def _read_entries(self) -> tuple[list[Any], list[int]]:
-        target, samples = self._settings.target_batch, self._buffered
-        while len(samples) < target and (entry := self._next_entry()) is not END:
-            samples = [*samples, entry]
-        self._buffered = samples[target:]
-        return samples[:target], [1] * len(samples[:target])
-
-    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
-        parts, base = [], derive_seed(self._settings.seed, "collate", self._epoch, self._windows)
-        for own in slices(split_evenly(len(entries), self.part_size, self.multiple_of)) if entries else ():
-            seed_generators(item_seed(base, start + own.start))
-            parts.append(self._check_collated(self._collate(entries[own]), own.stop - own.start))
-        return parts
-
-
-class BatchesSource(StreamSource):
-    """Windows of an iterable of batches: joined if they have the same layout, split where a window ends."""
-
-    def __init__(self, data: Any, settings: DataSettings, samples: int | None = None) -> None:
-        super().__init__(data, settings, "batches", None if samples is None else len(data))
-        self.samples_per_epoch = samples
-
-    def planning_batch(self, worst_of: int | None = None) -> Any:
-        """Return the first batch; raise UsageError for `worst_of`, since batches have no single samples to compare."""
-        if worst_of is not None:
-            raise UsageError(
-                f"worst_of is {worst_of}, but {self._name} has no single samples to compare",
-                hint="give a Dataset or a DataLoader over one, or yield the longest batch first",
-            )
-        return self._batch(self._peek(1)[0])[0]
-
-    def _read_entries(self) -> tuple[list[Any], list[int]]:
-        parts, sizes, room = [], list[int](), self._settings.target_batch
-        while room > 0:
-            entry = self._next_entry() if self._remainder is None else self._remainder
-            if entry is END:
-                break
-            batch, size = self._batch(entry)
-            self._remainder = None
-            if size > room:
-                batch, self._remainder = split_batch(batch, [room, size - room])
-            if size:
-                parts.append(batch)
-                sizes.append(min(size, room))
-                room -= sizes[-1]
-        return parts, sizes
-
-    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
-        return self._join_alike(entries, sizes)
-
-    def _batch(self, entry: Any) -> tuple[Any, int]:
-        try:
-            batch = wrap_batch(entry, self._settings.batching)
-            return batch, batch_size(batch)
-        except WorkloadError as error:
-            raise UsageError(
-                f"{self._name} yields something that is not a batch: {error.message}",
-                hint="yield batches, or give single samples as a Dataset or an IterableDataset",
-            ) from error
+    def _iterable(self) -> Iterator[Any]:
+        samples, collate = iter(self._data), self._settings.collate or default_collate
+        while window := list(islice(samples, self._settings.target_batch)):
+            for part in slices(split_evenly(len(window), self.part_size, self.multiple_of)):
+                yield self._check_collated(collate(window[part]), part.stop - part.start)

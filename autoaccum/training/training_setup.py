@@ -21,6 +21,7 @@ from autoaccum.accumulation.argument_checks import (
     check_scheduler,
     check_unsharded,
     choose_objective,
+    choose_option,
     unwrap_model,
 )
 from autoaccum.accumulation.backpropagation import model_device
@@ -222,8 +223,7 @@ class TrainingSetup:
             UsageError: The scheduler, the precision, the BatchNorm mode or a coupled loss cannot be used.
             WorkloadError: The model cannot be copied for an average.
         """
-        if self._workload is None:
-            _check_scheduler_function(self._request.scheduler, learning_rate)
+        _check_scheduler_function(self._request.scheduler, learning_rate)
         model, optimizer = self._build(plan)
         if learning_rate is not None:
             set_learning_rate(optimizer, learning_rate)
@@ -236,10 +236,8 @@ class TrainingSetup:
         objective = with_coupling(self.objective, coupled, UsageError)
         objective.move_criterion(device)
         _check_criterion(objective, optimizer)
-        ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
-        if ema_decay is not None and is_sharded_model(model):
-            raise UsageError("a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)')
-        savers = read_savers(self._choose_savers(plan), UsageError)
+        ema_decay = self._request.ema_decay or (EMA_DECAY if "ema" in self._keeps else None)
+        savers = read_savers(self._resolve_option("savers", (), plan), UsageError)
         if "offload-optimizer" in savers and needs_buffers(optimizer_parameters(optimizer)):
             raise UsageError(
                 "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
@@ -262,21 +260,12 @@ class TrainingSetup:
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
-    def _choose_savers(self, plan: Plan | None) -> Any:
-        """Return the savers that were requested, or those that a plan has, if it was made to choose them."""
-        if self._request.options.chooses_savers and plan is not None:
-            return plan.workload.get("savers") or ()
-        return self._resolve_option("savers", (), plan)
-
     def _resolve_option(self, name: str, default: Any, plan: Plan | None) -> Any:
-        """Return the request's value, or the workload's, or that of a plan that was given for the same files."""
+        """Return the value that was given, or else the plan's, the workload's, or `default`."""
         requested, own = getattr(self._request.options, name), self._workload
-        chosen = requested or (default if own is None else getattr(own, name))
-        if requested is not None or chosen != default or plan is None:
-            return chosen
-        if own is not None and (self._request.plan is None or plan.workload.get("digest", "") != self.digest):
-            return chosen
-        return plan.workload.get(name) or chosen
+        if requested is not None and not (name == "savers" and self._request.options.chooses_savers):
+            return requested
+        return choose_option(plan, name, None, default if own is None else getattr(own, name))
 
     def _build(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
         own, optimizer = self._workload, self._request.options.optimizer
@@ -321,12 +310,11 @@ class TrainingSetup:
         check_unsharded(check_model(model))
         if request.data is None:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
-        given = {name: getattr(request, name) for name in ("criterion", "weight")}
         loss = read_coupled_loss(request.loss, request.outputs, request.coupled_loss)
-        objective = choose_objective(loss, **given, reduction=_reduction(request), plan=None, model=model)
+        given = {"criterion": request.criterion, "weight": request.weight, "reduction": _reduction(request)}
+        objective = choose_objective(loss, **given, plan=None, model=model)
         if isinstance(request.options.optimizer, Optimizer):
             check_optimizer(request.options.optimizer, model)
-        _check_scheduler_function(request.scheduler, request.learning_rate)
         if not model.training:  # Planning and training use train mode.
             model.train()
         coupled = objective.coupled if request.options.coupled is None else request.options.coupled
@@ -383,15 +371,6 @@ def _check_scheduler_function(scheduler: Any, learning_rate: float | None) -> No
             f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
             hint="give scheduler as a function of the optimizer",
         )
-
-
-def _resolve_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
-    """Return the decay of the averaged weights; None without an average."""
-    if "ema" in keeps:
-        return EMA_DECAY if decay is None else decay
-    if decay is not None:
-        raise UsageError(f"ema_decay is {decay:g}, but no average is requested", hint='add keeps="ema" (--keeps ema)')
-    return None
 
 
 def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:

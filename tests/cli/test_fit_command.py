@@ -158,9 +158,7 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     stderr = (folder / "stderr").read_text()
     assert (folder / "stdout").read_text() == ""
     last = stderr.splitlines()[-1]
-    kept = re.fullmatch(
-    kept = re.fullmatch(rf"{how}; the state after update (\d+) is kept: (run/checkpoints/.*); the same command .*", last)
-    )
+    kept = re.fullmatch(rf"{how}; the state after update (\d+) is kept: (run/checkpoints/.*); the same .*", last)
     assert kept is not None, stderr
     assert "Traceback" not in stderr
     assert kept[2] == f"run/checkpoints/checkpoint-{int(kept[1]):08}.pt"

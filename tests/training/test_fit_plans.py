@@ -53,7 +53,8 @@ by_file = fit(plan=folder + "/planned/plan.json")
 seen["same"] = len({digest(result) for result in (planned, by_plan, by_number, by_file)})
 events.clear()
 resumed = fit(callbacks=[events.append], run_dir=folder + "/planned", steps=3)
-seen["resumed"] = [resumed.plan == plan, any(type(event).__name__ == "TrialFinished" for event in events), resumed.updates]
+tried = any(type(event).__name__ == "TrialFinished" for event in events)
+seen["resumed"] = [resumed.plan == plan, tried, resumed.updates]
 one = iter([(x[:1024], x[:1024].roll(1, 1))] * 2)
 seen["of an iterator"] = [fit(given=one).updates, next(one, None) is None]
 refused("target", plan=plan, target_batch=512)
