@@ -312,10 +312,10 @@ def fit(
         progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
         options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's.
-            `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim` (AdamW by
-            default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays where it is.
-            `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled`,
-            `accumulate_in` and `multiple_of`: as for the Accumulator; a last update of an epoch that is no
+            `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
+            (AdamW by default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays
+            where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`,
+            `coupled`, `accumulate_in` and `multiple_of`: as for the Accumulator; a last update of an epoch that is no
             multiple is left out, with a note. `keeps`: `ema` keeps an average of the
             weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
             checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`;
