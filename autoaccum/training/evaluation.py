@@ -24,7 +24,7 @@ from autoaccum.accumulation.whole_batch.parts_runners import LossOfAll
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.training.data_source import is_map_style
-from autoaccum.training.data_workers import Reader
+from autoaccum.training.data_windows import Reader
 from autoaccum.training.fit_events import Evaluated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.ranks_agreement import TrainingRanks

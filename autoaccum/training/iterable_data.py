@@ -17,8 +17,15 @@ from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.checkpoints import NotPortableError, portable
-from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
-from autoaccum.training.data_workers import END, Reader
+from autoaccum.training.data_windows import (
+    END,
+    DataSettings,
+    Reader,
+    Window,
+    WindowSource,
+    set_epoch,
+    start_loader_epoch,
+)
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 

@@ -18,8 +18,16 @@ from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rn
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
-from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
-from autoaccum.training.data_workers import END, Reader, worker_options
+from autoaccum.training.data_windows import (
+    END,
+    DataSettings,
+    Reader,
+    Window,
+    WindowSource,
+    set_epoch,
+    start_loader_epoch,
+    worker_options,
+)
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices

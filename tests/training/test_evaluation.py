@@ -87,33 +87,6 @@ def test_the_number_of_evaluations_changes_no_weight(evaluate: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_modes_and_gradient_recording_are_restored() -> None:
-    model = net()
-    model.train()
-    next(module for module in model.modules() if isinstance(module, nn.Dropout)).eval()
-    modes = [module.training for module in model.modules()]
-
-    def fails(model: nn.Module, batch: Any) -> float:
-        assert not model.training
-        assert not torch.is_grad_enabled()
-        model.train()
-        raise ValueError("mine")
-
-    def interrupted(model: nn.Module, batch: Any) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(ValueError, match="mine"):
-        evaluation(evaluate=fails).run(model, 0)
-    values(evaluation(), model)
-    states = random.getstate(), torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt):
-        evaluation(evaluate=interrupted).run(model, 0)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.is_grad_enabled()
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
-
-
 class Restless(nn.Module):
     """Has state that a user's `evaluate` may leave changed."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.training.fit_events import Evaluated, FitResult, Updated
+from autoaccum.errors import UsageError
+from autoaccum.training.fit_events import Evaluated, FitResult
 from autoaccum.units import MIB, MemorySize
 
 UPDATES, TARGET = 7, 16
@@ -143,11 +141,6 @@ def test_updates_are_those_of_the_full_batch(case: str) -> None:
     assert done.warnings == ()
 
 
-def test_a_window_of_one_micro_batch_is_the_same() -> None:
-    parts, whole = (fit("two towers", steps=4, micro_batch=size).model for size in (5, TARGET))
-    assert_same(parts, whole, 1e-12)
-
-
 @pytest.mark.parametrize("case", ["exact", "two towers"])
 def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_path: Path) -> None:
     fit(case, steps=4, run_dir=tmp_path)
@@ -183,34 +176,6 @@ def test_an_evaluation_has_the_loss_of_whole_batches(
     assert seen[-1].samples == 21
 
 
-@pytest.mark.parametrize(("case", "number"), [("exact", signal.SIGTERM), ("two towers", signal.SIGINT)])
-def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
-    case: str, number: signal.Signals, tmp_path: Path
-) -> None:
-    calls, seen = [-1], list[Any]()
-
-    def strike(*_: Any) -> None:
-        if calls[0] >= 0:
-            calls[0] += 1
-        if calls[0] == 2:  # The parts of an update have begun.
-            os.kill(os.getpid(), number)
-
-    def struck() -> nn.Module:
-        model = start(normed=CASES[case].get("normed", True))
-        model.register_forward_hook(strike)
-        return model
-
-    def listen(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == 3:
-            calls[0] = 0
-
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        fit(case, run_dir=tmp_path, model=struck, callbacks=[listen])
-    resumed = fit(case, run_dir=tmp_path, callbacks=[lambda event: seen.append(event)])
-    assert [event.update for event in seen if isinstance(event, Updated)] == [*range(4, UPDATES + 1)]
-    assert_same(resumed.model, fit(case).model, 0)
-
-
 @pytest.mark.parametrize("case", ["exact", "two towers"])
 def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(case: str) -> None:
     seen: list[Evaluated] = []
@@ -241,22 +206,6 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
     assert_same(done.model, full_batch("coupled criterion"), 1e-9)
     with pytest.raises(UsageError, match="coupled is set, but the loss is a function of model and batch: write def"):
         autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
-
-
-def test_live_objects_are_planned_verified_and_trained_with_a_loss_of_outputs() -> None:
-    given: dict[str, Any] = {"outputs": outputs, "coupled_loss": contrast, "coupled": True}
-    live = start(normed=False)
-    sample: dict[str, Any] = {"model": live, "batch": lambda size: (X[:size], Y[:size]), **given}
-    limits: dict[str, Any] = {"max_micro_batch": 5, "memory": MemorySize(bytes=256 * MIB)}
-    assert autoaccum.plan(target_batch=TARGET, **sample, **limits).workload["coupled"] is True
-    assert autoaccum.verify(target_batch=6, micro_batch=2, **sample).equivalent
-    own: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES, **given}
-    done = autoaccum.fit(live, LOADED, micro_batch=5, optimizer=optimizer(live.parameters()), **own)
-    assert_same(done.model, full_batch("two towers"), 1e-9)
-    with pytest.raises(UsageError, match="a workload is given, and outputs too"):
-        autoaccum.fit(workload("two towers"), LOADED, **own)
-    with pytest.raises(WorkloadError, match="there is outputs, but no coupled_loss"):
-        autoaccum.fit(live, LOADED, **{**own, "coupled_loss": None})
 
 
 def test_a_plan_of_a_coupled_loss_is_refused_for_an_uncoupled_one_and_the_other_way_round() -> None:

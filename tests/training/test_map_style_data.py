@@ -29,7 +29,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -256,16 +255,6 @@ def test_custom_batches_of_one_layout_are_joined_and_differently_padded_ones_are
     loader = DataLoader(UnevenRows(lengths), batch_sampler=pairs, collate_fn=padding_collate)
     ((_, window),) = windows_of(opened(loader, 8, part_size=8), range(1))
     assert [tuple(part.shape) for part in window.parts] == [(4, 2), (2, 5), (2, 2)]
-
-
-def test_rows_of_tensors_are_gathered_as_a_loader_would_stack_them() -> None:
-    dataset = TensorDataset(torch.randn(9, 3, 4), torch.arange(9), torch.randn(9, 2, dtype=torch.float64))
-    ((_, window),) = windows_of(opened(DataLoader(dataset, 9), 9, part_size=9), range(1))
-    expected = next(iter(DataLoader(dataset, 9)))
-    assert type(window.parts[0]) is type(expected)
-    for mine, theirs in zip(window.parts[0], expected, strict=True):
-        assert torch.equal(mine, theirs)
-        assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
 
 
 def test_plans_with_the_longest_samples() -> None:
