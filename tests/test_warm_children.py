@@ -1,14 +1,10 @@
-"""Copied children are like started ones: they measure the same, and a script is told the same of its surroundings."""
+"""Copied children are like started ones: they measure the same."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from command_line import environment
-from warm_children import WarmPython
 
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -43,12 +39,3 @@ def test_a_copy_measures_what_a_started_child_does(
     copied_fits, copied_refused = trials()
     assert (fits.outcome, refused.outcome) == (copied_fits.outcome, copied_refused.outcome) == ("ok", "oom")
     assert fits.peak_reserved_bytes == pytest.approx(copied_fits.peak_reserved_bytes, abs=MIB)
-
-
-def test_a_script_has_its_own_words_folder_streams_and_exit_code(tmp_path: Path, warm_python: WarmPython) -> None:
-    code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['WORD']); sys.exit('no')"
-    done = warm_python(tmp_path, "-c", code, "a b", environment=environment(WORD="x"))
-    assert (done.returncode, done.stderr) == (1, "no\n")
-    assert done.stdout == f"{['-c', 'a b']} {tmp_path} x\n"
-    killed = warm_python(tmp_path, "-c", "import os; os.kill(os.getpid(), 9)", environment=environment())
-    assert killed.returncode == -signal.SIGKILL

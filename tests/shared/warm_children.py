@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,16 +70,12 @@ class Nursery:
         with self._lock:
             # The copy's parent in between ends at once, so that the kernel makes it a child of this process.
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # The next answer is the next copy's.
             try:
                 socket.send_fds(self._ours, [request], list(descriptors))
                 return int(self._ours.recv(_MOST_BYTES))
-            except KeyboardInterrupt:  # Of a test; the next answer is to be the next copy's.
-                self._ours.settimeout(5)
-                with suppress(TimeoutError):
-                    os.kill(int(self._ours.recv(_MOST_BYTES)), signal.SIGKILL)
-                self._ours.settimeout(None)
-                raise
             finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def close(self) -> None:
@@ -93,21 +88,16 @@ class Copy:
     """A copy with what `ChildProcess` uses of `subprocess.Popen`."""
 
     def __init__(
-        self, nursery: Nursery, words: Sequence[str], *, stdout: int, cwd: Path, env: Mapping[str, str], fd: int
+        self, nursery: Nursery, words: Sequence[str], *, stdout: int, cwd: Path, env: Mapping[str, str], **how: Any
     ) -> None:
-        words = [_PASSED if word == str(fd) else word for word in words]
-        self.stdout: FileIO | None = None
-        theirs = stdout
-        if stdout == subprocess.PIPE:
-            ours, theirs = os.pipe()
-            self.stdout = FileIO(ours)
-        stderr = theirs if stdout == subprocess.PIPE else 2
+        (passed,) = how["pass_fds"]
+        words = [_PASSED if word == str(passed) else word for word in words]
+        ours, theirs = os.pipe() if stdout == subprocess.PIPE else (None, os.dup(stdout))
+        self.stdout = None if ours is None else FileIO(ours)
         try:
-            about = {"cwd": str(cwd), "environment": dict(env)}
-            self.pid = nursery.copy(words, about, [theirs, stderr, fd])
+            self.pid = nursery.copy(words, {"cwd": str(cwd), "environment": dict(env)}, [theirs, theirs, passed])
         finally:
-            if stdout == subprocess.PIPE:
-                os.close(theirs)
+            os.close(theirs)
 
     def wait(self, timeout: float) -> None:
         wait(self.pid, timeout)
@@ -154,16 +144,14 @@ def warmed(nurseries: Mapping[bool, Nursery]) -> Iterator[None]:
     """Have every child that is started in this process be a copy, if there is a nursery for its kind."""
     from autoaccum.devices.child import process
 
-    def start(command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
-        measured = "MALLOC_ARENA_MAX" in env
+    def start(command: Sequence[str], **how: Any) -> Any:
+        measured = "MALLOC_ARENA_MAX" in how["env"]
         if not isinstance(nurseries, Nurseries) and measured not in nurseries:
-            return subprocess.Popen(command, env=env, **how)
-        assert command[:2] == [sys.executable, "-m"]
-        (descriptor,) = how["pass_fds"]
-        return Copy(nurseries[measured], command[1:], stdout=how["stdout"], cwd=how["cwd"], env=env, fd=descriptor)
+            return subprocess.Popen(command, **how)
+        return Copy(nurseries[measured], command[1:], **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+        patch.setattr(process, "start_process", start)
         yield
 
 
@@ -247,17 +235,15 @@ def _import(kind: str, imports: Sequence[str]) -> None:
     from autoaccum.devices.trial_child import TrialChild
 
     TrialChild.prepare()
-    if kind != "measured":
-        for name in ("devices.simulated.simulated_child", "tuning.tuning_child", "tuning.trial_training"):
-            import_module(f"autoaccum.{name}")
-        from autoaccum.devices.simulated.cards import find_card
-        from autoaccum.devices.simulated.tracing.simulation import simulate
+    with ExitStack() as stack:
+        if kind != "measured":
+            for name in ("devices.simulated.simulated_child", "tuning.tuning_child", "tuning.trial_training"):
+                import_module(f"autoaccum.{name}")
+            from autoaccum.devices.simulated.cards import find_card
+            from autoaccum.devices.simulated.tracing.simulation import simulate
 
-        with simulate(find_card("t4")):  # As SimulatedChild.prepare, without its backward, which may start threads.
+            stack.enter_context(simulate(find_card("t4")))  # As SimulatedChild.prepare, without threads of backward.
             torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
-            for name in imports:
-                import_module(name)
-    else:
         for name in imports:
             import_module(name)
     gc.collect()

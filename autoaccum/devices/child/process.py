@@ -40,6 +40,9 @@ _INSIDE = "AUTOACCUM_INSIDE_CHILD"
 
 _OF_RANKS = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w*)")
 """What a launcher sets for a rank; a child is alone, whatever its parent is."""
+start_process: Callable[..., Any] = subprocess.Popen
+"""Starts the process of every child; tests set one that copies a process which has imported PyTorch."""
+
 _STDERR = 2
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
@@ -85,7 +88,7 @@ class ChildProcess:
         self._ended = False
         self._connection, theirs = Pipe()
         try:
-            self._process = subprocess.Popen(
+            self._process = start_process(
                 [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if on_output else _STDERR,
