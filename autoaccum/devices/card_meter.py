@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +27,16 @@ class CardMeter:
 
     Args:
         index: The card's index among the visible cards.
-        make_current: Whether `open` makes the card the one that `cuda` without an index means.
     """
 
-    def __init__(self, index: int, *, make_current: bool = False) -> None:
-        self._make_current = make_current
+    def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._index = index
-        self._peak: CardPeak | None = None
+        self._retries_before = 0
+        self._lapped = (0, 0)
 
     def open(self) -> None:
-        """Make a context on the card.
+        """Make a context on the card, which `cuda` without an index means from then on.
 
         Raises:
             UsageError: The card is not visible, or the chosen allocator cannot be limited.
@@ -48,11 +46,13 @@ class CardMeter:
             names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
             check_index(self._index, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
             check_allocator(os.environ, torch.cuda.get_allocator_backend())
-            if self._make_current:
-                torch.cuda.set_device(self._index)
+            torch.cuda.set_device(self._index)
             torch.cuda.synchronize(self._index)
         except RuntimeError as error:
-            raise start_error(self.device, error) from error
+            raise NotMeasuredError(
+                f"CUDA does not start on {self.device} ({first_line(error)})",
+                hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
+            ) from error
 
     def begin(self) -> Mapping[str, Any]:
         """Take the baseline; return the report of the card: its memory, and who holds the rest."""
@@ -61,37 +61,44 @@ class CardMeter:
         return {"card": dataclasses.asdict(report)}
 
     def start(self) -> None:
-        """Begin a new measurement of the peak, and read the allocator's counters."""
-        self._peak = CardPeak.start(self._index)
+        """Reset the peak to the memory that is held now, and read the allocator's counters."""
+        torch.cuda.current_device()  # Starts CUDA if nothing has yet.
+        torch.cuda.reset_peak_memory_stats(self._index)
+        self._retries_before, self._lapped = self._statistic("num_alloc_retries"), (0, 0)
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Hold the allocator to the budget, which also counts memory left by loading and by earlier jobs."""
         return card_limit(self._index, budget_bytes)
 
-    def lap(self) -> int | None:
+    def lap(self) -> int:
         """Return the peak of the allocator since `start` or the last lap, with what it kept of earlier ones."""
-        assert self._peak is not None
-        reading, self._peak = self._peak.lap()
-        return reading.peak_reserved_bytes
+        reading, peak_bytes = self.read(), self._statistic("reserved_bytes.all.peak")
+        self._lapped = reading.peak_allocated_bytes or 0, reading.peak_reserved_bytes or 0
+        torch.cuda.reset_peak_memory_stats(self._index)
+        return peak_bytes
 
     def read(self) -> Reading:
-        """Return peaks and counters since `start`, even if the context is dead."""
-        assert self._peak is not None
-        return self._peak.read()
+        """Return the peaks of tensors and of the allocator, and its retries, since `start`.
+
+        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
+        the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
+        an earlier peak is lost.
+        """
+        retries = self._statistic("num_alloc_retries")
+        return Reading(
+            peak_allocated_bytes=max(self._statistic("allocated_bytes.all.peak"), self._lapped[0]),
+            peak_reserved_bytes=max(self._statistic("reserved_bytes.all.peak"), self._lapped[1]),
+            retries=retries - self._retries_before if retries >= self._retries_before else retries,
+        )
+
+    def _statistic(self, name: str) -> int:
+        return int(torch.cuda.memory_stats(self._index).get(name, 0))
 
     def rebase(self) -> None:
         """Do nothing: the limit counts every segment of the allocator."""
 
     def end_job(self) -> None:
         """Do nothing, as `rebase`."""
-
-
-def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
-    """Return the error for CUDA that does not start."""
-    return NotMeasuredError(
-        f"CUDA does not start on {device} ({first_line(error)})",
-        hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
-    )
 
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:
@@ -161,44 +168,3 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
     while int(fraction * float(total_bytes)) > max(0, limit_bytes):
         fraction = math.nextafter(fraction, 0.0)
     return fraction
-
-
-@dataclass(frozen=True)
-class CardPeak:
-    """A measurement of the peak on one card, with the allocator's retries at its beginning; made by `start`.
-
-    `lapped` are the peaks of tensors and of the allocator before the last lap.
-    """
-
-    index: int
-    retries_before: int
-    lapped: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def start(cls, index: int) -> CardPeak:
-        """Reset the peak of card `index` to the memory that is held now."""
-        torch.cuda.current_device()  # Starts CUDA if nothing has yet.
-        torch.cuda.reset_peak_memory_stats(index)
-        return cls(index, int(torch.cuda.memory_stats(index).get("num_alloc_retries", 0)))
-
-    def lap(self) -> tuple[Reading, CardPeak]:
-        """Return the peaks since the last lap, and a measurement that goes on; the card's own are reset."""
-        reading, now = self.read(), dataclasses.replace(self, lapped=(0, 0)).read()
-        torch.cuda.reset_peak_memory_stats(self.index)
-        peaks = reading.peak_allocated_bytes or 0, reading.peak_reserved_bytes or 0
-        return now, dataclasses.replace(self, lapped=peaks)
-
-    def read(self) -> Reading:
-        """Return the peaks of tensors and of the allocator, and its retries, since the start.
-
-        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
-        the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
-        an earlier peak is lost.
-        """
-        stats = torch.cuda.memory_stats(self.index)
-        retries = int(stats.get("num_alloc_retries", 0))
-        return Reading(
-            peak_allocated_bytes=max(int(stats.get("allocated_bytes.all.peak", 0)), self.lapped[0]),
-            peak_reserved_bytes=max(int(stats.get("reserved_bytes.all.peak", 0)), self.lapped[1]),
-            retries=retries - self.retries_before if retries >= self.retries_before else retries,
-        )

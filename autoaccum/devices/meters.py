@@ -43,8 +43,8 @@ class Meter(Protocol):
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Return a context in which memory beyond the budget is refused; call `start` before."""
 
-    def lap(self) -> int | None:
-        """Return the peak in bytes since `start` or the last lap; None if it is not known. `read` still knows it."""
+    def lap(self) -> int:
+        """Return the peak in bytes since `start` or the last lap. `read` still knows it."""
 
     def read(self) -> Reading:
         """Return the memory taken since `start`."""
@@ -129,7 +129,7 @@ def make_meter(device: str) -> Meter:
         return HostMeter()
     from autoaccum.devices.card_meter import CardMeter
 
-    return CardMeter(int(index), make_current=True)
+    return CardMeter(int(index))
 
 
 def warm_up(device: torch.device | str = "cpu") -> None:

@@ -53,7 +53,7 @@ _GROWING_SHARE = 0.25
 class _PartPeak(StepObserver):
     """Keeps the peak in bytes of the last part of an update, without the optimizer's own."""
 
-    def __init__(self, lap: Callable[[], int | None]) -> None:
+    def __init__(self, lap: Callable[[], int]) -> None:
         self._lap = lap
         self.bytes: int | None = None
 
@@ -185,7 +185,7 @@ class TrialRun:
         synchronize_device(self._device)
         return result
 
-    def grow(self, least: int, most: int, *, limit_bytes: int, seconds: float, lap: Callable[[], int | None]) -> None:
+    def grow(self, least: int, most: int, *, limit_bytes: int, seconds: float, lap: Callable[[], int]) -> None:
         """Make updates whose second micro-batch grows from `least` to `most` samples while memory allows.
 
         Args:

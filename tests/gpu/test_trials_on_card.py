@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autoaccum.devices.base import Device, TrialSettings
-from autoaccum.devices.card_meter import CardPeak, card_limit, read_card
+from autoaccum.devices.card_meter import CardMeter, card_limit, read_card
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
@@ -134,7 +134,8 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.get_per_process_memory_fraction(0)
     limit_bytes = torch.cuda.memory_reserved(0) + 64 * MIB
-    peak = CardPeak.start(0)
+    meter = CardMeter(0)
+    meter.start()
     with card_limit(0, limit_bytes):
         assert torch.cuda.get_per_process_memory_fraction(0) * read_card(0).total_bytes <= limit_bytes + 1
         assert read_card(0).allowed_bytes == pytest.approx(limit_bytes, abs=2)
@@ -143,7 +144,7 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
             torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         with card_limit(0, 2 * limit_bytes), pytest.raises(torch.OutOfMemoryError):
             torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
-        reading = peak.read()
+        reading = meter.read()
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(before)
     assert (reading.peak_reserved_bytes or 0) <= limit_bytes
     assert (reading.peak_allocated_bytes or 0) >= 32 * MIB

@@ -112,7 +112,7 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         """The process id, which is also that of its process group."""
-        return self._process.pid
+        return int(self._process.pid)
 
     @property
     def alive(self) -> bool:
