@@ -87,15 +87,6 @@ def test_it_decides_nothing() -> None:
     assert replace(explained, explanation=None, trials=plain.trials) == plain
 
 
-def test_it_takes_about_as_many_rehearsals_as_the_plan_itself() -> None:
-    suggestions = dict.fromkeys(("bf16", "checkpoint", "foreach=False", "SGD"), linear(sample=3 * MIB))
-    plain, explained = SyntheticTracer(suggestions=suggestions), SyntheticTracer(suggestions=suggestions)
-    explain(plain, explain=False)
-    found = changes_of(explain(explained))
-    # Each question with a limit is a trial run: one that labels, and one for each change, whatever the plan took.
-    assert len(explained.limits) - len(plain.limits) == 1 + len(found) == 5
-
-
 def test_it_is_told_after_the_proof_along_with_what_pictures_need() -> None:
     told: list[Event] = []
     plan = explain(listen=told.append, picture=True)
@@ -267,56 +258,6 @@ def test_it_is_kept_on_disk(tmp_path: Path) -> None:
     record = json.loads(plan.to_json())["explanation"]
     assert sum(record["categories"].values()) == record["peak_bytes"]
     assert {change["name"] for change in record["changes"]} == {*SUGGESTIONS, "expandable_segments"}
-
-
-# --- with processes of its own ----------------------------------------------------------------------------------------
-
-MODEL = """
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
-        def forward(self, x):
-            return x + self.down(torch.tanh(self.up(x)))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(6))
-        def forward(self, x):
-            for block in self.blocks:
-                x = RUN
-            return x
-
-    model = Model
-    criterion = nn.MSELoss()
-
-    def batch(size):
-        return torch.randn(size, 200, 128), torch.randn(size, 200, 128)
-"""
-
-
-@pytest.mark.slow
-def test_a_change_is_the_plan_of_the_workload_changed_by_hand(write_workload: Callable[[str], str]) -> None:
-    asked: dict[str, Any] = {"target_batch": 64, "max_micro_batch": 32, "gpu": "rtx3090"}
-    plain = MODEL.replace("RUN", "block(x)")
-    plan = autoaccum.plan(write_workload(plain), explain=True, **asked)
-    assert plan.explanation is not None
-    changes = changes_of(plan)
-    assert list(changes) == sorted(changes, key=lambda name: -(changes[name].saved_bytes or 0))
-    assert set(changes) == {"bf16", "checkpoint", "foreach=False", "SGD"}
-    saved = MODEL.replace("RUN", "checkpoint(block, x, use_reentrant=False)")
-    by_hand = {
-        "checkpoint": autoaccum.plan(write_workload(saved), **asked),
-        "SGD": autoaccum.plan(write_workload(plain), optimizer="SGD", **asked),
-    }
-    for name, hand in by_hand.items():
-        assert (changes[name].peak_bytes, changes[name].least_bytes) == (hand.peak_bytes, hand.least_bytes)
-    assert (changes["checkpoint"].saved_bytes or 0) > 0
 
 
 # --- what differs by itself -------------------------------------------------------------------------------------------

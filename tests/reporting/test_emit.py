@@ -99,23 +99,6 @@ def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
         module_name(path)
 
 
-def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
-    plain = emit_wrapper(with_recipe(a_plan, divisor="samples"))
-    assert not any(
-        word in plain
-        for word in (
-            "scaler",
-            "autocast",
-            "weights",
-            "NaN",
-            "IGNORE_INDEX",
-        )
-    )
-    summed = emit_wrapper(with_recipe(a_plan, divisor="nothing"))
-    assert "share" not in summed
-    assert "not divided" in summed
-
-
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [

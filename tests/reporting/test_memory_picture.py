@@ -71,11 +71,6 @@ def test_says_how_it_is(name: str, said: tuple[str, ...]) -> None:
     assert set(said) <= set(texts(picture(name)))
 
 
-def test_what_a_person_wrote_is_no_markup() -> None:
-    said = texts(picture("odd names"))
-    assert any(text.startswith("Net$x_1$ \u6a21\u578b  on card card") and text.endswith("...") for text in said), said
-
-
 def test_a_simulation_next_to_measured_trials_is_called_one() -> None:
     planned, report = usual()
     measured = replace(planned, kind="measured", band_bytes=None, least_bytes=None)

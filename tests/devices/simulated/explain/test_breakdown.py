@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, get_args
 
@@ -16,7 +14,6 @@ from made_up_card import most_held
 from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
 from autoaccum.devices.simulated.allocator.replayer import SizedTrace
 from autoaccum.devices.simulated.explain.breakdown import (
@@ -30,7 +27,6 @@ from autoaccum.devices.simulated.explain.breakdown import (
 )
 from autoaccum.devices.simulated.explain.explainer import make_timeline
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
-from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]
@@ -102,21 +98,6 @@ def test_a_block_belongs_to_its_owner() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shown"),
-    [((10_000, 10, 10_000), 2), ((10_000, 11, 10_000), 6), ((0, 10_001, 10_000), 6)],
-    ids=["as high", "lower", "of something else"],
-)
-def test_a_last_update_as_high_as_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
-    owners = {block: Owner("outputs" if block == 1 else "averages", 0) for block in range(3)}
-    found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], owners=owners, last_update=4)
-    breakdown = breakdown_of(replace(found, trace=replace(found.trace, sizes=sizes)))
-    timeline = make_timeline(breakdown, list(range(6)))
-    assert breakdown.peak_at == 1
-    assert len(timeline.reserved_bytes) == shown
-    assert timeline.peak_at == (0 if shown == 2 else 1)
-
-
 @st.composite
 def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
     events: list[int] = []
@@ -173,11 +154,6 @@ def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, poin
     assert all(index < len(drawn) for index in indices)
 
 
-@given(labelled_traces())
-def test_a_record_restores_a_labelled_trace(found: LabelledTrace) -> None:
-    assert read_record(json.loads(to_json(found)), LabelledTrace) == found
-
-
 def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdown:
     trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
     origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
@@ -215,12 +191,6 @@ def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
 def test_modules_that_differ_only_by_a_number_are_one_record() -> None:
     found = names({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
     assert found == {"h.*.attn": (12, 96)}
-
-
-def test_stages_of_equal_blocks_are_separate_records() -> None:
-    stages = {4: (4, 5, 6), 8: (8, 9), 16: (11,)}
-    holds = {f"{block}.up.0": ("Conv2d", size) for size, blocks in stages.items() for block in blocks}
-    assert names(holds) == {"{4..6}.up.0": (3, 12), "{8,9}.up.0": (2, 16), "11.up.0": (1, 16)}
 
 
 HOLDS = st.dictionaries(
@@ -287,59 +257,11 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
     assert len(explanation.modules) <= 10
 
 
-def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., Any]) -> None:
-    found = explained(TRANSFORMER, "fp16", size=8)
-    timeline = make_timeline(found.breakdown, found.replayer.reserved_bytes(found.labelled.trace), points=50)
-    categories = {category: held[timeline.peak_at] for category, held in timeline.categories.items()}
-    assert {**categories, "unused": found.explanation.categories["unused"]} == found.explanation.categories
-    assert max(timeline.reserved_bytes) == found.explanation.peak_bytes
-    assert len(timeline.reserved_bytes) <= 50
-
-
 SAMPLES = 1024
-Held = dict[tuple[str, str], int]
-
-
-def by_module(found: Any) -> Held:
-    """What each module holds at the peak by category, not joined."""
-    held: Held = {}
-    for block, category in found.breakdown.alive(found.breakdown.peak_at):
-        key = found.path(found.breakdown.uses[block].module), category
-        held[key] = held.get(key, 0) + found.breakdown.sized.sizes[block]
-    return held
-
-
-def moved(explained: Callable[..., Any], lines: str) -> Held:
-    """What `lines` change of what the modules of `NET` hold at the peak."""
-    plain, changed = explained(NET, size=SAMPLES), explained(NET + lines, size=SAMPLES)
-    assert (plain.explanation.phase, plain.explanation.op) == (changed.explanation.phase, changed.explanation.op)
-    before, after = by_module(plain), by_module(changed)
-    found = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
-    for category in CATEGORIES[:-1]:
-        difference = changed.explanation.categories[category] - plain.explanation.categories[category]
-        assert difference == sum(held for (_, kind), held in found.items() if kind == category)
-    return {key: held for key, held in found.items() if held}
 
 
 def changing(what: str) -> str:
     return f"def model():\n    net = Net()\n    {what}\n    return net\n"
-
-
-def test_a_wider_layer_shows_in_its_weights_and_outputs(explained: Callable[..., Any]) -> None:
-    wide = 64
-
-    def with_bottleneck(width: int) -> str:
-        layers = f"nn.Linear({WIDTH}, {width}, bias=False), nn.Sigmoid(), nn.Linear({width}, {WIDTH}, bias=False)"
-        return changing(f"net.deep[1] = Block({layers}, nn.Tanh())")
-
-    narrow, wider = (moved(explained, with_bottleneck(width)) for width in (32, 32 + wide))
-    found = {key: wider[key] - narrow.get(key, 0) for key in wider}
-    weights = {
-        (f"deep.1.{layer}", category): 4 * WIDTH * wide for layer in (0, 2) for category in ("parameters", "gradients")
-    }
-    given = {("deep.1.1", "activations"): 4 * SAMPLES * wide}
-    assert {key: held for key, held in found.items() if held and key[0].startswith("deep.1.")} == {**weights, **given}
-    assert {key: held for key, held in found.items() if held and not key[0].startswith("deep.1.")} == {}
 
 
 def test_shares_grow_with_the_batch_as_their_blocks_do(explained: Callable[..., Any]) -> None:

@@ -41,17 +41,6 @@ def test_the_curve_goes_on_to_where_it_crosses_the_budget() -> None:
     assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
 
 
-def test_a_flat_curve_ends() -> None:
-    flat = curve_points(
-        lambda size: make_trace((size, size), lambda n: 90 * MIB + n),
-        replayer(),
-        size=8,
-        most=10**6,
-        limit_bytes=80 * GIB,
-    )
-    assert flat[-1].size < 10_000
-
-
 def test_long_traces_have_no_least_budgets() -> None:
     def long(size: int) -> Trace:
         return make_trace((size, size), lambda n: n * MIB, layer_bytes=MIB)

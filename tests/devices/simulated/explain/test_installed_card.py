@@ -14,7 +14,6 @@ from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import ExplainingDevice, MemoryReport
-from autoaccum.devices.simulated.cards import context_memory, installed_card
 from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
 from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
@@ -58,11 +57,6 @@ def test_an_explanation_of_the_installed_card_is_called_simulated() -> None:
     assert tracer.closed == 1
 
 
-def test_a_context_that_was_not_measured_is_estimated() -> None:
-    found = explain(SyntheticTracer(), replace(REPORT, context_bytes=None))
-    assert found.explanation.context_bytes == context_memory(installed_card(CARD)).bytes
-
-
 def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = SyntheticTracer(change=lambda parts: NotMeasuredError("its process died"))
     with pytest.raises(NotMeasuredError, match="its process died"):
@@ -71,15 +65,6 @@ def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monke
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(UsageError, match="backend:cudaMallocAsync, which is not simulated"):
         explain(SyntheticTracer())
-
-
-def test_the_traces_share_a_limit_on_time() -> None:
-    tracer = SyntheticTracer(suggestions={"half": linear(sample=3 * MIB)})
-    explain(tracer, limit_seconds=500.0)
-    assert tracer.limits
-    assert all(seconds is None or 0 < seconds <= 500 for seconds in tracer.limits)
-    assert tracer.limits[0] is not None
-    assert tracer.limits[-1] is not None
 
 
 def test_checkpointing_is_not_suggested_to_a_checkpointed_model() -> None:
@@ -101,12 +86,6 @@ def test_checkpointing_is_not_suggested_to_a_checkpointed_model() -> None:
         "half",
         "expandable_segments",
     ]
-
-
-def test_there_is_no_curve_where_traces_are_not_affine() -> None:
-    found = explain(SyntheticTracer(lambda size: 100_000 * size * size))
-    assert found.curve == ()
-    assert all(share.bytes_per_sample is None for share in found.explanation.modules)
 
 
 @pytest.mark.usefixtures("warm_children")

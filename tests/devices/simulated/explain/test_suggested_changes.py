@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
-from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceChanged, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceChanged, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.workload.spec import Workload
 
@@ -88,28 +87,6 @@ def model():
     assert changed == simulated(BLOCKS + OWN + some)(TraceParts(parts=PARTS))
 
 
-def test_checkpoints_save_the_bytes_counted_by_hand(simulated: Any) -> None:
-    ask = simulated(BLOCKS + OWN)
-    samples, width = 6 * 50, 64
-    # Of each block: normalised input, its mean and deviation, both activations of 4 x width, and the branch, scaled.
-    inside = samples * (width + 2 + 4 * width + 4 * width) * 4
-    plain, saved = ask(TraceParts(parts=(6, 6))), ask(TraceChanged(parts=(6, 6), change="checkpoint")).trace
-    assert _held_at_first_backward(plain) - _held_at_first_backward(saved) == 4 * inside
-
-
-def _held_at_first_backward(trace: Trace) -> int:
-    """What tensors hold when the first backward pass begins, without workspaces."""
-    begin = next(index for index, phase in trace.phases if phase == "backward")
-    alive: dict[int, int] = {}
-    for event in trace.events[:begin]:
-        size = trace.sizes[event if event >= 0 else ~event]
-        if event < 0:
-            alive.pop(~event, None)
-        elif isinstance(size, int):
-            alive[event] = size
-    return sum(alive.values())
-
-
 def test_a_change_that_fails_says_why_and_leaves_no_trace(simulated: Any) -> None:
     before = simulated(COUNTING)(TraceParts(parts=PARTS))
     ask = simulated(COUNTING)
@@ -142,23 +119,6 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[str], str]) -> None:
-    tracer = Tracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
-    try:
-        pid = tracer.pid
-        suggestions = [suggestion.name for suggestion in tracer.call(SuggestChanges())]
-        assert suggestions == ["bf16", "checkpoint", "foreach=False", "SGD"]
-        failed = tracer.call(TraceChanged(parts=PARTS, change="checkpoint"))
-        assert failed.trace is None
-        assert "with checkpoint, in backward raised CheckpointError" in failed.message
-        changed = tracer.call(TraceChanged(parts=PARTS, change="SGD")).trace
-        assert changed is not None
-        assert changed.parts == tracer.call(TraceParts(parts=PARTS)).parts == PARTS
-        assert (tracer.pid, tracer.alive) == (pid, True)
-    finally:
-        tracer.close()
-
-
 # --- suggestions -------------------------------------------------------------------------------------------------
 
 
@@ -186,12 +146,6 @@ def test_all_suggestions_for_plain_training() -> None:
         "foreach=False": "AdamW(..., foreach=False), which updates one parameter after the other",
         "SGD": "SGD without momentum in place of AdamW (--optimizer SGD)",
     }
-
-
-def test_exact_batch_norms_are_not_recomputed() -> None:
-    model = nn.Sequential(Wide(nn.BatchNorm1d), Wide(nn.BatchNorm1d))
-    assert "checkpoint" in suggestions(model)
-    assert "checkpoint" not in suggestions(model, batchnorm="exact")
 
 
 @pytest.mark.parametrize(
