@@ -70,7 +70,6 @@ WITHOUT_TORCH = (
     "pytest_plugin.py",
     "tuning/tuning_records.py",
     "tuning/study.py",
-    "training/stop_signals.py",
     "workload/module_names.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))

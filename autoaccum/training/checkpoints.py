@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import CheckpointWritten, Notice
-from autoaccum.training.ranks_agreement import TrainingRanks
+from autoaccum.training.stopping import TrainingRanks
 from autoaccum.training.training_state import Progress
 
 FORMAT = "autoaccum checkpoint"

@@ -27,7 +27,7 @@ from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_windows import Reader
 from autoaccum.training.fit_events import Evaluated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import TrainingRanks
+from autoaccum.training.stopping import TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch

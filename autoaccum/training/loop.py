@@ -13,11 +13,10 @@ from autoaccum.training.data_windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.fit_events import EpochEnded, EventNotifier, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.stepper import Stepper
-from autoaccum.training.stop_signals import StopSignals
+from autoaccum.training.stopping import StopSignals, TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import Goal, Progress, capture_settings, capture_training, restore_training
 

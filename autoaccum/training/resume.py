@@ -30,8 +30,8 @@ from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.data_source import Source
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.stopping import TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 
 

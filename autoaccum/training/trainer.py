@@ -19,7 +19,6 @@ from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.fit_events import EventNotifier, FitResult, Notice, Started
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.loop import Loop
-from autoaccum.training.ranks_agreement import TrainingRanks, raise_other
 from autoaccum.training.resume import (
     MicroBatchChoice,
     check_choice,
@@ -30,7 +29,7 @@ from autoaccum.training.resume import (
     find_checkpoint,
 )
 from autoaccum.training.run_folder import MetricsLog, RunFolder
-from autoaccum.training.stop_signals import StopRequested, StopSignals
+from autoaccum.training.stopping import StopRequested, StopSignals, TrainingRanks, raise_other
 from autoaccum.training.training_setup import TrainingSetup
 from autoaccum.training.training_state import full_weights, restore_training_rng
 

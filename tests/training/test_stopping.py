@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.training.stop_signals import StopRequested, StopSignals
+from autoaccum.training.stopping import StopRequested, StopSignals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
