@@ -195,7 +195,7 @@ class TrialOptions(TypedDict, total=False):
     Attributes:
         fresh: Ask for a process that has run no trial before.
         limit_bytes: Hold it to this budget, below the device's own.
-        limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
+        limit_seconds: End it after this time, below the settings' own limit.
     """
 
     fresh: bool

@@ -10,9 +10,8 @@ import sys
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.child.requests import Request, read_request
+from autoaccum.devices.child.requests import ParentConnection, Request, read_request, serve
 from autoaccum.options import Options
 from autoaccum.tuning.tuning_records import (
     ContinueTraining,

@@ -42,21 +42,9 @@ def size(count: int) -> MemorySize:
     return MemorySize(bytes=count)
 
 
-@pytest.mark.parametrize(
-    ("memory", "reserve", "budget"),
-    [
-        (None, None, 15 * GIB - int(15 * GIB * 0.02)),
-        (None, size(GIB), 14 * GIB),
-        (size(10 * GIB), None, 10 * GIB),
-        (MemorySize(fraction=0.5), None, 12 * GIB),
-        (MemorySize(fraction=0.5), size(2 * GIB), 10 * GIB),
-        (size(15 * GIB), None, 15 * GIB),
-    ],
-)
-def test_a_budget_is_the_requested_or_the_free_memory(
-    memory: MemorySize | None, reserve: MemorySize | None, budget: int
-) -> None:
-    assert choose_card_budget(REPORT, memory, reserve) == budget
+def test_without_memory_the_reserve_of_a_card_is_smaller_than_that_of_the_host() -> None:
+    assert choose_card_budget(REPORT) == 15 * GIB - int(15 * GIB * 0.02)
+    assert choose_card_budget(REPORT, MemorySize(fraction=0.5)) == 12 * GIB
 
 
 def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:

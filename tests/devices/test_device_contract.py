@@ -180,12 +180,6 @@ def test_one_trial_is_like_the_other_in_a_fresh_process(case: Case, device: Devi
     assert peak_of(first) - case.warmth_bytes < peak_of(shared) < peak_of(first) + case.noise_bytes
 
 
-def test_the_whole_share_is_one_micro_batch_per_update(case: Case, device: Device) -> None:
-    size = case.large * 5 // 6
-    trial = device.trial((size,), fresh=True)
-    assert peak_of(trial) <= peak_of(device.trial((size, size), fresh=True)) + case.noise_bytes
-
-
 def test_an_impossible_size_is_out_of_memory_and_does_no_harm(case: Case, device: Device) -> None:
     trial = device.trial((case.impossible,))
     assert (trial.outcome, trial.ran, trial.blames) == ("oom", False, None)

@@ -44,11 +44,6 @@ def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workl
     assert seen == [(4, False, whole), (4, False, whole), (3, True, whole), (3, True, whole)]
 
 
-def test_the_whole_share_is_one_micro_batch_per_update(workload: Workload, seen: Seen) -> None:
-    TrialRun(workload, share=5).run((5,))
-    assert [(size, has_gradient) for size, has_gradient, _ in seen] == [(5, False), (5, False)]
-
-
 def test_every_trial_draws_the_same_numbers(workload: Workload) -> None:
     drawn = []
     for _ in range(2):

@@ -94,14 +94,6 @@ def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, r
         assert losses[0] == losses[1]
 
 
-def test_a_rate_that_diverges_is_an_outcome_and_the_next_training_is_whole(place: torch.device, reference: str) -> None:
-    workload = load_workload(reference)
-    before, diverged, after = (train_here(workload, place, rate) for rate in (RATE, 1e30, RATE))
-    assert (diverged.state, diverged.loss) == ("diverged", None)
-    assert (before.state, after.state) == ("complete", "complete")
-    assert after.loss == pytest.approx(before.loss, rel=1e-4)
-
-
 @pytest.mark.gpu
 def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Callable[[str], str]) -> None:
     width, depth, target = 1024, 16, 16384

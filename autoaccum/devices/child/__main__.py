@@ -11,8 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from autoaccum.devices.child.connection import ParentConnection, serve
-from autoaccum.devices.child.requests import Prepare, Ready, Request, find_class, read_request
+from autoaccum.devices.child.requests import ParentConnection, Prepare, Ready, Request, find_class, read_request, serve
 
 
 def main(arguments: list[str]) -> None:

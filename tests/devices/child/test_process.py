@@ -19,7 +19,7 @@ from autoaccum.errors import UsageError
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
-from autoaccum.devices.child.connection import ParentConnection
+from autoaccum.devices.child.requests import ParentConnection
 lifeline = ParentConnection(sys.argv[1:])
 def answer(**reply): lifeline.answer(reply)
 while (request := lifeline.read()) is not None:
