@@ -32,7 +32,7 @@ class RunOnRank(Request[None]):
     """Make the update of a `RankTask`, as one of `size` ranks.
 
     Attributes:
-        folder: Where the tasks are; the result of rank 0 is written beside its task.
+        folder: Where the tasks are; the result of the last rank is written beside its task.
         task: The name of the task's file.
         rank: The rank of this process, from its first request on.
         size: The number of ranks.
@@ -93,7 +93,7 @@ class RankChild:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = _make_update(task, request.rank)
-            if request.rank == 0:
+            if request.rank == request.size - 1:
                 (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
         except BaseException as error:
             return describe_failure(error, request.doing)

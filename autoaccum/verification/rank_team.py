@@ -59,7 +59,7 @@ class RankTeam:
         self._folder.cleanup()
 
     def run(self, runs: PairedRuns, method: Method, ablation: Ablation) -> UpdateResult:
-        """Make an update of the batch of `runs` in its parts, and return the result of the first rank.
+        """Make an update of the batch of `runs` in its parts, and return the result of the last rank.
 
         Raises:
             WorkloadError: The user's code raised on a rank.

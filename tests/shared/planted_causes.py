@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import FEATURES, Mlp, class_loss, penalty, summed_loss, token_loss, token_weight
+from small_verified import FEATURES, Mlp, class_loss, penalty, summed_loss, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -157,20 +157,10 @@ def loop_of_means(model: nn.Module, parts: Any) -> None:
         backward(token_loss(model, part) / len(parts))
 
 
-def token_loop(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(token_loss(model, part) * token_weight(part) / sum(map(token_weight, parts)))
-
-
 def configured_loop(model: nn.Module, parts: Any) -> None:
     """Divides by the number of parts of a whole window, however many there are."""
     for part in parts:
         backward(class_loss(model, part) / 4)
-
-
-def forgetful_loop(model: nn.Module, parts: Any) -> None:
-    for part in list(parts)[:-1]:
-        backward(class_loss(model, part) * len(part[1]) / samples(parts))
 
 
 def zeroing_loop(model: nn.Module, parts: Any) -> None:

@@ -74,6 +74,12 @@ def added(model: nn.Module, parts: Any) -> None:
         dist.all_reduce(parameter.grad)
 
 
+def summed_on_the_first(model: nn.Module, parts: Any) -> None:
+    run_parts(model, parts, of_all_ranks(parts))
+    for parameter in model.parameters():
+        dist.reduce(parameter.grad, 0)
+
+
 def undivided(model: nn.Module, parts: Any) -> None:
     wrapped = DistributedDataParallel(model)
     for part in parts:
@@ -106,6 +112,10 @@ def test_what_a_loop_of_ranks_does_wrong_is_named(accumulate: Any) -> None:
     (cause,) = seen.causes
     assert (cause.kind, cause.proved) == ("accumulate", True)
     assert "dist.all_reduce" in cause.change
+
+
+def test_a_sum_that_only_the_first_rank_gets_is_told() -> None:
+    assert not found(tokens(accumulate=summed_on_the_first)).equivalent
 
 
 def test_more_ranks_than_even_shares_and_a_model_that_couples() -> None:
