@@ -59,7 +59,7 @@ def command(
     from autoaccum.planning.comparison import Comparison
     from autoaccum.reporting.comparison_table import comparison_warnings, row_line
     from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.plan_report import PlanProgress
+    from autoaccum.reporting.progress import PlanProgress
 
     outputs = Outputs({"-o": output, "--plot": plot}, force=force)
     outputs.check(workload, 1)

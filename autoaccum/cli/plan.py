@@ -107,7 +107,8 @@ def command(
     """
     from autoaccum.api import plan
     from autoaccum.reporting.console import make_console, print_labelled
-    from autoaccum.reporting.plan_report import PlanProgress, print_plan
+    from autoaccum.reporting.plan_report import print_plan
+    from autoaccum.reporting.progress import PlanProgress
 
     _check_is_one_plan(request)
     files = {"-o": output, "--emit": emit, "--plot": plot, "--report": report}

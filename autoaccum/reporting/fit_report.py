@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, one_line, path_value, print_rows, relative_path
-from autoaccum.reporting.plan_report import PlanProgress
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
 from autoaccum.units import format_bytes
 

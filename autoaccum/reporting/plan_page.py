@@ -35,7 +35,8 @@ from autoaccum.reporting.page import (
     purpose_legend,
     purpose_pieces,
 )
-from autoaccum.reporting.plan_report import answer_rows, detail_rows, speeds_table, trials_table
+from autoaccum.reporting.plan_report import answer_rows, detail_rows, speeds_table
+from autoaccum.reporting.progress import trials_table
 from autoaccum.units import format_bytes, percent
 
 _OF_A_CARD = "where memory goes is known for cards: --gpu NAME simulates one"

@@ -1,4 +1,4 @@
-"""Show a plan: six lines and its warnings, or all of it on request; and the progress of planning."""
+"""Show a plan: six lines and its warnings, or all of it on request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.checks import counted, join_words
-from autoaccum.devices.base import Trial
+from autoaccum.checks import counted
 from autoaccum.options import OFFLOADS, mesh_word
-from autoaccum.planning import plan_events
 from autoaccum.planning.framework_arguments import code_lines
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
-from autoaccum.reporting.console import make_table, one_line, path_value, print_messages, print_rows, print_table
+from autoaccum.reporting.console import make_table, path_value, print_messages, print_rows, print_table
 from autoaccum.reporting.explain_report import print_explanation
-from autoaccum.reporting.progress import Progress
 from autoaccum.serialization import to_plain
 from autoaccum.units import MIB, format_bytes
 
@@ -253,140 +249,3 @@ def _peak(plan: Plan) -> str:
     if least is not None and plan.headroom_bytes < 0:
         return f"{format_bytes(least)} needed of {limit}, {peak} if the allocator had room{label}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB"
-
-
-def trials_table(plan: Plan) -> Table:
-    """List all trials in the order they ran."""
-    table = make_table(">trial", ">micro-batch", "outcome", ">peak", ">time", "")
-    predicted = plan.kind == "predicted"
-    for number, trial in enumerate(plan.trials, start=1):
-        remark = "; ".join(filter(None, (_failure(trial), trial.message)))
-        outcome = Text(_outcome(trial, predicted), _STYLES[trial.outcome])
-        peak = _trial_peak(trial, predicted)
-        table.add_row(str(number), _trial_sizes(trial), outcome, peak, f"{trial.seconds:.1f} s", one_line(remark))
-    return table
-
-
-_STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
-_NO_FIT = "no fit"
-_COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
-
-
-class PlanProgress(Progress):
-    """Shows planning: one line per trial, and a live line for the trial that runs."""
-
-    _predicted = False
-
-    def notify(self, event: plan_events.Event) -> None:
-        """Show one event."""
-        if isinstance(event, plan_events.Loading):
-            self.show(f"loading {event.reference} ...")
-        elif isinstance(event, plan_events.Inspected):
-            self.stop()
-            self._predicted = event.predicted
-            self.say(_headline(event))
-            for caution in event.inspection.cautions if event.predicted else ():
-                self.say(f"warning: {caution}", "yellow")
-            self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
-        elif isinstance(event, plan_events.SaversTried):
-            self._try_savers(event)
-        elif isinstance(event, plan_events.Tracing):
-            self.show("tracing small sizes ...")
-        elif isinstance(event, plan_events.TracedAlone):
-            self.stop()
-            slow = event.reason.replace("was traced", "is traced")
-            self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
-        elif isinstance(event, plan_events.TimingStarted):
-            self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
-        elif isinstance(event, plan_events.ExplanationStarted):
-            self.show("finding out where the memory goes ...")
-        elif isinstance(event, plan_events.Explained):
-            self.stop()
-        elif isinstance(event, plan_events.TrialStarted):
-            self._begin(event)
-        elif isinstance(event, plan_events.TrialFinished):
-            self._end(event)
-
-    def _try_savers(self, event: plan_events.SaversTried) -> None:
-        name = format_savers(event.savers)
-        if event.trial is None:
-            self.show(f"trying {name} ...")
-            return
-        self.stop()
-        outcome = "does not fit" if event.trial.outcome == "oom" else event.trial.outcome
-        self.say(f"micro-batch {_sizes(event.trial.parts)} with {name}: {outcome}", "dim")
-
-    def _begin(self, event: plan_events.TrialStarted) -> None:
-        doing = "predicting" if self._predicted else f"trial {event.number}:"
-        sizes = f"{event.parts[0]} and larger ones" if event.grows else _sizes(event.parts)
-        self.show(f"{doing} micro-batch {sizes} ...")
-
-    def _end(self, event: plan_events.TrialFinished) -> None:
-        self.stop()
-        line = trial_line(event.trial, predicted=self._predicted)
-        if event.trial.host_bytes is not None:
-            line.append(f"  and {format_bytes(event.trial.host_bytes)} of host memory", "dim")
-        if event.trial.fresh and event.trial.ran:
-            line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
-        self.say(line)
-
-
-def trial_line(trial: Trial, *, predicted: bool = False) -> Text:
-    """Return one trial as a line: size, outcome, peak, seconds, and what went wrong.
-
-    A predicted trial that does not fit has a peak as well: what it would take.
-
-    >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
-    '          8  oom              -     1.2 s  in backward'
-    """
-    outcome = _outcome(trial, predicted)
-    line = _COLUMNS.format(
-        size=_trial_sizes(trial),
-        outcome=outcome,
-        peak=_trial_peak(trial, predicted),
-        seconds=f"{trial.seconds:.1f} s",
-    )
-    text = Text(line)
-    text.highlight_words([f" {outcome} "], _STYLES[trial.outcome])
-    return text.append(f"  {failure}", "dim") if (failure := _failure(trial)) else text
-
-
-def _outcome(trial: Trial, predicted: bool) -> str:
-    return _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
-
-
-def _trial_peak(trial: Trial, predicted: bool) -> str:
-    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
-    return "-" if peak is None or not (trial.ran or predicted) else format_bytes(peak)
-
-
-def _failure(trial: Trial) -> str:
-    if trial.timed_out:
-        return "took too long"
-    return f"in {trial.phase}" if trial.phase and not trial.ran else ""
-
-
-def parameter_words(number: int, dtypes: tuple[str, ...], precision: str) -> str:
-    """Return the number of parameters, their dtypes if they are not all fp32, and the precision."""
-    if dtypes == ("fp32",):
-        return f"{number:,} parameters, {precision}"
-    autocast = "no autocast" if precision == "fp32" else f"autocast to {precision}"
-    return f"{number:,} parameters in {join_words(dtypes)}, {autocast}"
-
-
-def _headline(event: plan_events.Inspected) -> Text:
-    seen = event.inspection
-    where = "predicted for" if event.predicted else "on"
-    return Text.assemble(
-        (seen.name, "bold"),
-        f": {seen.model}, {parameter_words(seen.parameters, seen.dtypes, seen.precision)}, {seen.optimizer}; "
-        f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
-    )
-
-
-def _trial_sizes(trial: Trial) -> str:
-    return f"{trial.parts[0]} to {trial.micro_batch}" if len(trial.peaks) > 1 else _sizes(trial.parts)
-
-
-def _sizes(parts: tuple[int, ...]) -> str:
-    return " + ".join(str(part) for part in dict.fromkeys(parts))

@@ -1,4 +1,4 @@
-"""A live line on a terminal with printed lines above it: the base of every command's progress."""
+"""A live line on a terminal with printed lines above it, for every command; planning has a line for each trial."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich import progress as rich_progress
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
-from autoaccum.reporting.console import PlainConsole, one_line, print_labelled
+from autoaccum.checks import join_words
+from autoaccum.devices.base import Trial
+from autoaccum.planning import plan_events
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.saver_choice import format_savers
+from autoaccum.reporting.console import PlainConsole, make_table, one_line, print_labelled
+from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,11 +110,12 @@ class Progress:
     def _show(self, line: Text) -> None:
         if self._live is None:
             spinner, column = rich_progress.SpinnerColumn("line"), _LineColumn(Column(no_wrap=True))
-            self._live = rich_progress.Progress(
+            live = rich_progress.Progress(
                 spinner, column, console=self.console, transient=True, auto_refresh=self._auto_refresh
             )
-            self._live.add_task("", total=None, line=line)
-            self._live.start()
+            live.add_task("", total=None, line=line)
+            live.start()
+            self._live = live  # One whose start failed cannot be stopped.
         else:
             self._live.update(self._live.task_ids[0], line=line, refresh=True)
 
@@ -135,3 +142,140 @@ class _LineColumn(rich_progress.ProgressColumn):
     def render(self, task: rich_progress.Task) -> Text:
         line: Text = task.fields["line"]
         return line
+
+
+def trials_table(plan: Plan) -> Table:
+    """List all trials in the order they ran."""
+    table = make_table(">trial", ">micro-batch", "outcome", ">peak", ">time", "")
+    predicted = plan.kind == "predicted"
+    for number, trial in enumerate(plan.trials, start=1):
+        remark = "; ".join(filter(None, (_failure(trial), trial.message)))
+        outcome = Text(_outcome(trial, predicted), _STYLES[trial.outcome])
+        peak = _trial_peak(trial, predicted)
+        table.add_row(str(number), _trial_sizes(trial), outcome, peak, f"{trial.seconds:.1f} s", one_line(remark))
+    return table
+
+
+_STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
+_NO_FIT = "no fit"
+_COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
+
+
+class PlanProgress(Progress):
+    """Shows planning: one line per trial, and a live line for the trial that runs."""
+
+    _predicted = False
+
+    def notify(self, event: plan_events.Event) -> None:
+        """Show one event."""
+        if isinstance(event, plan_events.Loading):
+            self.show(f"loading {event.reference} ...")
+        elif isinstance(event, plan_events.Inspected):
+            self.stop()
+            self._predicted = event.predicted
+            self.say(_headline(event))
+            for caution in event.inspection.cautions if event.predicted else ():
+                self.say(f"warning: {caution}", "yellow")
+            self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
+        elif isinstance(event, plan_events.SaversTried):
+            self._try_savers(event)
+        elif isinstance(event, plan_events.Tracing):
+            self.show("tracing small sizes ...")
+        elif isinstance(event, plan_events.TracedAlone):
+            self.stop()
+            slow = event.reason.replace("was traced", "is traced")
+            self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
+        elif isinstance(event, plan_events.TimingStarted):
+            self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
+        elif isinstance(event, plan_events.ExplanationStarted):
+            self.show("finding out where the memory goes ...")
+        elif isinstance(event, plan_events.Explained):
+            self.stop()
+        elif isinstance(event, plan_events.TrialStarted):
+            self._begin(event)
+        elif isinstance(event, plan_events.TrialFinished):
+            self._end(event)
+
+    def _try_savers(self, event: plan_events.SaversTried) -> None:
+        name = format_savers(event.savers)
+        if event.trial is None:
+            self.show(f"trying {name} ...")
+            return
+        self.stop()
+        outcome = "does not fit" if event.trial.outcome == "oom" else event.trial.outcome
+        self.say(f"micro-batch {_sizes(event.trial.parts)} with {name}: {outcome}", "dim")
+
+    def _begin(self, event: plan_events.TrialStarted) -> None:
+        doing = "predicting" if self._predicted else f"trial {event.number}:"
+        sizes = f"{event.parts[0]} and larger ones" if event.grows else _sizes(event.parts)
+        self.show(f"{doing} micro-batch {sizes} ...")
+
+    def _end(self, event: plan_events.TrialFinished) -> None:
+        self.stop()
+        line = trial_line(event.trial, predicted=self._predicted)
+        if event.trial.host_bytes is not None:
+            line.append(f"  and {format_bytes(event.trial.host_bytes)} of host memory", "dim")
+        if event.trial.fresh and event.trial.ran:
+            line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
+        self.say(line)
+
+
+def trial_line(trial: Trial, *, predicted: bool = False) -> Text:
+    """Return one trial as a line: size, outcome, peak, seconds, and what went wrong.
+
+    A predicted trial that does not fit has a peak as well: what it would take.
+
+    >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
+    '          8  oom              -     1.2 s  in backward'
+    """
+    outcome = _outcome(trial, predicted)
+    line = _COLUMNS.format(
+        size=_trial_sizes(trial),
+        outcome=outcome,
+        peak=_trial_peak(trial, predicted),
+        seconds=f"{trial.seconds:.1f} s",
+    )
+    text = Text(line)
+    text.highlight_words([f" {outcome} "], _STYLES[trial.outcome])
+    return text.append(f"  {failure}", "dim") if (failure := _failure(trial)) else text
+
+
+def _outcome(trial: Trial, predicted: bool) -> str:
+    return _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
+
+
+def _trial_peak(trial: Trial, predicted: bool) -> str:
+    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    return "-" if peak is None or not (trial.ran or predicted) else format_bytes(peak)
+
+
+def _failure(trial: Trial) -> str:
+    if trial.timed_out:
+        return "took too long"
+    return f"in {trial.phase}" if trial.phase and not trial.ran else ""
+
+
+def parameter_words(number: int, dtypes: tuple[str, ...], precision: str) -> str:
+    """Return the number of parameters, their dtypes if they are not all fp32, and the precision."""
+    if dtypes == ("fp32",):
+        return f"{number:,} parameters, {precision}"
+    autocast = "no autocast" if precision == "fp32" else f"autocast to {precision}"
+    return f"{number:,} parameters in {join_words(dtypes)}, {autocast}"
+
+
+def _headline(event: plan_events.Inspected) -> Text:
+    seen = event.inspection
+    where = "predicted for" if event.predicted else "on"
+    return Text.assemble(
+        (seen.name, "bold"),
+        f": {seen.model}, {parameter_words(seen.parameters, seen.dtypes, seen.precision)}, {seen.optimizer}; "
+        f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
+    )
+
+
+def _trial_sizes(trial: Trial) -> str:
+    return f"{trial.parts[0]} to {trial.micro_batch}" if len(trial.peaks) > 1 else _sizes(trial.parts)
+
+
+def _sizes(parts: tuple[int, ...]) -> str:
+    return " + ".join(str(part) for part in dict.fromkeys(parts))

@@ -20,7 +20,8 @@ from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.page import Block, Facts, Grid, Page, Picture, Section, Tone, plain_facts
-from autoaccum.reporting.plan_report import PlanProgress, answer_rows, parameter_words, speeds_table
+from autoaccum.reporting.plan_report import answer_rows, speeds_table
+from autoaccum.reporting.progress import PlanProgress, parameter_words
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (

@@ -36,13 +36,6 @@ def test_a_result_that_cannot_be_written_is_an_error_and_progress_is_not() -> No
     console.print("progress")
 
 
-def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    file = io.StringIO()
-    make_console(file=file, force_terminal=True).print(Text("text", "red"))
-    assert "31" not in file.getvalue()
-
-
 @pytest.mark.parametrize("columns", ["0", "-1", "", "x", "1"])
 def test_no_width_leaves_nothing_out(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections import UserDict
 from pathlib import Path
@@ -62,29 +61,18 @@ def token_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-class Own(nn.Module):
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).abs().sqrt().mean()
-
-
 CASES: dict[str, dict[str, Any]] = {
     "elements": {"batch": real, "criterion": nn.MSELoss()},
-    "elements summed": {"batch": real, "criterion": nn.L1Loss(reduction="sum")},
     "targets": {"batch": lambda n: (x_of(n), labels(n)), "criterion": nn.CrossEntropyLoss()},
     "targets, another ignored": {
         "batch": lambda n: (x_of(n), labels(n, 2)),
         "criterion": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
     },
     "targets summed": {"batch": lambda n: (x_of(n), labels(n)), "criterion": nn.CrossEntropyLoss(reduction="sum")},
-    "targets of a function": {
-        "batch": lambda n: (x_of(n), labels(n, 1)),
-        "criterion": functools.partial(F.cross_entropy, ignore_index=1),
-    },
     "probabilities": {
         "batch": lambda n: (x_of(n), torch.softmax(real(n)[1], 1)),
         "criterion": nn.CrossEntropyLoss(),
     },
-    "an own criterion": {"batch": real, "criterion": Own()},
     "several inputs": {"batch": lambda n: ((x_of(n), x_of(n)), labels(n)), "criterion": nn.CrossEntropyLoss()},
     "named inputs": {"batch": lambda n: [{"x": x_of(n), "mask": x_of(n)}, labels(n)], "criterion": F.cross_entropy},
     "samples": {"batch": as_dict, "loss": lambda model, batch: model(batch["x"]).square().mean()},
@@ -94,10 +82,6 @@ CASES: dict[str, dict[str, Any]] = {
     "a mapping of inputs": {
         "batch": lambda n: (UserDict(x=x_of(n), mask=x_of(n)), labels(n)),
         "criterion": nn.CrossEntropyLoss(),
-    },
-    "many tensors": {
-        "batch": lambda n: tuple(x_of(n) for _ in range(5)),
-        "loss": lambda m, b: m(b[0] + b[4]).square().mean() + sum(m(one).mean() for one in b),
     },
 }
 

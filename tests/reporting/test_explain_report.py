@@ -6,8 +6,6 @@ import io
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from autoaccum.devices.explanation import CATEGORIES, Category, Change, Explanation, ModuleShare
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.explain_report import print_explanation
@@ -76,13 +74,6 @@ def test_shows_what_holds_memory_and_what_would_change_it() -> None:
     assert ["(no", "module)", "-", "1", "1.0", "GiB", "-"] in rows
     assert ["fused=True", "no", "change", "1.0", "GiB", "AdamW(...,", "fused=True)"] in rows
     assert "SGD in place of AdamW: not simulated (it broke)" in " ".join(draw().split())
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_line_is_longer_than_the_console_or_ends_in_spaces(width: int) -> None:
-    long = replace(EXPLANATION.modules[0], name="encoder." * 8 + "*.attention", kind="Multi" * 6 + "Attention")
-    lines = draw(replace(EXPLANATION, modules=(long,)), width=width).splitlines()
-    assert all(len(line) <= max(width, 67) and line == line.rstrip() for line in lines)
 
 
 def test_odd_names_neither_break_the_table_nor_command_the_terminal() -> None:

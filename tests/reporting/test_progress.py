@@ -16,7 +16,7 @@ from autoaccum.planning.plan_events import (
 )
 from autoaccum.reporting import progress as progress_lines
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.plan_report import PlanProgress
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.units import GIB, MIB
 
 INSPECTION = Inspection(
@@ -118,20 +118,6 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
     assert "trial 3: micro-batch 43 + 42 ..." in text
     assert text.endswith("\x1b[?25h") or text.rstrip().endswith("clean state"), "the cursor is shown again"
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
-
-
-def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
-    file = Terminal()
-    progress = PlanProgress(make_console(file=file, force_terminal=True, color_system=None))
-
-    def run() -> None:
-        with progress:
-            progress.notify(TrialStarted(1, (1, 1), False))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from factories import FakeClock
 from torch import nn
 
-from autoaccum.devices.base import Trial
-from autoaccum.planning.plan_events import TrialFinished, TrialStarted
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import TrainingProgress
 from autoaccum.training.fit_events import (
@@ -32,14 +31,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def started(**changes: Any) -> Started:
     known: dict[str, Any] = {"plan": None, "micro_batch": 64, "target_batch": 256, "device": "cpu", "updates": 30}
     return Started(model=MODEL, optimizer=OPTIMIZER, **(known | {"epochs": 1} | changes))
@@ -53,7 +44,7 @@ def updated(update: int, epoch: int = 1, **changes: Any) -> Updated:
 
 def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float = 1.0, width: int = 100) -> list[str]:
     """Return what is drawn of events that come `seconds` apart."""
-    file, clock = Terminal() if terminal else io.StringIO(), Clock()
+    file, clock = Terminal() if terminal else io.StringIO(), FakeClock()
     console = make_console(file=file, width=width, force_terminal=terminal, color_system=None)
     with TrainingProgress(console, quiet=quiet, clock=clock) as progress:
         for event in told:
@@ -122,16 +113,6 @@ def test_a_terminal_is_redrawn_four_times_a_second_at_most() -> None:
     assert list(dict.fromkeys(drawn)) == ["25", "30"]
 
 
-def test_the_planner_is_drawn_until_training_starts() -> None:
-    trial = Trial(parts=(64, 64), outcome="ok", seconds=1.0)
-    told = [TrialStarted(1, (64, 64)), TrialFinished(1, trial), started()]
-    lines = draw(*told)
-    assert lines[0].split()[:2] == ["64", "ok"]
-    assert lines[1].startswith("training Linear")
-    text = "\n".join(draw(*told, TrialStarted(1, (64, 64), False), terminal=True))
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0
-
-
 class Closed(Terminal):
     """A terminal that is closed in the middle of a training."""
 
@@ -145,7 +126,7 @@ class Closed(Terminal):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_console_that_is_gone_ends_the_drawing_and_not_the_training(terminal: bool) -> None:
-    file, clock, stdout = Closed(), Clock(), sys.stdout
+    file, clock, stdout = Closed(), FakeClock(), sys.stdout
     console = make_console(file=file, width=100, force_terminal=terminal)
     with TrainingProgress(console, clock=clock) as progress:
         progress.notify(started())
