@@ -1,6 +1,32 @@
 """The public functions `plan`, `compare`, `fit`, `verify`, `tune` and `guard`: each makes its request and runs it.
 
 Packages are imported on the first call, so that importing this module loads neither torch nor optuna.
+
+What several functions take:
+
+    workload: `model.py`, `model.py:name` or `package.module:name`, where the name may be a Trainer's; or a `Workload`.
+    trainer: A Trainer of transformers or Lightning, in place of a workload: its model, its loss, optimizer, precision
+        and evaluation, and batches of the longest of 256 samples of its dataset. With one of Lightning goes what
+        `trainer.fit` takes: the `model`, and `data` if the model has no loader.
+    data: A LightningDataModule or the DataLoader for training.
+    model: A live model, in place of a workload, on the device it is to be trained on. What follows goes with it.
+    batch: `batch(size)`; or a batch, which is repeated and cut to size.
+    loss: `loss(model, batch)`, or a criterion.
+    criterion: `criterion(outputs, targets)`, in place of `loss`.
+    outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
+    coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
+    weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
+    split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples are
+        not rows of tensors; needs `size`.
+    size: `size(batch)`: returns the number of samples.
+    reduction: `mean` (when None) or `sum`.
+    micro_batch: The most samples to run at once.
+    on_event: Called with each event of the function's events module; `on_output` with each line the workload prints,
+        which goes to stderr when None.
+    options: Fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
+
+They raise `UsageError` where an argument cannot be honoured, `WorkloadError` where the workload cannot be used,
+`DoesNotFitError` where not even one sample at a time fits, and `NotMeasuredError` where there is no answer.
 """
 
 from __future__ import annotations
@@ -65,32 +91,16 @@ def plan(
         plan = autoaccum.plan("model.py", target_batch=256, gpu="rtx3090")
         plan = autoaccum.plan(model=model, batch=batch, loss=nn.MSELoss(), optimizer=optimizer, target_batch=256)
 
-    Trials of a file or module run in processes of their own. Trials of a `Workload` made in code, or of the live
-    objects `model`, `batch`, `loss` and `optimizer`, run in this process and restore everything they change (see
-    `devices.in_place`). Trials in this process share its memory, so on the CPU they may find a slightly smaller
-    micro-batch than a plan of the same code in a file.
+    Trials run in processes of their own, also those of live objects and of a `Workload` made in code: they are pickled
+    by `cloudpickle`, and nothing of them changes. On the CPU the budget is what is free beside your objects. Of a live
+    model on a card, the model and the optimizer's state wait in host memory until the trials have ended, bit for bit;
+    their addresses change, and a note of the plan says so. With a `gpu` nothing runs on a card, and the plan's kind is
+    `predicted`; weights are sent without their values unless `values` are computed.
 
-    Under torchrun, or in a process group, every rank calls it for the same file: each tries on its own card, and all
-    return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
+    Under torchrun, or in a process group, every rank calls it for the same workload: each tries on its own card, and
+    all return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
 
-    Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`. The name may be a Trainer's.
-        target_batch: Samples per update, over all ranks.
-        trainer: A Trainer of transformers or Lightning, in place of a workload: trials run its model, batches of the
-            longest of 256 samples of its dataset, its loss, optimizer, precision and evaluation, and leave it as it is.
-            With one of Lightning goes what `trainer.fit` takes: the `model`, and `data` if the model has no loader.
-        data: A LightningDataModule or the DataLoader for training.
-        model: A live model, on the device it is to be trained on. The arguments up to `evaluate` go with it.
-        batch: `batch(size)`; or a batch, which is repeated and cut to size.
-        loss: `loss(model, batch)`, or a criterion.
-        criterion: `criterion(outputs, targets)`, in place of `loss`.
-        outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
-        coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
-        weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
-        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
-            are not rows of tensors; needs `size`.
-        size: `size(batch)`: returns the number of samples.
-        reduction: `mean` (when None) or `sum`.
+    Args beside those of this module:
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
         micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit, in
@@ -103,25 +113,12 @@ def plan(
             by timed updates (`Plan.throughput`), or with a `gpu` by an estimate. `largest`: take the fewest
             micro-batches per update.
         explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
-            some. It is simulated, even where the trials were real; not available for trials in this process.
+            some. It is simulated, even where the trials were real.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
         report: Send listeners that data and the changes of `explain`, likewise, for a page.
-        on_event: Called with each record of `autoaccum.planning.plan_events`.
-        on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
-        options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
-            `accumulate_in`, `savers`, `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's.
-            `device` or `gpu`, `values`, `memory`, `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `time_limit`
-            and `trial_limit` say where and how trials run. For a live model, `optimizer` may be its live optimizer,
-            whose state is restored, or a function that makes one. With a `gpu` nothing runs on a card and the plan's
-            kind is `predicted`; live objects are pickled by `cloudpickle`, weights without their values unless `values`
-            are computed, into a process of their own. `time_limit` counts from this call; loading and checking the
-            workload may take half a minute whatever the limit is, and the confirmation of the schedule comes on top.
-
-    Raises:
-        UsageError: An argument cannot be honoured.
-        WorkloadError: The workload cannot be used as it is.
-        DoesNotFitError: Not even a micro-batch of 1 runs.
-        NotMeasuredError: The trials gave no answer.
+        options: Those of a workload replace its own; the others say where and how trials run. `time_limit` counts from
+            this call; loading and checking the workload may take half a minute whatever the limit is, and the
+            confirmation of the schedule comes on top.
     """
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
@@ -170,30 +167,20 @@ def compare(
     Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing cards and
     savers; numbers of ranks have none, since what ranks exchange is not counted.
 
-    Args:
-        workload: As of `plan`: a file, a module, or a `Workload`.
-        target_batch: Samples per update, over all ranks.
+    Args beside those of this module:
         gpu: Names or sizes of cards with commas in between, or `all`.
         world_size: The number of ranks; or a range, of which powers of two, its ends, and the numbers where the model
             begins to fit are planned. Several cards are planned up to the least number of each that trains the model.
         savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
             as of `plan`.
-        max_micro_batch: Try no larger size, in samples.
-        micro_batch: With `savers="auto"`: choose savers with which micro-batches of so many samples fit.
-        ceiling: Find the largest sizes that fit to the sample.
+        max_micro_batch, micro_batch, ceiling: As of `plan`.
         prices: What an hour of each card costs, by its name; or a CSV file with the columns `name` and `per_hour`. Rows
             then have the cost of a million samples.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
             card (or by cost, with prices), then by number of ranks; sets of savers with the fastest first.
         on_row: Called with each row as it is found; also before an error.
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
-        on_output: Receives each line the workload prints; stderr otherwise.
         options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
-
-    Raises:
-        UsageError: An argument cannot be honoured.
-        WorkloadError: The workload cannot be used as it is.
-        NotMeasuredError: A trial gave no answer.
     """
     from autoaccum.planning.comparison import compare_plans
     from autoaccum.planning.comparison_request import ComparisonRequest
@@ -254,7 +241,7 @@ def fit(
 
         result = autoaccum.fit(model, dataset, target_batch=256, loss=nn.CrossEntropyLoss(), epochs=3, run_dir="runs/a")
 
-    Without `plan` or `micro_batch` it plans first, by trials that leave no trace. When memory runs out during
+    Without `plan` or `micro_batch` it plans first, in processes of their own. When memory runs out during
     training, the update is repeated in smaller micro-batches, and is still the full batch's; after a number of updates
     without trouble the micro-batches grow again. With a `run_dir` it writes checkpoints, and the same call resumes an
     interrupted run: for map-style data on the CPU, with equal threads and micro-batches, to bit-identical weights.
@@ -266,25 +253,15 @@ def fit(
     of which it deals each its share of every update: the weights are those of one process. A dataset, or a DataLoader
     over one, is read by its share; other data is read whole by every rank. Evaluations are dealt out as well, callbacks
     run on every rank, and rank 0 writes the folder, which all must be able to read. An error or a signal on one rank
-    ends all after the same update. A run may resume on another number of ranks. Live objects need `micro_batch` or
-    `plan`.
+    ends all after the same update. A run may resume on another number of ranks.
 
-    Args:
+    Args beside those of this module, of which those up to `reduction` go with a model:
         model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or its file.
         data: The training data; the workload's own `dataset` when None. A map-style dataset is shuffled in each
             epoch, and each micro-batch is collated from its samples; samples of an IterableDataset keep their order. A
             DataLoader keeps its order, sampler and collate function, but not its batch size: its batches are
             regrouped. Any other iterable, such as a list, must yield batches that do not share memory.
         target_batch: Samples per update. The last update of an epoch has the samples that are left.
-        loss: For a model: `loss(model, batch)`, or a criterion.
-        criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.
-        outputs: For a model: `outputs(model, batch)`: what a coupled loss is computed of; needs `coupled_loss`.
-        coupled_loss: For a model: `coupled_loss(outputs, batch)`: the loss of the whole effective batch.
-        weight: For a model: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
-        reduction: For a model: `mean` or `sum`.
-        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
-            are not rows of tensors; needs `size`. The workload's own when None.
-        size: `size(batch)`: returns the number of samples.
         epochs: Passes over the data.
         steps: Updates to make; with `epochs`, training ends at whichever comes first.
         plan: A plan or its file; it must be for this model, batch and device.
@@ -324,16 +301,11 @@ def fit(
             loss is evaluated of that many samples together, or of the target batch's number.
 
     Raises:
-        UsageError: An argument cannot be honoured, or the folder belongs to another run.
-        WorkloadError: The workload or the data cannot be used.
-        DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made.
         DataWorkerError: A process that reads data died.
         NonFiniteError: Loss or gradient of an update was not finite; the state is that before the update.
         CheckpointError: The first checkpoint could not be written, or no checkpoint can be read.
         UpdateInterrupted: An update failed half-way; resume from the last checkpoint.
-        RankFailedError: Another rank failed with an error of its own.
-        RankLostError: Another rank has ended, or does not answer in time.
+        RankFailedError, RankLostError: Another rank failed with an error of its own, or does not answer in time.
     """
     given = {**locals(), **options}
     for name in ("model_or_workload", "progress", "options"):
@@ -383,26 +355,11 @@ def verify(
     a shorter one, such as the last of an epoch. Only copies are run, and random states are restored; but what the
     caller's code counts or collects in globals and closures stays changed.
 
-    Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+    Args beside those of this module:
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
-        trainer: A Trainer of transformers or Lightning (with `model` and `data`), in place of a workload.
-        data: A LightningDataModule or the DataLoader for training.
-        model: A live model, in place of a workload. The arguments up to `reduction` go with it.
-        batch: `batch(size)`; or a batch, which is repeated and cut to size.
-        loss: `loss(model, batch)`, or a criterion.
-        criterion: `criterion(outputs, targets)`, in place of `loss`.
-        outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
-        coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
-        weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
-        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
-            are not rows of tensors; needs `size`.
-        size: `size(batch)`: returns the number of samples.
-        reduction: `mean` (when None) or `sum`.
         accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
             `.grad`; it is compared with the full batch too. The workload's own when None.
-        on_event: Called with each event of `autoaccum.verification.verification_result`.
         options: Fields of `autoaccum.options.Options`: `optimizer` (a live one is copied with its state), `precision`
             (when None float64, whatever the workload trains in, or float32 with a note where float64 does not run),
             `batchnorm`, `coupled`, `multiple_of`, `worst_of`, `device` (the CPU by default) and `time_limit`: seconds
@@ -410,11 +367,6 @@ def verify(
             cause is `unknown`. `world_size`: compare
             an update of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each
             rank with the bare model and its own micro-batches, and wraps or shards the model as your script does.
-
-    Raises:
-        UsageError: An argument cannot be honoured.
-        WorkloadError: The workload cannot be used as it is.
-        NotMeasuredError: Memory ran out, or something could not be restored.
     """
     from autoaccum.verification.verification_setup import run_verification
 
@@ -460,7 +412,7 @@ def tune(
     The same call resumes an interrupted Optuna study, and several processes may work on one study at the same time.
     On one card, give each its share as `memory`.
 
-    Args:
+    Args beside those of this module:
         workload: `model.py`, `model.py:name` or `package.module:name`, with a `dataset`. Losses are measured on its
             `evaluation_dataset`, else on a tenth of the dataset.
         target_batch: Samples per update; or a range, `"64..1024"` or a pair, whose doublings are searched.
@@ -479,11 +431,8 @@ def tune(
             `trial_limit`.
 
     Raises:
-        UsageError: An argument cannot be honoured, or the study of that name searches something else.
+        UsageError: The study of that name searches something else.
         StudyError: The storage cannot be read or written.
-        WorkloadError: The workload cannot be tuned, or its code raised in trial after trial.
-        DoesNotFitError: Not even one sample at a time fits.
-        NotMeasuredError: No plan could be made, or no process started.
     """
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import TuneProgress
@@ -536,25 +485,19 @@ def guard(
 
     A case that cannot be measured is reported as `unmeasured`; the others are still measured.
 
-    Args:
+    Args beside those of this module:
         workload: `model.py`, `model.py:name` or `package.module:name`; None: every known case that matches the
             other arguments.
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
-        target_batch: Samples per update, over all ranks.
         micro_batch: The most samples to run at once; planned when None.
         tolerance: The growth of the peak that passes, such as `1%` or `50MiB`; the project's, else 1 %, when None.
         lock: The lock file; the project's `autoaccum.lock` when None.
         update: Plan and measure anew, and write the lock instead of comparing with it.
         baseline: Compare with this git revision, which is measured too; no lock is written.
         force: With `update`, replace a lock that cannot be read.
-        on_event: Called with each event of `autoaccum.guarding.guard_result`.
-        on_output: Receives each line that workloads print; stderr otherwise.
-        options: Fields of `autoaccum.options.Options`: `gpu`, `values`, `precision`, `optimizer`, `memory`,
-            `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`,
-            `coupled`, and `time_limit` for all cases together.
+        options: `time_limit` is for all cases together.
 
     Raises:
-        UsageError: Arguments contradict each other, or the lock cannot be written.
         LockFileError: The lock cannot be read; it is left unchanged.
         MissingLockError, NotMeasuredError: No case is known, or the revision cannot be checked out.
     """
