@@ -177,7 +177,13 @@ def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
         raise UsageError(
             f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"
         )
-    return workload
+    return dataclasses.replace(workload, model=_live_model(workload))
+
+
+def _live_model(workload: Workload) -> Any:
+    from torch import nn
+
+    return workload.model if isinstance(workload.model, nn.Module) else workload.make_model()
 
 
 def _usage(verb: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
+from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.api import plan
@@ -78,3 +80,29 @@ def test_auto_is_the_card(write_workload: Callable[[str], str]) -> None:
 def test_a_card_that_is_not_there(write_workload: Callable[[str], str]) -> None:
     with pytest.raises(UsageError, match="there is no cuda:99"):
         plan(write_workload(f"SIDE = 32\n{WORKLOAD}"), target_batch=8, device="cuda:99")
+
+
+def test_a_live_model_leaves_the_card_to_its_trials_and_comes_back(place: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10)).to(place)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 512), torch.randint(0, 10, (size,))
+
+    criterion = nn.CrossEntropyLoss()
+    Accumulator(model, optimizer, criterion, micro_batch=8).step(batch(8))
+    before, pointers = state_digest(model, optimizer), [parameter.data_ptr() for parameter in model.parameters()]
+    held: list[int] = []
+
+    def notice(event: Any) -> None:
+        held.append(sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()))
+
+    made = plan(model=model, batch=batch, loss=criterion, optimizer=optimizer, target_batch=64, on_event=notice)
+    assert made.device["name"] == str(place)
+    assert state_digest(model, optimizer) == before
+    if place.type == "cuda":
+        assert set(held) == {0}, "the card is free while trials run"
+        assert any("waited in host memory" in note for note in made.notes)
+    else:
+        assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
+    assert Accumulator(model, optimizer, criterion, micro_batch=8).step(batch(8)).updated

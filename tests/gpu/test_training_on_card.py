@@ -1,4 +1,4 @@
-"""A whole training on a card: exact, resumed, with less memory in mid-run, with pinned workers, planned in place."""
+"""A whole training on a card: exact, resumed, with less memory in mid-run, with pinned workers, planned first."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_detector_is_trained_without_a_word_on_what_it_keeps() -> None:
     assert result.micro_batches == (2, 2)
 
 
-def test_a_network_of_timm_is_put_back_by_a_plan_in_place() -> None:
+def test_a_network_of_timm_is_left_as_it_was_by_a_plan() -> None:
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

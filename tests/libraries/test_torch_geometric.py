@@ -137,7 +137,7 @@ def test_what_split_returns_is_checked(graphs: dict[str, Any]) -> None:
     assert "split(batch, sizes) and size(batch)" in error.value.hint
 
 
-def test_is_planned_and_verified_in_place(graphs: dict[str, Any]) -> None:
+def test_is_planned_and_verified(graphs: dict[str, Any]) -> None:
     model = graphs["model"]()
     asked = {name: graphs[name] for name in ("loss", "split", "size")}
     found = autoaccum.plan(model=model, batch=graphs["batch"], target_batch=12, max_micro_batch=5, **asked)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from asking import make_request
 from scripted_device import ScriptedDevice, TimedDevice
-from torch import nn, ones
 
-from autoaccum.api import plan
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.planning.plan_events import Event, TimingStarted
 from autoaccum.planning.plan_record import Plan
