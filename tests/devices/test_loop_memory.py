@@ -185,6 +185,18 @@ def test_an_evaluation_changes_nothing(fails: bool) -> None:
     assert after == before
 
 
+def test_a_loss_for_training_only_is_distinguished_from_an_evaluation_that_fails() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if not model.training:
+            raise KeyError("losses")
+        return model(batch[0]).mean()
+
+    message = r"the loss in eval mode \(there is no def evaluate\(model, batch\)\) raised KeyError"
+    with pytest.raises(WorkloadError, match=message):
+        evaluate(make(loss=loss, evaluation_batch=SIZE), Net())
+    evaluate(make(loss=loss, evaluation_batch=SIZE, evaluate=lambda model, batch: model(batch[0])), Net())
+
+
 def test_the_evaluation_stands_between_updates() -> None:
     seen_calls: list[Any] = []
     trial_run: TrialRun
