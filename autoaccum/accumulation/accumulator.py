@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -29,31 +27,25 @@ from autoaccum.accumulation.argument_checks import (
     choose_option,
     current_facts,
 )
-from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device, total_loss
-from autoaccum.accumulation.batchnorm import check_synchronised
+from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
-from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import (
-    GradientBuffers,
     choose_scaler,
-    clip_gradients,
-    dense_gradients,
     needs_buffers,
-    rounding_warning,
 )
-from autoaccum.accumulation.interrupts import DelayedInterrupts
-from autoaccum.accumulation.ranks.group import check_alike, join_ranks, world_size
-from autoaccum.accumulation.ranks.replicated import copy_from_first, sum_gradients, without_calls
+from autoaccum.accumulation.ranks.group import join_ranks, world_size
+from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read_reduce
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
-from autoaccum.accumulation.retries import Retries, roll_back
+from autoaccum.accumulation.retries import Retries
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
-from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite, warn_caller
+from autoaccum.accumulation.schedule import check_multiple, split_evenly
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
-from autoaccum.accumulation.transaction import Transaction, batch_versions
+from autoaccum.accumulation.transaction import batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
+from autoaccum.accumulation.update_attempts import Progress, UpdateAttempts
 from autoaccum.accumulation.weighting_check import WeightingCheck
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
 from autoaccum.checks import check_word
@@ -68,8 +60,8 @@ from autoaccum.options import (
     read_accumulate_in,
     read_savers,
 )
-from autoaccum.workload.batches import batch_size, read_batching, split_batch
-from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
+from autoaccum.workload.batches import batch_size, read_batching
+from autoaccum.workload.objective import read_coupled_loss, with_coupling
 
 
 class Accumulator:
@@ -109,9 +101,6 @@ class Accumulator:
     >>> accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), MSELoss(), micro_batch=100)
     >>> accumulator.step((torch.ones(256, 2), torch.zeros(256, 2))).micro_batches
     (86, 85, 85)
-
-    Attributes:
-        phase: The phase of the running step, or the one in which the last step raised.
 
     Args:
         model: The model, on the device it trains on.
@@ -242,14 +231,12 @@ class Accumulator:
             check_lists(optimizer, model_device(model))
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
-        self.phase: StepPhase = "batch"
-        self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._clip_norm, self._scaler, self._in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
-        self._check_finite, self._observer = check_finite, observer
+        self._optimizer, self._objective, self._in_fp32 = optimizer, objective, sum_dtype == "fp32"
+        self._progress = Progress(observer)
         self._updater = Updater(optimizer, scaler, scheduler)
         self._ranks = join_ranks()
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
-            model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase, ranks=self._ranks
+            model, objective, precision=chosen, scaler=scaler, on_phase=self._progress.begin_phase, ranks=self._ranks
         )
         self._backpropagation.sharded = self._sharded
         joining = partial(self._join_parts, in_lockstep=True)
@@ -270,12 +257,28 @@ class Accumulator:
         trained = [(names.get(id(one), "a parameter of the loss"), one) for one in optimizer_parameters(optimizer)]
         copy_from_first(self._ranks, (*named, *trained))
         self._ranks.accumulators += 1
-        self._number = self._ranks.accumulators
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
-        self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
-        self._interrupts = DelayedInterrupts()
-        self._generators = module_generators(all_modules(objective.criterion_module, model))
-        self._first_steps, self._weighting = FirstSteps(), WeightingCheck(check, objective, self._multiple_of)
+        self._attempts = UpdateAttempts(
+            self._progress,
+            self._backpropagation,
+            optimizer,
+            self._updater,
+            scaler,
+            self._savers,
+            WeightingCheck(check, objective, self._multiple_of),
+            batchnorm_mode=batchnorm_mode,
+            in_fp32=self._in_fp32,
+            clip_norm=clip_norm,
+            check_finite=check_finite,
+            wrappers=[module for module in found if isinstance(module, DistributedDataParallel)],
+            number=self._ranks.accumulators,
+            generators=module_generators(all_modules(objective.criterion_module, model)),
+        )
+
+    @property
+    def phase(self) -> StepPhase:
+        """The phase of the running step, or the one in which the last step raised."""
+        return self._progress.phase
 
     @property
     def micro_batch(self) -> int:
@@ -332,7 +335,7 @@ class Accumulator:
             RankFailedError: Another rank failed with an error of its own, which it raises itself.
             RankLostError: Another rank has ended, or does not answer in time.
         """
-        with self._interrupts:
+        with self._progress.interrupts:
             return self._run([batch])
 
     def step_parts(self, batches: Sequence[Any]) -> StepResult:
@@ -349,7 +352,7 @@ class Accumulator:
             UsageError: `batches` is empty.
             DoesNotFitError: As in `step`; so are the other errors.
         """
-        with self._interrupts:
+        with self._progress.interrupts:
             return self._run(list(batches))
 
     def _run(self, batches: list[Any]) -> StepResult:
@@ -376,7 +379,8 @@ class Accumulator:
         ceiling, self._retries.failed_in = self.micro_batch, []
         while True:
             cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
-            outcome = self._attempt(batches, cuts)
+            retries = len(self._retries.failed_in)
+            outcome = self._attempts.run(batches, cuts, micro_batch=self.micro_batch, retries=retries)
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
@@ -386,124 +390,5 @@ class Accumulator:
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
         half = self._in_fp32 and needs_buffers(optimizer_parameters(self._optimizer))
-        mode, on_part = self._batchnorm_mode, self._begin_part
+        mode, on_part = self._batchnorm_mode, self._progress.begin_part
         join_parts(self._backpropagation, mode, on_part, in_lockstep=in_lockstep, sums_half=half)
-
-    def _attempt(self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]]) -> StepResult | BaseException:
-        """Make one update from `batches`, each split into parts of `cuts` samples, and return its result or its error.
-
-        An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
-        The state is restored by then, unless the error is UpdateInterrupted.
-        """
-        with ExitStack() as around:  # Its end comes after a rollback, which restores what was there within it.
-            transaction, self._updater.has_agreed = None, False
-            try:
-                modules = all_modules(self._objective.criterion_module, self._model)
-                parameters = self._parameters(modules)
-                transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
-                for parameter in parameters:
-                    parameter.grad = None
-                result = self._update(batches, cuts, transaction, modules, around)
-                for parameter in parameters:
-                    parameter.grad = None
-                return result
-            except BaseException as error:
-                if self._updater.has_agreed:
-                    raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
-                failure = error
-            try:
-                return failure if transaction is None else roll_back(transaction, self._updater, failure)
-            finally:
-                del failure  # the traceback holds this frame
-
-    def _update(
-        self,
-        batches: Sequence[Any],
-        cuts: Sequence[tuple[int, ...]],
-        transaction: Transaction,
-        modules: Sequence[nn.Module],
-        around: ExitStack,
-    ) -> StepResult:
-        self._begin_phase("batch")
-        parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
-        sizes, retries = sum(cuts, ()), len(self._retries.failed_in)
-        weights = [self._objective.weight(part) for part in parts]
-        own = {
-            "micro_batch": self.micro_batch,
-            "the number of the Accumulator that steps": self._number,
-            **self._updater.common_facts(),
-        }
-        facts, samples, weights_by_rank = zip(*self._ranks.gather((own, sum(sizes), weights)), strict=True)
-        check_alike(facts)
-        if not any(weights_by_rank):
-            where = " on any rank" if self._ranks.size > 1 else ""
-            raise UsageError(f"there is no micro-batch to step with{where}", hint="give at least one")
-        all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
-        if not any(map(has_weight, all_shares)):
-            return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
-        shares_by_rank: list[Sequence[Weights]] = [all_shares[own] for own in slices(map(len, weights_by_rank))]
-        shares, trained = shares_by_rank[self._ranks.rank], optimizer_parameters(self._optimizer)
-        if self._sharded is not None:
-            parts, shares = self._sharded.deal(self._ranks, parts, shares_by_rank, trained)
-        joins = self._backpropagation.run_parts is not None
-        run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
-        if self._ranks.size > 1:
-            check_synchronised(self._batchnorm_mode, modules, run)
-        # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
-        is_summed = needs_buffers(trained) and (sum(run) if self._sharded is None else max(run)) > 1
-        buffers = self._savers.buffers(trained, in_fp32=self._in_fp32)
-        if buffers is None and is_summed:
-            buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
-        if is_split := sum(run) > 1:
-            with without_calls(self._wrappers):
-                self._weighting.look(self._backpropagation, modules, batches, self.micro_batch)
-        warn = self._first_steps.watch(self._backpropagation, modules, is_split=is_split)
-        with without_calls(self._wrappers), self._savers.around_parts():
-            record = self._backpropagation.run(parts, shares, buffers, batches)
-        sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32
-        warn(trained if record.values and sizes else (), sums, rounding_warning(trained) if is_rounded else None)
-        self._weighting.tell(self._backpropagation, parts, is_split=is_split)
-        self._begin_phase("clip")
-        sum_gradients(self._ranks, trained, buffers)
-        buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=self._scaler is not None))
-        loss, terms, norm = self._measure(record, buffers)
-        if self._sharded is not None:
-            self._sharded.is_running = False
-        if self._check_finite:
-            refuse_nonfinite(loss, norm, is_scaled=self._scaler is not None)
-        self._begin_phase("update")
-        if buffers is not None:
-            buffers.write_gradients()
-        updated = self._updater.run(transaction, lambda: self._ranks.gather(None))
-        self._savers.write_back()
-        return StepResult(loss, sum(samples), sizes, norm, retries, updated, terms)
-
-    def _measure(
-        self, record: LossRecord, buffers: GradientBuffers | None
-    ) -> tuple[float, dict[str, float], float | None]:
-        """Unscale and clip the gradients, then read loss, terms and norm in the step's only synchronisation."""
-        if self._scaler is not None:
-            if not record.values:  # This rank ran no part: the scaler makes its scale when it is first used.
-                self._scaler.scale(torch.zeros((), device=model_device(self._model)))
-            self._scaler.unscale_(self._optimizer)
-        norm = None
-        if self._clip_norm is not None:
-            trained = optimizer_parameters(self._optimizer)
-            norm = clip_gradients(dense_gradients(trained) if buffers is None else buffers.values(), self._clip_norm)
-        sums, read_norm = record.read(norm)
-        return *total_loss(self._ranks.gather((list(record.names), sums))), read_norm
-
-    def _begin_part(self, index: int) -> None:
-        self._interrupts.deliver()
-        if self._observer is not None:
-            self._observer.part(index)
-
-    def _parameters(self, modules: Iterable[nn.Module]) -> list[Tensor]:
-        of_modules = [one for module in modules for one in module._parameters.values() if one is not None]
-        return list({id(one): one for one in (*of_modules, *optimizer_parameters(self._optimizer))}.values())
-
-    def _begin_phase(self, phase: StepPhase) -> None:
-        self._interrupts.deliver()
-        self.phase = phase
-        if self._observer is not None:
-            self._observer.phase(phase)

@@ -100,7 +100,7 @@ def memory_runs_out(mode: str, step: int) -> Any:
         number += step
 
 
-@pytest.mark.parametrize(("mode", "step"), [("exact and coupled", 131), ("twice", 53)])
+@pytest.mark.parametrize(("mode", "step"), [("exact and coupled", 67), ("twice", 29)])
 def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
     (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
     assert none == set()
