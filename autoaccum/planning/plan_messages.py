@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,19 +135,6 @@ def uncertain_oom_error(trial: Trial) -> NotMeasuredError:
         f"micro-batch {trial.micro_batch} failed with a message that may mean out of memory or a bug, and no "
         f"smaller size ran in a fresh process: {trial.message or 'no message'}"
     )
-
-
-def non_monotonic_warnings(trials: Sequence[Trial]) -> list[str]:
-    """Return a warning where a size ran although a smaller one failed; else none."""
-    ran = {t.micro_batch for t in trials if t.ran}
-    failed = {t.micro_batch for t in trials if t.outcome == "oom"} - ran
-    above = [size for size in sorted(ran) if failed and size > min(failed)]
-    if not above:
-        return []
-    return [
-        f"memory does not grow monotonically here: size {above[0]} ran although size {min(failed)} did not, so other "
-        "sizes may run or fail where their neighbours did not"
-    ]
 
 
 def tight_warning(largest_fit: int, *, predicted: bool) -> str:

@@ -182,27 +182,13 @@ class Plan:
         """Return the SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
         Left out are all times and the fields that decide nothing: warnings, notes, the coupling (its experiment
-        has a time limit), the explanation and the arguments of a framework. A learning rate counts if there is one.
+        has a time limit), the explanation and the arguments of a framework.
         """
         record = _record(self)
-        if self.learning_rate is None:
-            del record["learning_rate"]
-        if self.multiple_of == 1:
-            del record["multiple_of"]
-        for name in ("devices", "parallel", "mesh", "reduce"):
-            if getattr(self, name) is None:
-                del record[name]
-        if not self.reduce_peaks:
-            del record["reduce_peaks"]
         for name in ("arguments", "coupling", "explanation", "notes", "throughput", "warnings"):
             del record[name]
-        for held in (record, *record["trials"]):
-            if held["host_bytes"] is None:
-                del held["host_bytes"]
         for trial in record["trials"]:
             del trial["seconds"]
-            if not trial["peaks"]:
-                del trial["peaks"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
     @classmethod

@@ -164,10 +164,7 @@ class _Speeds:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The way to sum gradients over ranks that shard a model, the trial that proves it, and the peaks of both ways.
-
-    `rejected` is the trial of the other way, which is none of the plan's: the last of those is its proof.
-    """
+    """The way to sum gradients over ranks that shard a model, its proof, and the peaks and trial of the other way."""
 
     reduce: Reduce | None
     trial: Trial
@@ -282,12 +279,11 @@ class _Planner:
             UsageError, NotMeasuredError, DoesNotFitError: As `search`, or the schedule has parts too small to be
                 trained: because a cap ended the search, because a limit did, or because larger ones do not fit.
         """
-        request, result = self.request, self._search(self.request.sizes(self.inspection.least_size), forecast)
-        schedule = request.schedule(result.size)
-        if schedule.smallest_part < self.inspection.least_size:
-            raise too_small_error(
-                schedule, result.size, self.inspection.least_size, stopped=result.stopped, capped=result.capped
-            )
+        least = self.inspection.least_size
+        result = self._search(self.request.sizes(least), forecast)
+        schedule = self.request.schedule(result.size)
+        if schedule.smallest_part < least:
+            raise too_small_error(schedule, result.size, least, stopped=result.stopped, capped=result.capped)
         return result
 
     def choose_fastest(self, largest: SearchResult) -> _Speeds:

@@ -13,7 +13,6 @@ from autoaccum.planning.next_size import CorrectedForecast, Estimate, Predict, c
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,
-    non_monotonic_warnings,
     peak_bytes,
     stop_warning,
     tight_warning,
@@ -98,7 +97,7 @@ def search(
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
     Where memory does not grow monotonically with the size, the answer still ran and a larger size still failed; other
-    sizes are not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as soon as
+    sizes are not ruled out. A `tight` size counts as failed as soon as
     an `ok` one is known.
 
     Args:
@@ -113,7 +112,7 @@ def search(
         known: Trials of these sizes that were run before.
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
-        isolated: Whether a failure may be due to what earlier trials left behind in the process.
+        isolated: Whether a failure may be due to what earlier trials left behind in the process; not so if predicted.
         confirms: Whether the answer has to run in a fresh process.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
 
@@ -121,8 +120,7 @@ def search(
         DoesNotFitError: The smallest size ran out of memory.
         WorkloadError: A trial raised an error of the workload.
         NotMeasuredError: A trial raised an error of the measurement, or failed with an uncertain out-of-memory error
-            and no smaller size ran in a fresh process (or afterwards, where there is one process); or the search was
-            stopped before any size had run.
+            and no smaller size ran in a fresh process; or the search was stopped before any size had run.
     """
     history = _History(trial, sizes, limit_bytes, needs, isolated=isolated, confirms=confirms, answer=answer)
     for trial_before in known:
@@ -218,7 +216,7 @@ def _result(
         first_fail=None if capped else first_fail,
         capped=capped,
         trials=tuple(history.trials),
-        warnings=(*warnings, *non_monotonic_warnings(history.valid_trials)),
+        warnings=tuple(warnings),
         refuted=refuted,
         stopped=None if stop is None or capped else stop.stop,
     )
@@ -326,14 +324,13 @@ class _History:
 
     @property
     def uncertain_failure(self) -> Trial | None:
-        """The smallest failure that may be a bug, if no smaller size ran in a fresh process (or after it)."""
+        """The smallest failure that may be a bug, if no smaller size ran in a fresh process."""
         uncertain = [t for t in self._decisive if not t.ran and not t.certain]
         if not uncertain:
             return None
         failure = min(uncertain, key=lambda t: t.micro_batch)
-        later = [] if self.isolated else self.trials[self.trials.index(failure) + 1 :]
-        since = [*later, *(t for t in self.trials if t.fresh)]
-        return None if any(t.ran and t.micro_batch < failure.micro_batch for t in since) else failure
+        fresh = [t for t in self.trials if t.fresh]
+        return None if any(t.ran and t.micro_batch < failure.micro_batch for t in fresh) else failure
 
     def estimate(self) -> Estimate | None:
         """Return where memory probably reaches the limit, by the peaks, or at first by the inspection's update."""

@@ -163,8 +163,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if workload.get("coupled") and workload.get("loss") != "criterion":
         given = "outputs=outputs, coupled_loss=coupled_loss, "
     named = {name: workload.get(name) for name in ("reduction", "precision", "coupled", "batchnorm", "savers")}
-    named |= {"reduce": plan.reduce, "multiple_of": plan.multiple_of}
-    usual = (None, "mean", "fp32", "micro", "each", 1)
+    named |= {"reduce": plan.reduce, "multiple_of": plan.multiple_of if plan.multiple_of > 1 else None}
+    usual = ("mean", "fp32", "micro", "each")
     options = [f"micro_batch={plan.micro_batch}"]
     options += [f"{name}={value!r}".replace("'", '"') for name, value in named.items() if value and value not in usual]
     if kept is not None:

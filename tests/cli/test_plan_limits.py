@@ -86,7 +86,7 @@ def test_what_does_not_end_is_ended_and_named(
     [
         (["--emit", "same", "-o", "./same"], "-o and --emit both name same: take two names"),
         (["--emit", "torch.py"], "would hide the module torch"),
-        (["--emit", "step.py", "--world-size", "2"], "--world-size"),
+        (["--emit", "step.py", "--world-size", "2"], "the plan is for 2 ranks"),
         (["--plot", "memory.pdf"], "the picture memory.pdf ends in .pdf: give a name that ends in .svg or .png"),
         (["--plot", "/dev/null"], "/dev/null is not a regular file: give a name that ends in .svg or .png"),
         (["--plot", "model.svg"], "model.svg exists already: add --force to overwrite it, or choose another name"),

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.errors import UsageError
+from autoaccum.errors import WorkloadError
 from autoaccum.options import BATCHNORM_MODES
 from autoaccum.units import MIB, MemorySize
 
@@ -60,5 +60,5 @@ def test_only_frozen_and_exact_take_parts_of_one_sample() -> None:
 def test_what_cannot_be_frozen_is_the_workload_s_fault() -> None:
     stateless = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=False))
     frozen = autoaccum.Workload(model=stateless, batch=batch, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
-    with pytest.raises(UsageError, match='"frozen", and 1 have no running statistics'):
+    with pytest.raises(WorkloadError, match='"frozen", and 1 have no running statistics'):
         autoaccum.plan(frozen, target_batch=8, memory=LIMIT)

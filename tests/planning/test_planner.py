@@ -74,13 +74,6 @@ def test_no_part_is_smaller_than_can_be_trained() -> None:
         run(ScriptedDevice(lambda size: "oom", least_size=2), 7)
 
 
-def test_equal_parts_too_small_to_be_trained_are_refused() -> None:
-    with pytest.raises(UsageError, match="equal parts of 7 samples, of at most 6, are smaller than 2"):
-        run(ScriptedDevice(least_size=2), 7, equal=True, max_micro_batch=6)
-    with pytest.raises(DoesNotFitError):
-        run(ScriptedDevice(lambda size: "ok" if size <= 2 else "oom", least_size=2), 9, equal=True)
-
-
 def test_parts_too_small_are_a_clear_no_only_where_memory_ended_the_search() -> None:
     with pytest.raises(NotMeasuredError, match="leave one of 1, .* or allow the search more trials"):
         run(ScriptedDevice(least_size=2), 7, max_trials=1)
@@ -111,11 +104,6 @@ def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
     found = run(ScriptedDevice(lambda size: "tight" if size <= 100 else "oom"))
     assert found.micro_batch == 86
     assert "ran only because the allocator" in found.warnings[0]
-
-
-def test_a_confirmation_that_never_runs() -> None:
-    with pytest.raises(DoesNotFitError, match="micro-batch 1 needs more memory than there is, 1.0 GiB"):
-        run(ScriptedDevice(lambda size: "oom"), 8)
 
 
 @pytest.mark.parametrize("confirms", [None, lambda _: "error"])

@@ -13,7 +13,6 @@ from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 from typing_extensions import Unpack
 
-from autoaccum.accumulation.argument_checks import plan_facts
 from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
 from autoaccum.devices.explanation import ChooseParts, Forecast
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
@@ -22,7 +21,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
-from autoaccum.planning.plan_events import Event, Inspected, TracedAlone, TrialStarted
+from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -182,23 +181,6 @@ def test_several_ranks_and_limits() -> None:
     assert predict(max_micro_batch=8).largest_fit == 8
     with pytest.raises(UsageError, match="largest micro-batch to try is 1, the least"):
         predict(SyntheticTracer(inspection=replace(INSPECTION, least_size=2)), max_micro_batch=1)
-
-
-@pytest.mark.parametrize("trials", [1, 2, 3])
-def test_few_trials_begin_where_the_peaks_of_small_sizes_point(trials: int) -> None:
-    assert 0.9 * predict().largest_fit < predict(max_trials=trials).largest_fit <= predict().largest_fit
-
-
-def test_listeners_are_told_that_nothing_runs() -> None:
-    events: list[Event] = []
-    device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
-    plan_on_device(PlanSetup(device, "model.py"), make_request(64), on_event=events.append)
-    assert [event.predicted for event in events if isinstance(event, Inspected)] == [True]
-
-
-def test_the_accumulator_takes_it_for_that_card() -> None:
-    facts = plan_facts(predict())
-    assert (facts["kind"], facts["card"]) == ("cuda", "NVIDIA GeForce RTX 3090")
 
 
 # --- a measured plan that a forecast guides -------------------------------------------------------------------------

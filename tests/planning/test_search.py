@@ -245,15 +245,11 @@ def uncertain_trials(from_size: int, *, later: Outcome = "ok") -> RunTrial:
 
 
 @pytest.mark.parametrize("from_size", [2, 3, 6, 40])
-@pytest.mark.parametrize("one_process", [True, False])
-def test_an_uncertain_failure_counts_when_a_smaller_size_runs_fresh_or_afterwards(
-    from_size: int, one_process: bool
-) -> None:
-    trials, one = uncertain_trials(from_size), one_process
-    result = search(trials, range(1, 65), limit_bytes=LIMIT, isolated=not one, confirms=not one)
+def test_an_uncertain_failure_counts_when_a_smaller_size_runs_fresh(from_size: int) -> None:
+    result = search(uncertain_trials(from_size), range(1, 65), limit_bytes=LIMIT)
     assert result.size == from_size - 1
     failed = next(index for index, t in enumerate(result.trials) if not t.ran)
-    assert any(t.ran and (one_process or t.fresh) for t in result.trials[failed:])
+    assert any(t.ran and t.fresh for t in result.trials[failed:])
 
 
 @pytest.mark.parametrize("from_size", [1, 5])
@@ -323,22 +319,8 @@ def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() ->
     assert [(t.micro_batch, larger) for t, larger in result.refuted] == [(40, 45)]
 
 
-def test_a_growing_trial_over_the_budget_proves_no_size() -> None:
-    """In place the limit lies above the budget: sizes ran, and the trial is out of memory all the same."""
-    memory = SyntheticMemory(120, 0.3)
-
-    def over(most: int) -> Trial:
-        return Trial(parts=(1, 128), outcome="oom", peaks=((1, LIMIT // 3), (64, LIMIT // 2), (128, LIMIT + 1)))
-
-    result = search(memory.trial, range(1, 301), limit_bytes=LIMIT, grow=over)
-    assert (result.largest_fit, result.first_fail) == (120, 121)
-    assert not result.refuted
-
-
 @pytest.mark.parametrize(("ceiling", "size", "first_fail"), [(300, 80, None), (60, 40, 80)])
 def test_a_growing_trial_confirms_no_answer(ceiling: int, size: int, first_fail: int | None) -> None:
-    """Not in one process either, where no answer has to run in a fresh one: the trial of the schedule counts."""
-
     def optimistic(most: int) -> Trial:
         return Trial(parts=(1, most), outcome="ok", peaks=((1, LIMIT // 4), (most, LIMIT // 2)))
 
@@ -347,7 +329,7 @@ def test_a_growing_trial_confirms_no_answer(ceiling: int, size: int, first_fail:
         return memory.trial(size, **asked)
 
     memory, sizes = SyntheticMemory(ceiling), part_sizes(80, 80)
-    result = search(trial, sizes, limit_bytes=LIMIT, grow=optimistic, isolated=False, confirms=False)
+    result = search(trial, sizes, limit_bytes=LIMIT, grow=optimistic)
     assert (result.size, result.first_fail, result.trial.peaks) == (size, first_fail, ())
 
 

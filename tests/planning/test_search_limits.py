@@ -1,17 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from factories import FakeClock
 
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.trial_runner import SearchLimits
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_trials() -> None:
@@ -26,12 +19,12 @@ def test_trials() -> None:
 
 
 def test_time_keeps_what_the_confirmation_takes() -> None:
-    clock = Clock()
+    clock = FakeClock()
     limits = SearchLimits(None, 60.0, clock=clock)
     assert limits.seconds_left(0, 0.0) == 60.0
-    clock.now += 20
+    clock.seconds += 20
     assert limits.seconds_left(1, 15.0) == 25.0
-    clock.now += 25
+    clock.seconds += 25
     with pytest.raises(SearchStopped, match="the time limit of 60 s") as stopped:
         limits.seconds_left(1, 15.0)
     assert stopped.value.stop == "time"

@@ -103,11 +103,7 @@ def test_every_card_has_rates_and_newer_precisions_are_no_slower() -> None:
 
 def test_small_micro_batches_wait_for_the_host_and_the_knee_lies_where_they_do_not() -> None:
     """Kernels of 3.5 ms a part on the host are as long as 0.66 samples on an A100, and as 1.5 on an H100."""
-    cost = (
-        only(flops=Amount(sample=1e12))
-        if False
-        else UpdateCost(flops=Amount(sample=1e12), moved_bytes=Amount(), host_bytes=Amount(), kernels=Amount(part=5000))
-    )
+    cost = UpdateCost(flops=Amount(sample=1e12), moved_bytes=Amount(), host_bytes=Amount(), kernels=Amount(part=5000))
     schedules = [[size] * (64 // size) for size in (1, 2, 4, 8, 16, 32, 64)]
     known = estimate_throughput(cost, A100, schedules, device="a100", precision="bf16")
     rates = {speed.micro_batch: speed.samples_per_second or 0.0 for speed in known.speeds}
