@@ -6,29 +6,11 @@ from pathlib import Path
 
 import pytest
 from command_line import Command
+from small_blocks import blocks_source
 
 from autoaccum.planning.plan_record import Plan
 
-MODEL = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(128, 10))
-
-def batch(size):
-    return torch.randn(size, 256, 128), torch.randn(size, 256, 10)
-
-criterion = nn.MSELoss()
-"""
+MODEL = blocks_source(6, hidden=512, length=256, width=128)
 
 
 @pytest.mark.slow

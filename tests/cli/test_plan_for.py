@@ -43,10 +43,6 @@ def test_a_target_with_few_divisors_is_exact_and_a_better_one_is_named(folder: P
     ("words", "text"),
     [
         (("keras",), "'keras' is not one of 'transformers', 'lightning', 'accelerate', 'deepspeed', 'torchtitan'"),
-        (
-            ("lightning", "--gpu", "h100", "--world-size", "1..4"),
-            "makes a table, and --for goes with one number of ran",
-        ),
         (("lightning", "--savers", "auto"), "Lightning does not know autoaccum's savers (auto)"),
         (("torchtitan", "--world-size", "3"), "a target batch of 8 does not divide equally over 3 ranks: take 6"),
     ],
