@@ -70,7 +70,7 @@ json.dump(seen, sys.stdout)
 
 
 @pytest.mark.slow
-def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_it_plans_a_live_model_and_uses_plans(tmp_path: Path, warm_python: WarmPython) -> None:
     done = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment())
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
