@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import add_up, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.coupling_cure import take_apart
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.rng_replay import ReplayMismatch
 from autoaccum.accumulation.rng_state import Generator, module_generators
@@ -27,7 +26,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.options import BatchNormMode
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.objective import Objective, match_weights, with_coupling
+from autoaccum.workload.objective import CoupledLoss, Objective, match_weights, with_coupling
 from autoaccum.workload.pytree import unwrap_batch
 from autoaccum.workload.tracebacks import user_code
 
@@ -252,7 +251,7 @@ def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:
     """Return the objective with the weighting of an ablation, and coupled if it says so."""
     if ablation.coupled:
         if objective.loss_function is not None and not objective.takes_outputs:
-            objective = dataclasses.replace(objective, loss_function=take_apart(objective.loss_function))
+            objective = dataclasses.replace(objective, loss_function=split_forward_and_loss(objective.loss_function))
         objective = with_coupling(objective, True, WorkloadError)
     codes = dict(ablation.weights)
     if not codes:
@@ -305,3 +304,33 @@ class _PartObserver(StepObserver):
             self._begin(index)
         elif phase == "clip":
             self._end_parts()
+
+
+def split_forward_and_loss(loss: Callable[[nn.Module, Any], Any]) -> CoupledLoss:
+    """Return `loss` as a coupled loss: the outputs are what the model returns where the loss calls it, once."""
+    models: list[nn.Module] = []
+
+    def outputs(model: nn.Module, batch: Any) -> Any:
+        models[:] = [model]
+        called = _Called(model)
+        loss(called, batch)  # type: ignore[arg-type]
+        if len(called.outputs) != 1:
+            raise WorkloadError(f"the loss calls the model {len(called.outputs)} times for a batch, not once")
+        return called.outputs[0]
+
+    return CoupledLoss(outputs, lambda found, batch: loss(_Called(models[0], found), batch))  # type: ignore[arg-type]
+
+
+class _Called:
+    """Stands for a model and keeps what its calls return; with `recalled`, a call returns that and runs nothing."""
+
+    def __init__(self, model: nn.Module, *recalled: Any) -> None:
+        self._model, self._recalled = model, recalled
+        self.outputs: list[Any] = []
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.outputs.append(self._recalled[0] if self._recalled else self._model(*inputs, **named))
+        return self.outputs[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -81,17 +81,6 @@ class Recurrent(nn.Module):
         return torch.as_tensor(self.rnn(x.transpose(0, 1))[0].transpose(0, 1))
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.grow = nn.Linear(3, 4)
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.grow(x)
-        return torch.as_tensor(self.attention(x, x, x, need_weights=False)[0])
-
-
 class OwnGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,14 +118,11 @@ def rows_of_tokens(x: Tensor) -> Tensor:
 
 JOINED: dict[str, Callable[[], nn.Module]] = {
     "dropout module": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)),
-    "functional dropout": lambda: Between(F.dropout),
     "native dropout": lambda: Between(lambda x: torch.native_dropout(x, 0.5, True)[0]),
     "dropout of tokens": lambda: Between(rows_of_tokens),
     "LSTM, time first": Recurrent,
-    "attention": Attending,
     "scaled dot product": lambda: Between(attend),
     "gaussian noise": lambda: Between(lambda x: x * (1 + torch.randn_like(x))),
-    "uniform in place": lambda: Between(lambda x: x + torch.empty_like(x).uniform_(0, 2) * x),
     "gumbel softmax": lambda: Between(lambda x: F.gumbel_softmax(x, hard=True)),
     "randomized ReLU": lambda: Between(lambda x: F.rrelu(x, training=True)),
     "bernoulli": lambda: Between(lambda x: x * torch.bernoulli(x.detach().sigmoid())),
