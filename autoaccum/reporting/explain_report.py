@@ -106,8 +106,8 @@ def print_snapshot(console: Console, check: SnapshotCheck) -> None:
     parts = format_parts(update.parts)
     print_line(console, Text(f"its last update beside that predicted for {check.card}, micro-batches of {parts}"))
     print_table(console, _figures(update))
-    if update.last_difference is not None and not update.agrees:
-        print_line(console, Text(f"the last request that differs: {_request_words(update.last_difference)}"))
+    if update.first_difference is not None and not update.agrees:
+        print_line(console, Text(f"the first request that differs: {_request_words(update.first_difference)}"))
     if update.differences:
         console.print()
         print_table(console, _differences(update.differences))

@@ -52,9 +52,9 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     record = json.loads(done.stdout)
     assert (record["agrees"], record["replay_difference"]) == (False, None)
     update = record["update"]
-    last = update["last_difference"]
-    assert (last["recorded_bytes"], last["predicted_bytes"]) == (512 * 2048 * 4, 512 * 2304 * 4)
-    assert last["source"]["op"] == "aten._foreach_sqrt"
+    first = update["first_difference"]
+    assert (first["recorded_bytes"], first["predicted_bytes"]) == (24 * 64 * 2048 * 4, 24 * 64 * 2304 * 4)
+    assert first["source"]["op"] == "aten.addmm"
     rows = {
         (*each["source"].values(),): (each["recorded_bytes"], each["predicted_bytes"]) for each in update["differences"]
     }

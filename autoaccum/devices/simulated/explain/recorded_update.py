@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
+
+import numpy as np
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
@@ -74,7 +77,7 @@ class UpdateComparison:
         parts: The micro-batches of the update, in samples.
         held: The most bytes held in it.
         reserved: The most bytes reserved in it.
-        last_difference: The last request that differs; None: all are equal.
+        first_difference: The first request that differs; None: all are equal.
         differences: The sources that hold memory at one of the peaks alone; the largest comes first.
 
     Requests of less than 64 KiB count in the figures only: loops differ in scalars.
@@ -83,7 +86,7 @@ class UpdateComparison:
     parts: tuple[int, ...]
     held: Figure
     reserved: Figure
-    last_difference: RequestDifference | None
+    first_difference: RequestDifference | None
     differences: tuple[SourceDifference, ...]
 
     @property
@@ -116,15 +119,27 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
     at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
     band = max(breakdown.sized.band_bytes, held[at] // _BAND_SHARE)
     reserved_band = max(breakdown.sized.band_bytes, reserved_bytes // _BAND_SHARE) + LARGE_SEGMENT_BYTES
-    from_the_end = zip(reversed(last), reversed(blocks), strict=False)
-    differs = next((pair for pair in from_the_end if entries[pair[0]].size != sizes[pair[1]]), None)
+    differs = _first_difference([entries[at].size for at in requests], [sizes[block] for block in blocks])
     return UpdateComparison(
         parts=trace.parts,
         held=Figure(recorded[peak], held[at], band),
         reserved=Figure(max(reserved[start:]), reserved_bytes, reserved_band),
-        last_difference=None if differs is None else _describe(recording, breakdown, *differs),
+        first_difference=differs and _describe(recording, breakdown, requests[differs[0]], blocks[differs[1]]),
         differences=_compare_sources(recording, breakdown, peak, at),
     )
+
+
+def _first_difference(recorded: Sequence[int], predicted: Sequence[int]) -> tuple[int, int] | None:
+    """Return the places of the first requests that differ in size, recorded and predicted; None if all are equal.
+
+    The update begins at that of the recorded requests from which on most are as predicted, the latest of several.
+    """
+    sizes, wanted = np.array(recorded), np.array(predicted)
+    starts = range(max(0, len(sizes) - 2 * len(wanted)), len(sizes))
+    same = {start: sizes[start : start + len(wanted)] == wanted[: len(sizes) - start] for start in starts}
+    start = max(starts, key=lambda start: (np.count_nonzero(same[start]), start))
+    unequal = np.flatnonzero(~same[start])
+    return (start + int(unequal[0]), int(unequal[0])) if len(unequal) else None
 
 
 def _no_such_update(recording: Recording, parts: tuple[int, ...], predicted: int, recorded: int) -> UsageError:
