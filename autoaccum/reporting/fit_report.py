@@ -124,6 +124,8 @@ class TrainingProgress(PlanProgress):
             self.stop()
             self._started, self._next_drawn = event, self._clock() + self._seconds_between
             self.say(headline(event))
+            if self.console.can_redraw:
+                self.show(f"update {event.update}")
         elif isinstance(event, WorkloadOutput):
             self.print_output(event.line)
         elif isinstance(event, Evaluated):
