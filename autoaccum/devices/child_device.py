@@ -164,8 +164,10 @@ class ChildDevice(Device, ABC):
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
-        child = self._use_child(fresh=options.get("fresh", False))
-        self._start_standby()
+        fresh = options.get("fresh", False)
+        child = self._use_child(fresh=fresh)
+        if not fresh:  # A trial in a fresh process is usually the last.
+            self._start_standby()
         limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
         about = {"parts": parts, "limit_bytes": limit_bytes}
         return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)

@@ -66,7 +66,7 @@ def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_roo
         first = standby_of(device)
         assert device.trial((1, 1), fresh=True).fresh
         assert Path(reference).with_name(LOADED).read_text().split()[-1] == str(first)
-        assert {first, standby_of(device)} == children_of_this_process() - before
+        assert {first} == children_of_this_process() - before, "such a trial is usually the last"
         threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             device.trial((5, 5))
