@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import autoaccum
 from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
-from autoaccum.workload.batches import split_batch
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
 
@@ -98,13 +97,11 @@ class Autoaccum(Contender):
     """The Accumulator with the plan's micro-batch; it is `peer_child` that plans."""
 
     def train(self, size: int) -> None:
-        """`Accumulator.step`, or `step_parts` where the target is not divided evenly."""
-        full, rest = divmod(self.task.target, size)
-        parts = [size] * full + ([rest] if rest else [])
+        """Updates by `Accumulator.step`."""
         batch = self.workload.build_batch(self.task.target)
         accumulator = autoaccum.Accumulator(*self.build(), self.workload.objective, micro_batch=size)
         for _ in range(self.task.updates):
-            result = accumulator.step(batch) if self.task.even else accumulator.step_parts(split_batch(batch, parts))
+            result = accumulator.step(batch)
             if result.retries:
                 raise RuntimeError(f"it went on with {max(result.micro_batches)} samples at a time")
 
@@ -243,7 +240,6 @@ def compete(task: Task) -> Done:
     return Done(
         attempts=tuple(contender.attempts) if contender else (),
         size=size,
-        largest=size,
         micro_batches=tuple(contender.counter.updates) if contender and contender.counter else (),
         start_seconds=began - task.started,
         seconds=time.monotonic() - began,

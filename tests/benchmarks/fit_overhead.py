@@ -7,15 +7,13 @@ update and one loss to log. After each update of fit a loop makes one from sampl
 then the Accumulator and another loop make one from the same batch, either first in turns, within fit's callback, whose
 time is not fit's. So each update is paired with a loop's beside it. On one thread, the CPU seconds of this process are
 counted, which other programs change little. The medians of the paired ratios (aims: 1.01 and 1.02) and of the
-differences are printed; then fit's ratio with a run folder, to which is added what a checkpoint takes as a share of
-the 100 updates between two of them (aim, with over without: 1.02).
+differences are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -28,11 +26,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
+from autoaccum.training.fit_events import Started, Updated
 
 MODELS = {"small GPT": "transformer", "convolutional net": "conv_net"}
 TARGET_BATCH, MICRO_BATCH, CLIP_NORM = 16, 4, 1.0
-WARM_UP, ROUNDS, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 4, 10, 100
+WARM_UP, ROUNDS = 3, 4
 
 
 class Loop:
@@ -97,7 +95,6 @@ class Turns:
 
     def __init__(self, workload: Any, model: nn.Module) -> None:
         self.fit, self.accumulator = Pairs(), Pairs()
-        self.checkpoints: list[float] = []
         self._batch = workload.batch(TARGET_BATCH)
         # A loop for each: one that ran twice as often would find more of its weights in the processor's caches.
         self._loops = [Loop(copy.deepcopy(model), workload.dataset, workload.criterion) for _ in range(2)]
@@ -123,8 +120,6 @@ class Turns:
             if self._updates > WARM_UP:
                 self.fit += Pairs([seconds], [theirs])
                 self.accumulator += Pairs(*([taken[update]] for update in turns))
-        elif isinstance(event, CheckpointWritten):
-            self.checkpoints.append(event.seconds)
         elif not isinstance(event, Started):
             return
         self._began = process_time()
@@ -137,7 +132,7 @@ def seconds_of(update: Callable[..., object], *batch: Any) -> float:
     return process_time() - began
 
 
-def measure(workload: Any, updates: int, run_dir: str | None = None) -> Turns:
+def measure(workload: Any, updates: int) -> Turns:
     """Train all, in turns."""
     torch.manual_seed(0)
     model = workload.model()
@@ -151,8 +146,6 @@ def measure(workload: Any, updates: int, run_dir: str | None = None) -> Turns:
         clip_norm=CLIP_NORM,
         micro_batch=MICRO_BATCH,
         steps=updates + WARM_UP,
-        run_dir=run_dir,
-        checkpoint_every=CHECKPOINT_EVERY,
         progress=False,
         callbacks=[turns],
     )
@@ -166,28 +159,9 @@ def main() -> None:
     updates = parser.parse_args().updates
     torch.set_num_threads(1)
     for name, module in MODELS.items():
-        workload = load_model(module)
-        bare: list[Turns] = []
-        kept: list[Turns] = []
-        for _ in range(ROUNDS):
-            bare.append(measure(workload, updates // ROUNDS))
-            with tempfile.TemporaryDirectory() as folder:
-                kept.append(measure(workload, updates // ROUNDS, folder))
-        report(name, bare, kept)
-
-
-def report(name: str, bare: list[Turns], kept: list[Turns]) -> None:
-    """Print what was measured with one model."""
-    without, with_folder = (sum((turns.fit for turns in runs), Pairs()) for runs in (bare, kept))
-    print(f"{name}: Accumulator.step / loop {sum((turns.accumulator for turns in [*bare, *kept]), Pairs())}")
-    print(f"{name}: fit / loop {without}")
-    checkpoint = median(seconds for turns in kept for seconds in turns.checkpoints)
-    share = checkpoint / (UPDATES_BETWEEN * median(with_folder.theirs))
-    print(
-        f"{name}: with a run folder {with_folder.ratio:.4f}, and a checkpoint of {checkpoint * 1e3:.0f} ms every"
-        f" {UPDATES_BETWEEN} updates: with / without {(with_folder.ratio + share) / without.ratio:.4f}, of which the"
-        f" checkpoint {share:.4f}"
-    )
+        runs = [measure(load_model(module), updates // ROUNDS) for _ in range(ROUNDS)]
+        print(f"{name}: Accumulator.step / loop {sum((turns.accumulator for turns in runs), Pairs())}")
+        print(f"{name}: fit / loop {sum((turns.fit for turns in runs), Pairs())}")
 
 
 if __name__ == "__main__":

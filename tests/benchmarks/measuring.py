@@ -1,4 +1,4 @@
-"""Measure and print benchmarks: contenders run in turns, so that all meet the same load, and medians are compared."""
+"""What benchmarks share: times, the environment of child processes, and tables."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WARM_UP = 2
-
-
-def take_turns(*runs: Callable[[], float], times: int) -> list[list[float]]:
-    """Run each of `runs` `times` times in turns, starting with another one each round; drop the warm-up rounds."""
-    taken: list[list[float]] = [[] for _ in runs]
-    for round_ in range(times + WARM_UP):
-        turns = list(zip(taken, runs, strict=True))
-        for kept, run in turns if round_ % 2 else reversed(turns):
-            kept.append(run())
-    return [kept[WARM_UP:] for kept in taken]
 
 
 def seconds_of(function: Callable[[], object]) -> float:

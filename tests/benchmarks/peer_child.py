@@ -27,7 +27,6 @@ class Task:
         target: Samples an update ought to have.
         updates: How many of them a training run makes.
         size: The micro-batch to train with, in samples; None in a search.
-        even: Whether autoaccum divides the target evenly, or takes `size` as often as it goes and then what is left.
         started: `time.monotonic()` before the child was started; the clock is the same in every process.
     """
 
@@ -37,7 +36,6 @@ class Task:
     target: int
     updates: int
     size: int | None = None
-    even: bool = True
     started: float = 0.0
 
 
@@ -48,7 +46,6 @@ class Done:
     Attributes:
         attempts: The sizes a search tried, in order.
         size: The micro-batch to train with; None where none was found.
-        largest: The largest size it says fits: `size`, unless the target was divided evenly.
         micro_batches: Of each update that was made, as the model saw them.
         start_seconds: Start of the interpreter, imports, warm-up.
         seconds: From then until the size was known, or the updates were made.
@@ -58,7 +55,6 @@ class Done:
 
     attempts: tuple[int, ...] = ()
     size: int | None = None
-    largest: int | None = None
     micro_batches: tuple[tuple[int, ...], ...] = ()
     start_seconds: float = 0.0
     seconds: float = 0.0
@@ -78,7 +74,6 @@ def plan(task: Task) -> Done:
         done,
         attempts=tuple(max(trial.parts) for trial in made.trials),
         size=made.micro_batch,
-        largest=made.largest_fit,
         seconds=time.monotonic() - began,
     )
 

@@ -80,20 +80,17 @@ class Result:
         task: The search that was asked for.
         search: What came of it.
         training: With the size that was found.
-        training_largest: With the largest that fits, where that is another size.
     """
 
     model: str
     task: Task
     search: Done
     training: Done | None = None
-    training_largest: Done | None = None
 
     @property
-    def largest_trained(self) -> int:
-        """The largest size it named that made all its updates; 0 when none did."""
-        runs = ((self.search.size, self.training), (self.search.largest, self.training_largest))
-        return max((size for size, run in runs if size and self.made_all(run)), default=0)
+    def trained_size(self) -> int:
+        """The size it named, if that made all its updates; otherwise 0."""
+        return self.search.size or 0 if self.made_all(self.training) else 0
 
     def made_all(self, run: Done | None) -> bool:
         """Return whether a training run finished."""
@@ -135,15 +132,12 @@ def main() -> None:
                 updates=options.updates or setting.updates,
             )
             results.append(compete(task, model))
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(results)).decode())
-        return
     print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
     print(format_table(results), end="\n\n")
     given = {result.model: f"{result.task.target} in {format_bytes(result.task.budget_bytes)}" for result in results}
     print(f"- target batch and budget: {', '.join(f'{model} {asked}' for model, asked in given.items())}; ", end="")
     print(f"torch {version('torch')}, Python {platform.python_version()}")
-    for sentence in [*describe_ceilings(results), *verdicts(results)]:
+    for sentence in verdicts(results):
         print(f"- {sentence}")
 
 
@@ -154,18 +148,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--budget", type=parse_size, help="memory, such as 256MiB (default: one for each model)")
     parser.add_argument("--target", type=int, help="samples per update (default: one for each model)")
     parser.add_argument("--updates", type=int, help="of a training run (default: a number for each model)")
-    parser.add_argument("--json", action="store_true", help="everything that was measured, instead of the table")
     return parser.parse_args()
 
 
 def compete(task: Task, model: str) -> Result:
-    """Search, then train with what was found: with the largest size too, where the plan uses a smaller one."""
+    """Search, then train with what was found."""
     search = run_child(task)
     training = None if search.size is None else run_child(replace(task, size=search.size))
-    largest = None
-    if search.largest != search.size:
-        largest = run_child(replace(task, size=search.largest, even=False))
-    return Result(model=model, task=task, search=search, training=training, training_largest=largest)
+    return Result(model=model, task=task, search=search, training=training)
 
 
 def run_child(task: Task) -> Done:
@@ -218,23 +208,13 @@ def verdicts(results: Sequence[Result]) -> list[str]:
     return [_verdict(model, [result for result in results if result.model == model]) for model in models]
 
 
-def describe_ceilings(results: Sequence[Result]) -> list[str]:
-    """For a plan that divides the target evenly: whether the largest size that fits trains too, with the rest."""
-    return [
-        f"{result.model}: {result.task.contender}'s {result.search.largest} that fit, in updates of "
-        f"{format_parts(run.micro_batches[0] if run.micro_batches else ())}: {_trains(result, run)}"
-        for result in results
-        if (run := result.training_largest) is not None
-    ]
-
-
 def _verdict(model: str, results: Sequence[Result]) -> str:
     own = next((result for result in results if result.task.contender == "autoaccum"), None)
     peers = [result for result in results if result is not own and result.search.size is not None]
     if own is None or own.search.size is None or not peers:
         return f"{model}: nothing to compare"
     target = own.task.target
-    parts = {result.task.contender: math.ceil(target / max(result.largest_trained, 1)) for result in (own, *peers)}
+    parts = {result.task.contender: math.ceil(target / max(result.trained_size, 1)) for result in (own, *peers)}
     fastest = min(peers, key=lambda peer: peer.total_seconds)
     share = own.total_seconds / fastest.total_seconds
     return (
@@ -253,7 +233,7 @@ def _row(result: Result) -> tuple[str, ...]:
     samples = " to ".join(map(str, sorted({min(result.samples), max(result.samples)}))) if result.samples else "-"
     return (
         *known,
-        str(search.size) if search.largest == search.size else f"{search.size} (fits: {search.largest})",
+        str(search.size),
         _trains(result, training),
         format_parts(training.micro_batches[0] if training.micro_batches else ()),
         samples + ("" if result.exact else f" (asked: {result.task.target})"),

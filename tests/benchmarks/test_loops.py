@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.loops import Loop, predict_loop, trace_loop
-from truths.trainer import Adam8bit, softmax, trainer_loop
+from truths.trainer import trainer_loop
 
 from autoaccum.devices.simulated.cards import find_card
 
@@ -59,20 +58,6 @@ def at_first(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     return outputs.sum(), outputs
 
 
-def at_last(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """It is behind the last layer."""
-    outputs = model(batch)
-    hold_a_moment()
-    return outputs.sum(), outputs
-
-
-def going_back(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """It is when the backward pass comes to the last layer."""
-    outputs = model(batch)
-    outputs.register_hook(hold_a_moment)
-    return outputs.sum(), outputs
-
-
 def make_loop(**changes: Any) -> Loop:
     chosen: dict[str, Any] = {"model": layers, "batch": samples, "forward": at_first, "optimizer": plain}
     return Loop(**{**chosen, **changes})
@@ -110,65 +95,6 @@ def test_gradients_are_there_in_the_forward_pass_until_they_are_cleared(
 ) -> None:
     loop = make_loop(zero_grad=zero_grad, set_to_none=set_to_none)
     assert peak_bytes(loop) == MOMENT + WEIGHTS + BATCH + SECOND + LOSS + gradients
-
-
-@pytest.mark.parametrize(("keeps", "kept"), [(True, SECOND + LOSS), (False, 0)])
-def test_outputs_and_loss_stay_until_the_next_ones_take_their_names(keeps: bool, kept: int) -> None:
-    assert peak_bytes(make_loop(keeps=keeps)) == MOMENT + WEIGHTS + BATCH + kept
-
-
-@pytest.mark.parametrize(
-    ("resident", "held"),
-    [(True, MOMENT + 2 * WEIGHTS + BATCH + FIRST + 2 * LOSS), (False, 2 * (MOMENT + BATCH) + WEIGHTS)],
-)
-def test_a_batch_comes_before_the_last_one_goes_unless_it_stays(resident: bool, held: int) -> None:
-    """With as many labels; where it stays, the most is held when the backward pass ends."""
-
-    def with_labels() -> tuple[Tensor, Tensor]:
-        return samples(), torch.zeros(MOMENT, dtype=torch.uint8)
-
-    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
-        return model(batch[0]).sum(), None
-
-    loop = make_loop(batch=with_labels, forward=forward, resident_batch=resident, keeps=False, zero_grad="after step")
-    assert peak_bytes(loop) == held
-
-
-@pytest.mark.parametrize(("resident", "images"), [(True, 2), (False, 3)])
-def test_images_are_put_into_their_format_on_the_card(resident: bool, images: int) -> None:
-    """Images stay as loaded and as converted; without a resident batch, the last batch stays as well."""
-    image_bytes, label_bytes, weight_bytes = 4 * SIZE * 3 * 64 * 64, 4 * SIZE, 4 * 3 * 64 * 64
-    seen = []
-
-    def batch() -> tuple[Tensor, Tensor]:
-        return torch.randn(SIZE, 3, 64, 64), torch.zeros(SIZE)
-
-    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
-        tensors = (batch[0], *model.parameters())
-        seen.append(all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors))
-        return model(batch[0]).sum(), None
-
-    model = partial(nn.Conv2d, 3, 1, 64, bias=False)
-    chosen: dict[str, Any] = {"model": model, "batch": batch, "forward": forward, "keeps": False}
-    held = peak_bytes(make_loop(**chosen, channels_last=True, resident_batch=resident))
-    assert held == weight_bytes + images * image_bytes + (images - 1) * label_bytes
-    assert seen == [True] * 3
-
-
-@pytest.mark.parametrize(("forward", "losses"), [(at_last, 1), (going_back, 2)])
-def test_autocast_goes_on_through_the_backward_pass_with_its_copies_of_the_weights(
-    forward: Callable[..., Any], losses: int
-) -> None:
-    """All it makes is half as large; beside the outputs there are those of the last update, or their gradient."""
-    half = (WEIGHTS + BATCH + FIRST + 2 * SECOND) // 2
-    loop = make_loop(precision=torch.bfloat16, forward=forward)
-    assert peak_bytes(loop) == MOMENT + WEIGHTS + BATCH + half + losses * LOSS
-
-
-def test_state_of_the_optimizer_is_there_from_the_second_update_on() -> None:
-    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    one, more = (peak_bytes(make_loop(optimizer=momentum, keeps=False, updates=updates)) for updates in (1, 2))
-    assert (one, more) == (MOMENT + WEIGHTS + BATCH, MOMENT + 2 * WEIGHTS + BATCH)
 
 
 @pytest.mark.parametrize(("gib", "outcome"), [(8, "ok"), (24, "oom")])
@@ -209,20 +135,3 @@ def test_a_trainer_holds_gradients_both_states_and_all_micro_batches_in_the_forw
     loop = replace(trainer_loop(**settings, micro_batches=micro_batches, half=half), model=Tokens)
     weights, tokens_mask_and_labels = 4 * INPUTS * HIDDEN, 8 * SIZE * (2 * 64 + 1)
     assert peak_bytes(loop) == MOMENT + 4 * weights + micro_batches * tokens_mask_and_labels
-
-
-def test_a_softmax_keeps_its_input_and_has_the_same_gradient() -> None:
-    scores = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    made = softmax(scores, dim=-1)
-    assert len(made.grad_fn.saved_tensors) == 2  # type: ignore[union-attr]
-    assert torch.autograd.gradcheck(lambda values: softmax(values, -1), (scores,))
-
-
-def test_states_of_eight_bits_take_a_byte_for_each_element() -> None:
-    large, small = (nn.Parameter(torch.zeros(size)) for size in (4097, 4095))
-    optimizer = Adam8bit([large, small], lr=0.1)
-    for param in (large, small):
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    held = [sum(kept.nbytes for kept in optimizer.state[param].values()) for param in (large, small)]
-    assert held == [2 * 4097 + 2 * 3 * 4, 2 * 4 * 4095]

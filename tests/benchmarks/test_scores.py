@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import environment
-from truths.language_models import find_architecture
-from truths.scores import Predicted, Scored, Verdict, class_of, format_misses, format_scores, score
+from truths.scores import Predicted, Scored, Verdict, format_misses, format_scores, score
 from truths.tables import RTX3090, RTX4060, TABLES, V100
 from warm_children import WarmPython
 
@@ -102,36 +101,6 @@ def test_the_whole_process_of_a_trainer_is_judged() -> None:
     verdict = V100.judge(case, [predicted(1, shown_bytes=7 * GIB, start_bytes=GIB, modules_bytes=GIB)])
     assert verdict.peak_error == pytest.approx(1 / 8)
     assert verdict.right
-
-
-@pytest.mark.parametrize(
-    ("kind", "models"),
-    [
-        ("ResNets", "gluon_resnet152_v1d seresnet50t res2next50 legacy_senet154 regnetz_c16 nf_ecaresnet101"),
-        ("EfficientNets", "tf_mixnet_l rexnetr_130 MobeNetV3Small mobilenetv2_120d fbnetv3_d MNASNet1_0"),
-        ("other CNNs", "VGG16 densenetblur121d inception_resnet_v2 dm_nfnet_f0 cs3edgenet_x ConvNeXtBase"),
-        ("ViTs", "vit_large_patch32_224 deit3_base_patch16_224 swinv2_cr_small_384 pit_b_224 jx_nest_base"),
-        ("mixers", "gmlp_ti16_224 resmlp_36_224 mixer_b16_224_miil convmixer_1536_20 poolformer_m48 sequencer2d_s"),
-        ("attention hybrids", "coat_tiny mobilevit_xxs bat_resnext26ts vit_base_resnet26d_224 vit_small_r26_s32_224"),
-        ("GPTs", "openai-community/gpt2 facebook/opt-125m EleutherAI/pythia-70m cerebras/Cerebras-GPT-111M"),
-        ("T5", "T5-small t5-base google/flan-t5-small google/mt5-small"),
-        ("BERTs", "bert-large-uncased distilbert-base-uncased google/electra-small-discriminator"),
-        ("others", "test_byobnet nothing_known"),
-    ],
-)
-def test_a_name_shows_the_class(kind: str, models: str) -> None:
-    assert {model: class_of(model) for model in models.split()} == dict.fromkeys(models.split(), kind)
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [("openai-community/gpt2-medium", 355e6), ("cerebras/Cerebras-GPT-111M", 111e6), ("facebook/opt-125m", 125e6)],
-)
-def test_language_models_are_as_large_as_their_names_say(name: str, published: float) -> None:
-    known: dict[str, Any] = dict(find_architecture(name).settings)
-    width, layers = known.get("n_embd") or known["hidden_size"], known.get("n_layer") or known["num_hidden_layers"]
-    embedded = known.get("n_positions", 2048) + known.get("vocab_size", 50257)
-    assert embedded * width + layers * 12 * width**2 == pytest.approx(published, rel=0.02)
 
 
 def test_scores_count_each_kind_of_miss_and_both_signs_of_an_error() -> None:

@@ -10,7 +10,7 @@ import pytest
 from asking import make_settings
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
@@ -49,17 +49,6 @@ def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
     ints = [(a, b) for a, b in zip(small.sizes, large.sizes, strict=True) if isinstance(a, int) and isinstance(b, int)]
     assert all(a <= b <= 4 * a for a, b in ints)
     assert tracer.call(TraceParts(parts=(2, 2))) == small
-
-
-def test_a_labelled_trace_is_the_plain_one_with_labels(make: Make) -> None:
-    tracer = make(EXAMPLES / "docstring_gpt.py", precision="bf16")
-    labelled = tracer.call(LabelParts(parts=(3, 2)))
-    plain = labelled.trace
-    assert len(labelled.origins) == len(plain.sizes)
-    assert {"aten.mm", "aten.addmm"} <= {origin.op for origin in labelled.origins}
-    assert {"head", "blocks.0"} <= {module.path for module in labelled.modules}
-    assert {claim.category for claim in labelled.owners.values()} == {"parameters", "gradients", "optimizer_state"}
-    assert tracer.call(TraceParts(parts=(3, 2))) == plain
 
 
 def test_a_bad_file_is_told_at_once(make: Make, tmp_path: Path) -> None:

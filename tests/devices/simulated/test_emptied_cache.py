@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
-import torch
-from reference_allocator import ReferenceAllocator
 
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import match_replacements, replay, reserved_over_time
+from autoaccum.devices.simulated.allocator.replay import match_replacements
 from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.trace_records import EMPTY_CACHE, Trace, Workspace
-from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
 from autoaccum.units import MIB
 
@@ -87,34 +83,3 @@ def test_calls_of_the_step_are_part_of_all_that_is_made_of_traces(
         assert over_time[at - 1] - over_time[at] >= 64 * 8 * 100_000 * 4
     made = explained(OF_STEP)
     assert made.explanation is not None  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_replay_releases_what_a_slow_model_releases(expandable: bool) -> None:
-    settings, rng = AllocatorSettings(expandable_segments=expandable), random.Random(4)
-    slow, events, sizes, live = ReferenceAllocator(None, settings), list[int](), list[int](), list[int]()
-    reserved = list[int]()
-    for block in range(300):
-        events.append(block)
-        if rng.random() < 0.1:
-            sizes.append(EMPTY_CACHE)
-            events.append(~block)
-            slow.release_all()
-            reserved += [slow.reserved] * 2
-            continue
-        sizes.append(rng.choice([100, 300 << 10, MIB, 3 * MIB, 11 * MIB, 24 * MIB]))
-        slow.malloc(block, sizes[block])
-        live.append(block)
-        reserved.append(slow.reserved)
-        while live and (len(live) > 12 or rng.random() < 0.45):
-            events.append(~live.pop(rng.randrange(len(live))))
-            slow.free(~events[-1])
-            reserved.append(slow.reserved)
-    assert reserved_over_time(events, sizes, settings, len(events)) == reserved
-    assert replay(events, sizes, settings=settings).retries == 0
-
-
-def test_outside_of_a_trial_nothing_is_left_of_a_call(mode: FakeCudaMode) -> None:
-    torch.cuda.empty_cache()
-    mode.recorder.begin(lambda: "forward")
-    assert mode.recorder.trace((1,)).events == ()

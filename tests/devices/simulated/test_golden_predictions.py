@@ -53,21 +53,6 @@ def test_this_torch_is_recorded() -> None:
         pytest.skip(f"{seen}: those of the quick group are compared with {REFERENCE}'s, within {NEAR:.0%}")
 
 
-@pytest.mark.parametrize(
-    ("version", "reference"),
-    [
-        ("2.13.0+cpu", "2.13.0+cpu"),
-        ("2.13.0+cu130", "2.13.0+cpu"),
-        ("2.12.1+cu130", "2.13.0+cpu"),
-        ("2.14.0a0+git0", "2.15.0+cu132"),
-        ("2.17.0", "2.15.0+cu132"),
-        ("3.0.1", "2.15.0+cu132"),
-    ],
-)
-def test_the_reference_is_the_nearest_release(version: str, reference: str) -> None:
-    assert nearest(version, ["2.11.0+cu130", "2.13.0+cpu", "2.15.0+cu132"]) == reference
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_predictions_are_the_recorded_ones(group: str, warm_python: WarmPython) -> None:
     workloads = GROUPS[group]

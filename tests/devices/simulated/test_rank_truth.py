@@ -63,7 +63,6 @@ class Case:
 ALL = Case.sharded
 CASES = {
     "8 ranks": Case(),
-    "64 ranks, more than any size has rows": Case(ranks=64, shards=64),
     "ddp by default": Case(parallel=None, ranks=4, sharded=(), whole=ALL),
     "4 replicas of 2 shards, summed with the last part": Case(mesh=(4, 2), shards=2, reduce="last"),
     "bf16, summed in fp32 with the last part": Case("bf16_and_fp32", parallel=None, reduce="last"),
@@ -71,8 +70,6 @@ CASES = {
     "resharded to 2 ranks after forward": Case("resharded_to_two"),
     "frozen edges": Case("frozen", sharded=BLOCKS * BLOCK, fixed=2 * EDGES),
     "tied": Case("tied", sharded=(*EDGES, *BLOCKS * BLOCK)),
-    "momentum": Case("momentum", moments=1),
-    "checkpointed": Case("checkpointed"),
     "blocks alone": Case("blocks_alone", sharded=BLOCKS * BLOCK, whole=2 * EDGES),
 }
 

@@ -43,25 +43,6 @@ def test_loading_all_kernels_at_the_start_is_refused() -> None:
         device(environment={"CUDA_MODULE_LOADING": "EAGER"})
 
 
-def test_what_the_allocator_is_told_to_keep_to_is_a_budget() -> None:
-    told = device(memory=None, environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
-    assert told.limit_bytes < CARD.total_bytes // 2
-    with pytest.raises(UsageError, match=r"and no more than per_process_memory_fraction allows\) has free"):
-        device(memory=MemorySize(bytes=20 * GIB), environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"})
-
-
-def test_describes_what_is_assumed() -> None:
-    described = device().describe()
-    assert (described["name"], described["kind"]) == ("rtx3090 (simulated)", "simulated")
-    assert described["card"] == "NVIDIA GeForce RTX 3090"
-    assert described["total_bytes"] >= described["free_bytes"] >= described["limit_bytes"] == 2 * GIB
-    assert described["enforced_by"] == "replay of the caching allocator with that capacity"
-    assert described["allocator"] == {}
-    expandable = device(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    assert expandable.describe()["allocator"] == {"expandable_segments": True}
-    assert described["source"]
-
-
 # --- the outcome ----------------------------------------------------------------------------------------------------
 
 
@@ -162,13 +143,6 @@ def test_a_trace_that_is_not_what_followed_is_believed() -> None:
     assert warning.startswith("the trace of 30 + 30 differs from the one that was extrapolated from sizes 2, 3, 5")
 
 
-def test_a_tracer_gets_the_time_that_is_left() -> None:
-    tracer = SyntheticTracer()
-    device(tracer).trial((8, 8), limit_seconds=60.0)
-    assert len(tracer.limits) == 3
-    assert all(limit is not None and 0 < limit <= 60 for limit in tracer.limits)
-
-
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
@@ -224,12 +198,3 @@ def test_parts_are_traced_in_threes_where_gradients_wait_for_the_last() -> None:
     made.use_reduce("last")
     made.trial((30, 30, 30, 29))
     assert {(30, 30, 30), (30, 30, 29)} <= set(tracer.traced)
-
-
-def test_a_host_that_is_too_small_for_the_batch_has_a_way_out() -> None:
-    tracer = SyntheticTracer(change=lambda parts: DoesNotFitError("micro-batch 64 ran out of memory"))
-    trial = device(tracer, share=64).trial((64,))
-    assert (trial.outcome, trial.blames) == ("error", "measurement")
-    assert trial.message == (
-        "micro-batch 64 ran out of memory: trace on a machine with more memory, or take a smaller --max-micro-batch"
-    )

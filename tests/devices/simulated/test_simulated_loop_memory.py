@@ -12,8 +12,6 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
-from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
-from autoaccum.devices.trial_record import Inspect
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES
@@ -85,41 +83,3 @@ def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> No
         assert last_most(averaging, phase) - last_most(plain, phase) == PARAMETERS + BUFFERS
     assert held(averaging)[-1] - held(plain)[-1] == PARAMETERS + BUFFERS
     assert averaging.sizes.count(COUNT) > plain.sizes.count(COUNT), "how many updates are in it goes to the card"
-
-
-def test_a_large_evaluation_decides_and_a_small_one_does_not(trace: Make) -> None:
-    plain = trace(precision="fp16")
-    small, large = (trace(f"evaluation_batch = {size}\n", precision="fp16") for size in (1, 8 * SAMPLES))
-    assert max(held(small)) == max(held(plain))
-    assert max(held(large)) == last_most(large, "evaluation") > max(held(plain))
-    for phase in ("forward", "backward", "update"):
-        assert last_most(large, phase) == last_most(plain, phase)
-
-
-def test_an_evaluation_holds_the_outputs_of_the_pass_before_and_no_activations(trace: Make) -> None:
-    size = 8 * SAMPLES
-    plain = trace(f"evaluation_batch = {size}\n")
-    lines = f"evaluation_batch = {size}\ndef evaluate(model, batch):\n    model(batch[0])\n"
-    dropping = trace(lines)
-    kept = 4 * size * CLASSES
-    weights = held(dropping)[plain.phases[0][0]]
-    assert last_most(plain, "evaluation") >= last_most(dropping, "evaluation") + kept
-    assert last_most(dropping, "evaluation") < weights + PARAMETERS + BUFFERS + kept + 4 * size * (3 * WIDTH + 10)
-
-
-def test_small_traces_tell_those_of_any_size(trace: Make) -> None:
-    lines = (
-        'keeps = "outputs", "ema"\nevaluation_batch = 4\n'
-        "def evaluate(model, batch): return {'logits': model(batch[0]), 'targets': batch[1]}\n"
-    )
-    family = fit_affine_trace([trace(lines, size) for size in (2, 5, 3)])
-    real, told = trace(lines, SAMPLES), family.at(SAMPLES)
-    assert (told.events, told.phases, told.sizes) == (real.events, real.phases, real.sizes)
-
-
-def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any]) -> None:
-    lines = "evaluation_batch = 4\ndef evaluate(model, batch):\n    return model(batch[0]).mean().item()\n"
-    failure = simulated(HEAD + lines)(Inspect())
-    assert failure.blames == "user"
-    assert "in evaluation: a value is read" in failure.message
-    assert "`return model(batch[0]).mean().item()`" in failure.message

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
@@ -65,22 +64,6 @@ def trace_of(ask: Ask, *parts: int, **fields: Any) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize(
-    ("options", "shards"),
-    [
-        ({"world_size": 64}, 64),  # Most have no row.
-        ({"world_size": 8, "mesh": (2, 4)}, 4),
-    ],
-)
-def test_between_updates_a_rank_holds_its_shards_and_their_state(
-    simulated: Simulated, options: Mapping[str, Any], shards: int
-) -> None:
-    ask = simulated(BLOCKS, parallel="fsdp2", **options)
-    for reduce in ("each", "last"):
-        left = alive_at_the_end(trace_of(ask, 4, 4, reduce=reduce))
-        assert left == sorted(4 * shard(shape, shards) for shape in SHAPES for _ in ("weight", "mean", "square"))
-
-
 def test_ranks_that_replicate_hold_the_model_and_sum_in_buckets(simulated: Simulated) -> None:
     ask = simulated(BLOCKS, world_size=8)
     assert ask(Inspect()).parallel == "ddp"
@@ -112,21 +95,6 @@ def held_between_parts(trace: Trace) -> int:
     return sum(alive.values())
 
 
-def test_the_workload_divides_its_model_itself(simulated: Simulated) -> None:
-    own = """
-from torch.distributed.fsdp import fully_shard
-def parallelize(model, mesh):
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
-"""
-    inspection = (ask := simulated(BLOCKS + own, world_size=8))(Inspect())
-    assert isinstance(inspection, Inspection), inspection.message
-    assert (inspection.parallel, inspection.model) == ("fsdp2", "Net")
-    gathered = 8 * 4 * sum(shard(shape, 8) for shape in SHAPES)
-    assert (
-        trace_of(ask, 4, 4).sizes.count(gathered) == 6
-    )  # Gathered and reduced as one group, with each of three parts.
-
-
 def test_a_model_built_on_meta_is_materialised_by_parallelize(simulated: Simulated) -> None:
     lines = """
 from torch.distributed.fsdp import fully_shard
@@ -154,23 +122,6 @@ def test_gathering_runs_on_streams_of_its_own(simulated: Simulated) -> None:
     assert trace_of(simulated(BLOCKS), 4, 4).streams == ()
 
 
-HALF = """
-def model():
-    return Net().bfloat16()
-def loss(model, batch):
-    return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
-criterion = None
-"""
-
-
-def test_gradients_of_half_precision_are_summed_over_ranks_in_float32(simulated: Simulated) -> None:
-    trace = trace_of(simulated(BLOCKS + HALF, world_size=8, parallel="fsdp2"), 4, 4, reduce="last")
-    elements = 8 * sum(shard(shape, 8) for shape in BLOCK.values())
-    # Three blocks gather in forward and backward of three parts, and reduce in two of them.
-    assert (trace.sizes.count(2 * elements), trace.sizes.count(4 * elements)) == (18, 6)
-    assert alive_at_the_end(trace) == sorted(2 * shard(shape, 8) for shape in SHAPES for _ in range(3))
-
-
 def test_gathered_parameters_and_communication_have_labels(simulated: Simulated) -> None:
     ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
     labelled = ask(LabelParts(parts=(4, 4), reduce="last"))
@@ -191,16 +142,6 @@ def test_gathered_parameters_and_communication_have_labels(simulated: Simulated)
     assert modules == {"", "blocks.0", "blocks.1", "blocks.2"}
 
 
-def test_sums_in_float32_are_labelled_as_gradients(simulated: Simulated) -> None:
-    labelled = simulated(BLOCKS + HALF, world_size=8, parallel="fsdp2")(LabelParts(parts=(4, 4), reduce="each"))
-    trace = labelled.trace
-    begins = [index for index, phase in trace.phases if phase == "batch" and index >= trace.last_update][-1]
-    gone = {~event for event in trace.events[:begins] if event < 0}
-    held = [block for block in trace.events[trace.last_update : begins] if block >= 0 and block not in gone]
-    sums = [block for block in held if block in labelled.owners and labelled.owners[block].category == "gradients"]
-    assert sorted(trace.sizes[block] for block in sums) == sorted(4 * shard(shape, 8) for shape in SHAPES)
-
-
 def sharded_by(fields: str, root: str = "", prepare: str = "") -> str:
     """The lines of a workload that gives `fields` to fully_shard for its blocks, and `root` for the rest."""
     return f"""
@@ -213,59 +154,6 @@ def parallelize(model, mesh):
 """
 
 
-def highest(trace: Trace) -> int:
-    """The most bytes that tensors hold in the last update."""
-    held = most = 0
-    for index, event in enumerate(trace.events):
-        size = trace.sizes[event if event >= 0 else ~event]
-        if isinstance(size, int):
-            held += size if event >= 0 else -size
-            most = max(most, held) if index >= trace.last_update else most
-    return most
-
-
-GATHERED = 8 * sum(shard(shape, 8) for shape in SHAPES[:4])
-"""The elements of a block as 8 ranks gather it."""
-
-
-def test_parameters_stay_gathered_whole_or_in_part_as_reshard_after_forward_says(simulated: Simulated) -> None:
-    root = "reshard_after_forward=None"
-    traces = [
-        trace_of(simulated(BLOCKS + sharded_by(f"reshard_after_forward={value}", root), world_size=8), 2, 2)
-        for value in (True, False, 2)
-    ]
-    gathers = [trace.sizes.count(4 * GATHERED) for trace in traces]
-    # All three blocks reduce in three parts. They gather in forward and backward of each, in forward alone, or in
-    # forward, and then among two ranks.
-    assert gathers == [3 * 3 * (2 + 1), 3 * 3 * (1 + 1), 3 * 3 * (2 + 1)]
-    resharded, kept, halved = map(highest, traces)
-    assert resharded < min(kept, halved)
-    halves = [2 * 8 * shard(shape, 8) for shape in BLOCK.values()]
-    assert all(traces[2].sizes.count(half) >= 9 for half in halves)
-
-
-def test_gathered_and_reduced_in_the_dtypes_of_a_mixed_precision_policy(simulated: Simulated) -> None:
-    policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-    trace = trace_of(simulated(BLOCKS + sharded_by(policy), world_size=8), 4, 4)
-    assert trace.sizes.count(2 * GATHERED) == 3 * 3 * 2
-    assert trace.sizes.count(4 * GATHERED) == 3 * 3
-    assert alive_at_the_end(trace) == sorted(4 * shard(shape, 8) for shape in SHAPES for _ in range(3))
-
-
-def test_a_checkpointed_block_gathers_as_often(simulated: Simulated) -> None:
-    wrap = (
-        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper;"
-        " model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))"
-    )
-    plain, again = (
-        trace_of(simulated(BLOCKS + sharded_by("reshard_after_forward=True", prepare=lines), world_size=8), 512, 512)
-        for lines in ("", wrap)
-    )
-    assert plain.sizes.count(4 * GATHERED) == again.sizes.count(4 * GATHERED)
-    assert alive_at_the_end(plain) == alive_at_the_end(again)
-    assert highest(again) < highest(plain)
-
-
 def test_shards_in_host_memory_are_copied_to_be_gathered(simulated: Simulated) -> None:
     """Parameters, gradients and the optimizer's state take nothing of the card."""
     ask = simulated(BLOCKS + sharded_by("offload_policy=CPUOffloadPolicy()"), world_size=8)
@@ -273,11 +161,6 @@ def test_shards_in_host_memory_are_copied_to_be_gathered(simulated: Simulated) -
     assert alive_at_the_end(each) == alive_at_the_end(last) == []
     assert held_between_parts(each) == 4, "the loss"
     assert held_between_parts(last) == 4 + 4 * sum(map(math.prod, SHAPES))
-
-
-def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Simulated) -> None:
-    trace = trace_of(simulated(BLOCKS, world_size=8, mesh=(2, 4), parallel="fsdp2"), 4, 4)
-    assert held_between_parts(trace) == 4 + 4 * sum(shard(shape, 4) for shape in SHAPES), "reduced in their mesh of 4"
 
 
 @pytest.mark.parametrize(
@@ -289,24 +172,11 @@ def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Si
             {},
             "DistributedDataParallel sums gradients in C++, which cannot be traced",
         ),
-        (
-            "def parallelize(model, mesh):\n    from torch.distributed.fsdp import FullyShardedDataParallel\n"
-            "    return FullyShardedDataParallel(model)",
-            {},
-            "FullyShardedDataParallel (FSDP1) cannot be traced",
-        ),
-        ("def parallelize(model, mesh):\n    return 3", {}, r"parallelize(model, mesh) returned an int"),
         ("def parallelize(model, mesh):\n    pass", {}, "parallelize(model, mesh) shards no parameter"),
         (
             sharded_by("reshard_after_forward=True").rpartition("    fully_shard")[0],
             {},
             "only some parameters are sharded, and AdamW updates lists of them",
-        ),
-        (
-            "class Scaled(Net):\n    def __init__(self):\n        super().__init__()\n"
-            "        self.scale = nn.Parameter(torch.ones(()))\nmodel = Scaled",
-            {"parallel": "fsdp2"},
-            "FSDP2 cannot shard this model: fully_shard doesn't support scalar parameters. Change scale to a 1D tensor",
         ),
     ],
 )

@@ -96,12 +96,6 @@ def test_what_savers_move_is_counted_to_the_byte(count: Count) -> None:
     assert optimizer.flops == plain.flops
 
 
-def test_parts_of_one_size_are_counted_by_sample(count: Count) -> None:
-    alike = count("offload-gradients", parts=(64, 64))
-    assert alike.moved_bytes.part == 0
-    assert alike.moved_bytes.of([64, 64]) == count("offload-gradients").moved_bytes.of([64, 64])
-
-
 def test_bytes_and_kernels_beside_products_are_counted(count: Count) -> None:
     """With a third part the sum of gradients, which the first part lacks, is told from what grows with samples."""
     cost = count(parts=(32, 64, 32))

@@ -95,25 +95,6 @@ def test_nothing_overlaps_and_nothing_is_lost(
     assert made.reserved_bytes == made.allocated_bytes == 0, "everything can be released"
 
 
-@settings(max_examples=count_examples(100), deadline=None)
-@given(steps=steps)
-def test_the_best_fit_is_the_smallest_block_that_fits(steps: list[tuple[bool, int, int]]) -> None:
-    made, live = CachingAllocator(), list[Block]()
-    for takes, size, index in steps:
-        if not takes and live:
-            made.free(live.pop(index % len(live)))
-            continue
-        rounded = -(-size // 512) * 512
-        pool = made._small if rounded <= MIB else made._large
-        fitting = [(block.size, block.address) for block in pool.free_blocks() if block.size >= rounded]
-        before = made.segments
-        live.append(made.malloc(size))
-        if fitting:
-            assert (live[-1].address, made.segments) == (min(fitting)[1], before)
-        else:
-            assert made.segments == before + 1
-
-
 # --- compared with a slow model -------------------------------------------------------------------------------------
 
 

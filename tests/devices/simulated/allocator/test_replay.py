@@ -50,12 +50,6 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
     return True
 
 
-def test_a_replay_without_a_limit_has_the_peaks() -> None:
-    done = replay((0, 1, ~0, 2, ~1, ~2), (30 * MIB, 40 * MIB, 29 * MIB))
-    assert (done.fits, done.peak_allocated_bytes, done.peak_reserved_bytes) == (True, 70 * MIB, 70 * MIB)
-    assert (done.retries, done.repeat_retries, done.requested_bytes) == (0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("events", "start", "expected"),
     [
@@ -103,16 +97,6 @@ def test_a_failure_in_a_later_update_is_found() -> None:
     assert later.failed_at == 20, "in the fifth update"
 
 
-def test_an_update_with_replacements_is_repeated() -> None:
-    # Outputs of 30 MiB (0, then 1) are kept until the next ones are there; the second update is the first with both.
-    events, sizes = (0, 1, ~0, 2, ~2), (30 * MIB, 30 * MIB, 4 * MIB)
-    done = replay(events, sizes, capacity=82 * MIB, repeat_from=1)
-    assert (done.fits, done.repeat_retries) == (True, 0)
-    assert done.peak_allocated_bytes == 60 * MIB
-    failed = {size: replay(events, sizes, capacity=size * MIB, repeat_from=1).failed_at for size in (58, 60, 80)}
-    assert failed == {58: 1, 60: None, 80: None}
-
-
 @given(st.lists(st.sampled_from(GRAINS), min_size=1, max_size=6))
 def test_a_repeated_update_equals_a_longer_trace(kept: list[int]) -> None:
     def events_of(updates: int) -> tuple[list[int], list[int]]:
@@ -129,23 +113,6 @@ def test_a_repeated_update_equals_a_longer_trace(kept: list[int]) -> None:
     done, truth = replay(events, sizes, repeat_from=len(kept)), replay(longer, more)
     assert done.peak_reserved_bytes == truth.peak_reserved_bytes
     assert done.peak_allocated_bytes == truth.peak_allocated_bytes
-
-
-def test_events_of_a_repeated_update_count_on() -> None:
-    # The second time, a small block lies in the segment the large one would need.
-    sizes = (20 * MIB, 2 * MIB, 20 * MIB)
-    done = replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=42 * MIB, repeat_from=2)
-    assert done.failed_at is None
-    tried = [replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=size * MIB, repeat_from=2) for size in range(20, 44, 2)]
-    assert {done.failed_at for done in tried} == {None, 3}
-
-
-def test_the_least_capacity_is_below_the_peak_if_the_cache_can_be_released() -> None:
-    events, sizes = (0, ~0, 1, ~1), (30 * MIB, 40 * MIB)
-    assert replay(events, sizes).peak_reserved_bytes == 70 * MIB
-    assert least_capacity(events, sizes) == 40 * MIB
-    assert least_capacity(events, sizes, EXPANDABLE) == 40 * MIB
-    assert least_capacity((), ()) == 0
 
 
 kinds = st.sampled_from(
@@ -193,17 +160,6 @@ def test_a_refused_optional_block_is_left_out() -> None:
     assert replay(events, sizes, capacity=70 * MIB, optional={1: "workspace"}).peak_reserved_bytes == 70 * MIB
     assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
     assert least_capacity(events, sizes, optional={1: "workspace"}) == 50 * MIB
-
-
-@settings(max_examples=count_examples(100))
-@given(st.integers(0, 10**6), st.sampled_from((AllocatorSettings(), EXPANDABLE)))
-def test_the_least_capacity_leaves_optional_blocks_out(seed: int, kind: AllocatorSettings) -> None:
-    events, sizes = random_trace(random.Random(seed), 60)
-    optional = {block: sizes[block] for block in range(0, 60, 3)}
-    least = least_capacity(events, sizes, kind, optional=optional)
-    assert replay(events, sizes, capacity=least, settings=kind, optional=optional).fits
-    assert not replay(events, sizes, capacity=least - 1, settings=kind, optional=optional).fits
-    assert least <= replay(events, sizes, settings=kind).peak_reserved_bytes
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
-from autoaccum.devices.simulated.operators.workspace_rules import RULES, estimate
+from autoaccum.devices.simulated.operators.workspace_rules import estimate
 from autoaccum.devices.simulated.trace_records import Freed, OutputAllocated, Workspace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
@@ -60,24 +59,6 @@ def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda:0")
-
-
-def convolutional(batch: int) -> Tensor:
-    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.GroupNorm(4, 16), nn.Flatten(), nn.Linear(16 * 1024, 10))
-    model = nn.Sequential(*layers).to("cuda")
-    return F.mse_loss(model(card_tensor(batch, 3, 32, 32)), card_tensor(batch, 10))
-
-
-def language(batch: int) -> Tensor:
-    embedding, norm, inner = (
-        nn.Embedding(5000, 64).to("cuda"),
-        nn.LayerNorm(64).to("cuda"),
-        nn.Linear(64, 192).to("cuda"),
-    )
-    tokens = card_tensor(batch, 1024, dtype=torch.long)
-    query, key, value = inner(norm(embedding(tokens))).view(batch, 1024, 3, 4, 16).permute(2, 0, 3, 1, 4)
-    scores = (query @ key.transpose(2, 3)).softmax(-1)
-    return F.cross_entropy((scores @ value).flatten(0, 2), card_tensor(batch * 4 * 1024, dtype=torch.long))
 
 
 def test_products_free_their_workspace_from_2_15() -> None:
@@ -211,20 +192,3 @@ def test_mse_loss_keeps_the_memory_of_all_elements() -> None:
         del loss
         assert {~block for block in kept} <= set(recorder.events)
     assert sizes == [4, Workspace("loss_elements", (4 * 1024 * 768,))]
-
-
-@pytest.mark.parametrize("model", [convolutional, language])
-def test_numbers_are_affine_in_the_batch(model: Callable[[int], Tensor]) -> None:
-    traces = []
-    for batch in (4, 6, 8):
-        with watched() as watch:
-            torch.autograd.backward(model(batch))
-        traces.append(watch.transient)
-    assert {len(trace) for trace in traces} == {len(traces[0])}
-    for same in zip(*traces, strict=True):
-        assert len({workspace.rule for workspace in same}) == 1
-        for values in zip(*(workspace.numbers for workspace in same), strict=True):
-            first, second = (later - earlier for earlier, later in pairwise(values))
-            assert first == second
-        assert same[0].rule in RULES
-        assert estimate(same[0], H100, (2, 13)).bytes >= 0

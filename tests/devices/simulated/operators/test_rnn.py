@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from autoaccum.devices.simulated.allocator.replay import replay
 from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.operators import rnn
 from autoaccum.devices.simulated.operators.rnn import MODES, CudnnRnnCall
 from autoaccum.devices.simulated.trace_records import Workspace
 
@@ -35,13 +34,6 @@ def form(kind: str = "lstm", **changes: Any) -> CudnnRnnCall:
 def test_the_reserve_is_as_large_as_measured(kind: str, expected: int) -> None:
     """pytorch/pytorch#2895: four layers of 320 units."""
     assert form(kind).reserve_bytes(25_000, 4) == expected
-
-
-def test_the_band_of_the_reserve_is_wider_where_it_was_not_measured() -> None:
-    measured = [form(), form("gru"), form(num_layers=1, dropout=0.1)]
-    guessed = [form(dropout=0.1), form("gru", bidirectional=True), form(proj_size=16)]
-    assert [one.band_percent() for one in (*measured, *guessed)] == [25] * 3 + [50] * 3
-    assert form("rnn_tanh").band_percent() == 100
 
 
 def test_the_band_of_the_reserve_lives_as_long_as_the_reserve() -> None:
@@ -89,23 +81,6 @@ def test_an_lstm_keeps_a_reserve_and_has_all_gradients_in_one_buffer() -> None:
         grads = [parameter.grad for parameter in network.parameters()]
         assert len({grad.untyped_storage()._cdata for grad in grads if grad is not None}) == 1
         assert [grad.shape for grad in grads if grad is not None] == [weight.shape for weight in network.parameters()]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn_tanh")])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_all_recurrent_networks_train(name: str, kind: str, bidirectional: bool) -> None:
-    with on_card() as recorder:
-        build: Any = getattr(nn, name)
-        network, x = (
-            build(INPUTS, UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional, device="cuda:0"),
-            samples(),
-        )
-        sizes = sizes_of(recorder, lambda: torch.autograd.backward(network(x)[0].sum()), above=4)
-        assert rnn.DROPOUT_STATE_BYTES in sizes
-        assert rnn.DROPOUT_STATE_BYTES not in sizes_of(recorder, lambda: network(x), above=4)
-        expected = form(kind, hidden_size=UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional)
-        assert expected.reserve_bytes(ROWS, 4) in sizes
-        assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 def test_packed_sequences_take_memory_for_their_own_rows() -> None:

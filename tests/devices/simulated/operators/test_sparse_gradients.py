@@ -10,45 +10,15 @@ import torch
 from made_up_card import most_held
 from torch import nn
 
-from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.trial_record import Inspect
 
 ROWS, COLUMNS = 100_000, 64
 TABLE = ROWS * COLUMNS * 4
 EACH = COLUMNS * 4 + 8
 """Bytes of a row of a gradient, with its index."""
-TOKENS = 16
 
-LINES = f"""
-def batch(n):
-    return torch.randint(0, {ROWS}, (n, {TOKENS})), torch.randint(0, 4, (n,))
-
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding({ROWS}, {COLUMNS}, sparse=True), nn.Linear({COLUMNS}, 4, bias=False)
-
-    def forward(self, x):
-        return self.head(self.table(x).mean(1))
-
-model = Bag
-"""
-TWO = """
-class Two(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-        self.both = [torch.optim.SparseAdam(params[:1]), torch.optim.SGD(params[1:])]
-
-    def step(self, closure=None):
-        for each in self.both:
-            each.step()
-
-optimizer = Two
-"""
 STATES = {"SGD": 0, "Adagrad": 1, "SparseAdam": 2}
 
 
@@ -101,15 +71,3 @@ def test_an_update_keeps_states_of_the_table_and_takes_rows_of_it(name: str, tab
         assert (most - left > 500 * EACH) == (name != "SGD")
         optimizer.zero_grad()
     assert mode.recorder.live_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-@pytest.mark.parametrize("name", STATES)
-def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
-    made = TWO if name == "SparseAdam" else f"optimizer = torch.optim.{name}"
-    ask = simulated(LINES + made)
-    inspected = ask(Inspect())
-    assert not isinstance(inspected, Failure), inspected
-    trace = ask(TraceParts(parts=(8, 8)))
-    resident = (1 + STATES[name]) * TABLE
-    assert resident < most_held(trace.events, trace.sizes) < resident + 12 * 2 * 8 * TOKENS * EACH

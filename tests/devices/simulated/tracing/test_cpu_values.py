@@ -110,18 +110,6 @@ def test_a_mask_takes_what_it_lets_through(simulated: Callable[..., Any]) -> Non
     assert sizes[-1] > sizes[1e9]
 
 
-def test_an_optimizer_in_host_memory_takes_the_same_with_values_and_without(simulated: Callable[..., Any]) -> None:
-    lines, savers = MODEL.removeprefix("del criterion\n"), ("offload-optimizer",)
-    known, unknown = (traced(simulated(lines, savers=savers, values=one), 4, 4) for one in ("cpu", None))
-    assert (known.events, known.sizes) == (unknown.events, unknown.sizes)
-
-
-def test_what_is_read_without_the_option_names_it(simulated: Callable[..., Any]) -> None:
-    failure = simulated(MASK.format(limit=0))(Inspect())
-    assert "have the CPU compute them (--values cpu)" in failure.message
-    assert "model.py:" in failure.message
-
-
 def test_a_value_that_the_cpu_cannot_compute_ends_the_step_at_the_line_that_reads_it(
     simulated: Callable[..., Any],
 ) -> None:

@@ -81,12 +81,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.LeakyReLU(), nn.Linear(32, 10))
 
 
-def frozen() -> nn.Module:
-    model = mlp()
-    next(model.children()).requires_grad_(False)
-    return model
-
-
 def half() -> nn.Module:
     return mlp().bfloat16()
 
@@ -116,11 +110,6 @@ def several(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.as_tensor(F.cross_entropy(outputs, y) + 0.1 * outputs.square().mean() + outputs.abs().sum() / 7)
 
 
-def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t * 1):
-        return F.cross_entropy(model(x), y)
-
-
 def reading(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The shapes and the branches of this step follow from its values, which change with the weights."""
     outputs = model(x)
@@ -137,11 +126,9 @@ def reading(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[int, ...]]] = {
     "mlp": (mlp, classes, (12,)),
-    "frozen": (frozen, classes, (12,)),
     "hooks of weights": (hooked, classes, (12,)),
     "half": (half, classes, (12,)),
     "several losses": (mlp, several, (12,)),
-    "saved-tensor hooks": (mlp, offloaded, (12,)),
     "values": (mlp, reading, (12,)),
     "conv": (conv_net, classes, (3, 8, 8)),
     "transformer": (transformer, tokens, (1,)),

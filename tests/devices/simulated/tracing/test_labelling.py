@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
-
-from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
+from planted_net import DEPTH, NET, PARAMETERS, WIDTH
 
 HEAD = """
 class Doubled(torch.autograd.Function):
@@ -91,17 +89,6 @@ def test_an_operator_runs_for_the_innermost_module(
     assert "Net" in {found.labelled.modules[origin.module].kind for origin in found.labelled.origins}
 
 
-def test_a_function_that_runs_again_in_backward_is_told_apart(explained: Callable[..., Any]) -> None:
-    found = explained(f"{HEAD}Net.run = lambda net, x: checkpoint(torch.tan, x, use_reentrant=False)\n")
-    assert {one.role for one in found.labelled.origins if one.op == "aten.tan"} == {"plain", "recomputed"}
-
-
-def test_a_module_that_the_model_does_not_know_counts_as_who_calls_it(explained: Callable[..., Any]) -> None:
-    found = explained(HEAD + "hidden = nn.Softplus()\nInner.forward = lambda inner, x: hidden(x)\n")
-    paths = {found.path(origin.module) for origin in found.labelled.origins if "softplus" in origin.op}
-    assert paths == {"outer.inner"}
-
-
 SAMPLES = 64
 ACTIVATION = 4 * SAMPLES * WIDTH
 INPUTS = SAMPLES * (4 * 8 + 8)
@@ -148,36 +135,6 @@ def test_an_optimizer_adds_its_state_and_nothing_else(held: Callable[..., Any], 
     assert found == PLAIN
 
 
-def test_what_an_optimizer_holds_beside_its_state_counts_too(explained: Callable[..., Any]) -> None:
-    lookahead = (
-        "class Lookahead(torch.optim.Optimizer):\n"
-        "    def __init__(self, params):\n"
-        "        super().__init__(params, {})\n"
-        "        self.fast = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)\n"
-        "        self.slow = [p.detach().clone() for group in self.param_groups for p in group['params']]\n"
-        "    def step(self, closure=None):\n"
-        "        self.fast.step()\n"
-        "        for slow, group in zip([self.slow], self.param_groups):\n"
-        "            for mean, p in zip(slow, group['params']): mean.lerp_(p.detach(), 0.5)\n"
-        "def optimizer(params): return Lookahead(params)\n"
-    )
-    found = explained(NET + lookahead).before("backward")
-    assert found["optimizer_state"] == 2 * PARAMETERS
-    assert {category: found[category] for category in PLAIN} == PLAIN
-    assert found["temporaries"] == 0
-
-
-def test_tied_weights_are_held_once_by_the_first(explained: Callable[..., Any]) -> None:
-    tied = "def model():\n    net = Net()\n    net.deep[3][0].weight = net.deep[1][0].weight\n    return net\n"
-    found = explained(NET + tied + with_optimizer("AdamW(params)"))
-    held = found.before("backward")
-    assert held["parameters"] == held["gradients"] == PARAMETERS - WEIGHT
-    assert held["optimizer_state"] == 2 * (PARAMETERS - WEIGHT)
-    owners = [found.path(claim.module) for claim in found.labelled.owners.values()]
-    assert "deep.3.0" not in owners
-    assert owners.count("deep.1.0") == owners.count("deep.2.0")
-
-
 def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:
     kept = explained(NET + "keeps = ['outputs', 'ema']\n")
     held = kept.before("backward")
@@ -211,20 +168,3 @@ def test_a_table_that_a_module_keeps_counts_as_its_parameters(explained: Callabl
         **explained(NET).before("backward"),
         "parameters": PARAMETERS + 4000,
     }
-
-
-def test_labels_change_nothing_in_the_trace(simulated: Callable[..., Any]) -> None:
-    penalised = (
-        "def loss(model, batch):\n"
-        "    x = batch[0].requires_grad_()\n"
-        "    out = model(x)\n"
-        "    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)\n"
-        "    return F.cross_entropy(out, batch[1]) + slope.square().mean()\n"
-        "del globals()['criterion']\n"
-    )
-    checkpointed = "Net.run = lambda net, x: checkpoint(net.deep, x, use_reentrant=False)\n"
-    for lines, precision in ((checkpointed, "fp16"), (penalised, "bf16")):
-        ask = simulated(NET + lines + with_optimizer("AdamW(params)"), precision)
-        plain = ask(TraceParts(parts=(SAMPLES, 32)))
-        reply = ask(LabelParts(parts=(SAMPLES, 32)))
-        assert reply.trace == plain

@@ -6,7 +6,6 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,13 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 from autoaccum.devices.trial_record import Inspect
-from autoaccum.errors import UsageError
 from autoaccum.serialization import read_record
 
 
@@ -64,15 +61,6 @@ class TestDevices:
         assert str(copy.device) == "cuda:0"
         assert len(mode.recorder.events) == events + 1
 
-    def test_what_is_made_alike_lies_alike(self) -> None:
-        there = torch.ones(2, 3, device="cuda")
-        for made in (torch.zeros_like(there), there.new_empty(4), torch.full((2,), 1.0, device=there.device)):
-            assert str(made.device) == "cuda:0"
-        back = there.cpu()
-        assert str(back.device) == "cpu"
-        assert str(torch.zeros_like(back).device) == "cpu"
-        assert str((back + 1).device) == "cpu"
-
     def test_a_missing_card_is_refused(self) -> None:
         with pytest.raises(UnsupportedError, match=r"cuda:1, but only one card is simulated"):
             torch.ones(2, device="cuda:1")
@@ -95,19 +83,6 @@ def test_a_storage_that_is_resized_is_heard(mode: FakeCudaMode) -> None:
     mode.recorder.begin(lambda: "load")
     del tensor, storage
     assert (mode.recorder.events, mode.recorder.sizes) == ([], [])
-
-
-def test_storages_are_noted_as_they_come_and_go(mode: FakeCudaMode) -> None:
-    recorder = mode.recorder
-    recorder.begin(lambda: "forward")
-    first = torch.empty(100, device="cuda")
-    view = first[:50]
-    first.add_(1)
-    assert (recorder.events, recorder.sizes, recorder.live_bytes) == ([0], [400], 400)
-    del first
-    assert recorder.events == [0]
-    del view
-    assert (recorder.events, recorder.live_bytes) == ([0, ~0], 0)
 
 
 def test_a_trace_begins_with_what_is_alive(mode: FakeCudaMode) -> None:
@@ -140,16 +115,6 @@ def test_parameters_are_exchanged_and_stay_tied() -> None:
     assert model.get_buffer("2.num_batches_tracked").dtype == torch.int64
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: FakeCudaMode) -> None:
-    mode.lazy = inside
-    layer = nn.Linear(200, 200)
-    mode.lazy = False
-    assert isinstance(layer.weight, FakeTensor) is inside
-    assert type(layer.bias) is nn.Parameter
-    assert str(layer.cuda().weight.device) == "cuda:0"
-
-
 def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
     if not torch.version.cuda:
         missing = [name for name in CUDA_KERNELS if not _has(name, "CompositeImplicitAutograd")]
@@ -158,20 +123,6 @@ def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
     assert both == {f"aten::{name}" for name in CUDA_KERNELS}
-
-
-def test_what_has_a_kernel_on_cuda_alone_is_not_taken_apart(mode: FakeCudaMode) -> None:
-    known = [name for name in CUDA_KERNELS if hasattr(torch.ops.aten, name)]
-    assert known
-    assert all(_has(name, "CUDA") for name in known)
-
-
-def test_products_of_half_precision_are_added_in_float32(mode: FakeCudaMode) -> None:
-    total = torch.zeros(4, 6, device="cuda")
-    left, right = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 5), (5, 6)))
-    made = torch.addmm(total, left, right, out_dtype=torch.float32)
-    assert (made.dtype, made.shape) == (torch.float32, (4, 6))
-    assert torch.addmm(total, left, right, out_dtype=torch.float32, out=total) is total
 
 
 def _has(name: str, key: str) -> bool:
@@ -185,32 +136,6 @@ def test_whole_numbers_keep_their_values_while_lazy(mode: FakeCudaMode) -> None:
     mode.lazy = False
     assert int((labels != -100).sum()) == 40_000
     assert isinstance(images, FakeTensor)
-
-
-class Base:
-    kept = 1
-
-
-class Derived(Base):
-    own = 2
-
-
-@pytest.mark.parametrize("name", ["own", "kept"])
-def test_what_was_there_comes_back(name: str) -> None:
-    before = dict(vars(Derived))
-    with suppress(ZeroDivisionError), patched(Derived, name, 7):
-        assert getattr(Derived, name) == 7
-        assert Base.kept == 1
-        raise ZeroDivisionError
-    assert dict(vars(Derived)) == before
-
-
-def test_what_is_not_there_is_told_with_the_version() -> None:
-    with (
-        pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no Derived\.gone"),
-        patched(Derived, "gone", 7),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("name", ["_group_tensors_by_device_and_dtype", "_conv_determine_backend_memory_format"])
@@ -260,12 +185,6 @@ def test_who_enables_it_collects_nothing(enabled: bool) -> None:
         assert (gc.isenabled(), gc.get_threshold(), len(cycles) > 0) == (enabled, thresholds, True)
     finally:
         gc.enable()
-
-
-def test_operators_of_named_tuples_are_cached_too() -> None:
-    with simulate(find_card("rtx3090")) as mode:
-        nn.functional.layer_norm(torch.ones(2, 8, device="cuda"), (8,))
-        assert torch.ops.aten.native_layer_norm.default in {key[0] for key in mode._cache.makers}
 
 
 def test_what_is_written_to_a_given_tensor_takes_no_memory_each_time(mode: FakeCudaMode) -> None:

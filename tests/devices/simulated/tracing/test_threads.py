@@ -69,24 +69,6 @@ def test_a_thread_that_waits_for_its_starter_ends_all_the_same(mode: FakeCudaMod
     assert [one.device for one in made] == [torch.device("cuda", 0)]
 
 
-def test_operators_of_threads_run_one_at_a_time(mode: FakeCudaMode) -> None:
-    mode.recorder.begin(lambda: "forward")
-    before = threading.active_count()
-
-    def work() -> None:
-        for _ in range(200):
-            nn.functional.layer_norm(torch.ones(2, 4, device="cuda", requires_grad=True), (4,)).norm()
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert (threading.active_count(), mode.recorder.live_bytes) == (before, 0)
-    events = mode.recorder.trace((1,)).events
-    assert sorted(event for event in events if event >= 0) == list(range(len(events) // 2))
-
-
 def test_data_parallel_on_one_card_is_the_module(simulated: Callable[..., Callable[..., Trace]]) -> None:
     request = TraceParts(parts=(4, 4))
     wrapped = simulated(WRAPPED.format(""))(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 
@@ -52,12 +51,6 @@ def test_an_affine_trace_gives_the_trace_of_any_size(size: int, functions: list[
     assert affine.sizes == (2, 3, 5)
 
 
-@pytest.mark.parametrize("size", [2, 3, 9, 500])
-def test_a_whole_step_is_affine(size: int) -> None:
-    affine = fit_affine_trace([make_trace((each, each), linear()) for each in (2, 5, 3)])
-    assert affine.at(size) == make_trace((size, size), linear())
-
-
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
@@ -91,19 +84,6 @@ def test_sizes_below_the_smallest_traced_are_refused() -> None:
     affine = fit_affine_trace([trace(size, row) for size in (2, 5, 3)])
     with pytest.raises(NotAffineError, match="1 samples are fewer than 2, the smallest size traced: trace this size"):
         affine.at(1)
-
-
-def test_negative_sizes_are_refused() -> None:
-    affine = fit_affine_trace([trace(size, lambda n: 100 - 10 * n) for size in (2, 3)])
-    with pytest.raises(NotAffineError, match="block 0 would take"):
-        affine.at(11)
-
-
-def test_a_fit_needs_two_sizes_of_equal_parts() -> None:
-    with pytest.raises(ValueError, match="equal parts and two sizes"):
-        fit_affine_trace([trace(2, weight), trace(2, weight)])
-    with pytest.raises(ValueError, match="equal parts and two sizes"):
-        fit_affine_trace([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
 
 
 @pytest.mark.parametrize("parts", [(6, 5), (90, 17), (3, 2), (7, 7)])
