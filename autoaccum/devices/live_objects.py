@@ -23,8 +23,8 @@ from autoaccum.workload import pytree
 from autoaccum.workload.batches import (
     BatchReader,
     batch_size,
-    has_size,
     join_batches,
+    read_batch,
     read_batching,
     split_batch,
     wrap_batch,
@@ -35,6 +35,7 @@ from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
+_MORE = f"return as many as asked, or {_SAMPLE}"
 
 
 def workload_of_objects(live: Mapping[str, Any], options: Options) -> Workload:
@@ -92,7 +93,7 @@ class CalledBatches:
             WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
         """
         try:
-            made = wrap_batch(self._batch(size), self._batching, size, self._batch)
+            return read_batch(self._batch(size), self._batching, size, f"batch({size})", self._batch, hint=_MORE)
         except StopIteration as error:
             raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
         except AutoaccumError:
@@ -101,11 +102,6 @@ class CalledBatches:
             if find_out_of_memory(error) is not None:
                 raise
             raise blame_workload(error, f"batch({size})") from error
-        if not has_size(made, size):
-            raise WorkloadError(
-                f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked, or {_SAMPLE}"
-            )
-        return made
 
 
 class SampleBatches:

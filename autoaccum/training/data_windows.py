@@ -22,7 +22,7 @@ from autoaccum.accumulation.rng_state import seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import DataWorkerError, UsageError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, join_batches, read_batch
 from autoaccum.workload.readings import is_samples
 from autoaccum.workload.samples import LongestBatches, longest_first
 
@@ -150,10 +150,8 @@ class WindowSource(abc.ABC):
         Raises:
             WorkloadError: `collate` returned more or fewer samples than it was given.
         """
-        batch = wrap_batch(part, self._settings.batching, size, lambda count: self.planning_batch(count).collate(count))
-        if not has_size(batch, size):
-            raise WorkloadError(f"collate made {batch_size(batch)} samples of {size}", hint="return as many as given")
-        return batch
+        again = lambda count: self.planning_batch(count).collate(count)  # noqa: E731
+        return read_batch(part, self._settings.batching, size, "collate()", again)
 
     def _longest(self, samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
         """Return batches of `samples`, the longest first; in the given order if nothing in them has a length."""

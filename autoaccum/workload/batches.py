@@ -113,6 +113,22 @@ def batch_size(batch: Batch) -> int:
     raise _disagreement(batch)
 
 
+def read_batch(
+    batch: Batch, batching: BatchReader, size: int, maker: str, again: Any = None, *, hint: str | None = None
+) -> Batch:
+    """Return `wrap_batch` of a batch that `maker`, such as `batch(4)`, has made of `size` samples.
+
+    Raises:
+        WorkloadError: It has another number of samples.
+    """
+    wrapped = wrap_batch(batch, batching, size, again)
+    if not has_size(wrapped, size):
+        raise WorkloadError(
+            f"{maker} returned {batch_size(wrapped)} samples", hint=hint or f"return exactly {size} samples"
+        )
+    return wrapped
+
+
 def has_size(batch: Batch, size: int) -> bool:
     """Return whether `batch` can be read as `size` samples; lists may allow more than one reading."""
     return size in reading_sizes(batch, top=True) or batch_size(batch) == size

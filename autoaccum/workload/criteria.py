@@ -98,11 +98,6 @@ def resolve_criterion(criterion: Any) -> Criterion:
     if rule is None:
         return _resolve_unknown(criterion, inner, name)
     options = settings(criterion)
-    if isinstance(criterion, functools.partial) and criterion.args:
-        raise WorkloadError(
-            f"the partial of {name} fixes its first arguments, which are the model's outputs",
-            hint="give options as keywords only",
-        )
     if options.get("size_average") is not None or options.get("reduce") is not None:
         raise WorkloadError(
             f"{name} is given the deprecated size_average or reduce", hint='write reduction="mean" or "sum"'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import errno
 import hashlib
 import importlib
@@ -55,21 +54,22 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
     """
     target, name = _parse_reference(reference)
+    is_new = True
     if _is_path(target):
-        path = _find_file(target)
+        path: Path | None = _find_file(target)
+        assert path is not None
         if name is not None:
             check_import(path, name)
-        module = import_file(path)
-        _check_named(module, name, reference, command)
-        free_card(getattr(module, name or "", None))
-        return _read(module, name, path.name, path.stem, path)
-    is_new = target not in sys.modules
-    module = import_dotted(target)
+        module, label, title = import_file(path), path.name, path.stem
+    else:
+        is_new, label, title = target not in sys.modules, target, target
+        module = import_dotted(target)
+        file = getattr(module, "__file__", None)
+        path = None if file is None else Path(file).resolve()
     _check_named(module, name, reference, command)
     if is_new:  # Otherwise its Trainer may be in use.
         free_card(getattr(module, name or "", None))
-    file = getattr(module, "__file__", None)
-    return _read(module, name, target, target, None if file is None else Path(file).resolve())
+    return _read(module, name, label, title, path)
 
 
 def _parse_reference(reference: str) -> tuple[str, str | None]:
@@ -100,10 +100,7 @@ def _find_file(target: str) -> Path:
     if path.is_dir():
         raise WorkloadError(f"{target} is a directory", hint="name a Python file")
     if not path.exists():
-        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, siblings, n=1)
-        hint = f"did you mean {path.parent / close[0]}?" if close else f"check the path {path.resolve()}"
-        raise WorkloadError(f"there is no file {target}", hint=hint)
+        raise WorkloadError(f"there is no file {target}", hint=f"check the path {path.resolve()}")
     if path.suffix != ".py":
         raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
     return path.resolve()
@@ -135,9 +132,8 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
             hint="write workload = autoaccum.Workload(model=..., ...)",
         )
     if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
-        description = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
         raise WorkloadError(
-            f"{name} in {label} is {description}, neither a workload nor a model",
+            f"{name} in {label} is {describe_type(chosen)}, neither a workload nor a model",
             hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
             " transformers or Lightning",
         )
@@ -193,9 +189,7 @@ def _find_batching(module: ModuleType) -> dict[str, Any]:
 def _lookup(module: ModuleType, name: str, label: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
-    close = difflib.get_close_matches(name, _names(module), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use a name that it defines: {_list_names(module)}"
-    raise WorkloadError(f"{label} has no {name!r}", hint=hint)
+    raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
 
 
 def _require(module: ModuleType, name: str, label: str) -> Any:

@@ -27,9 +27,6 @@ Weights: TypeAlias = "float | dict[str, float]"
 _SINGLE = "loss"
 """The name of the term of a loss that is a single number."""
 
-_OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
-"""Names of a first argument that show that the function is a criterion and not `loss(model, batch)`."""
-
 AS_ONE_MODULE = (
     "if a loss module holds the model, or has parameters itself, train that module: model = TheLoss(net) and"
     " def loss(model, batch): return model(*batch)"
@@ -309,16 +306,7 @@ def _check_loss_function(loss: Any) -> None:
         raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
     if not callable(loss):
         raise WorkloadError(f"loss is {describe_type(loss)}", hint="write a function loss(model, batch)")
-    try:
-        is_criterion_like = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
-    except ValueError:
-        return  # A builtin without a signature: calling it will show.
     check_function(loss, "loss", "(model, batch)")
-    if is_criterion_like:
-        raise WorkloadError(
-            f"loss{inspect.signature(loss)} does not take a model and a batch",
-            hint="write loss(model, batch); if it takes outputs and targets, it is a criterion: criterion = loss",
-        )
 
 
 def _may_read(function: Any, position: int) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from autoaccum.checks import describe_type, read_count, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import BatchReader, batch_size, has_size, wrap_batch
+from autoaccum.workload.batches import BatchReader, read_batch
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import user_code
@@ -46,12 +46,7 @@ class LongestBatches:
     def __call__(self, size: int) -> Any:
         """Return a batch of `size` samples; raise WorkloadError if `collate` fails or returns another number."""
         with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
-            made = wrap_batch(self.collate(size), self._batching, size, self.collate)
-        if not has_size(made, size):
-            raise WorkloadError(
-                f"collate() made {batch_size(made)} samples of {size}", hint="return as many samples as it is given"
-            )
-        return made
+            return read_batch(self.collate(size), self._batching, size, "collate()", self.collate)
 
     def collate(self, size: int) -> Any:
         """Return a batch as `collate` makes it of `size` samples."""
@@ -171,12 +166,11 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     collate = default_collate if workload.collate is None else workload.collate
     if made is None:
         with user_code("collating samples of the dataset"):
-            return wrap_batch(collate(samples), workload.batching, size)
-    try:
-        collated = wrap_batch(collate(samples), workload.batching, size)
-        return collated if _structure(collated) == _structure(made) and batch_size(collated) == size else made
-    except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
-        return made
+            return read_batch(collate(samples), workload.batching, size, "collate()")
+    with suppress(TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
+        collated = read_batch(collate(samples), workload.batching, size, "collate()")
+        return collated if _structure(collated) == _structure(made) else made
+    return made
 
 
 def _mixed_samples(dataset: Any, size: int) -> list[Any]:

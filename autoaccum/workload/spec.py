@@ -22,7 +22,7 @@ from autoaccum.options import (
     read_keeps,
     read_savers,
 )
-from autoaccum.workload.batches import BatchReader, batch_size, has_size, read_batching, wrap_batch
+from autoaccum.workload.batches import BatchReader, read_batch, read_batching
 from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.objective import (
@@ -218,13 +218,7 @@ class Workload:
         Raises:
             WorkloadError: It holds another number of samples.
         """
-        made = wrap_batch(self.batch(size), self.batching, size, self.batch)
-        if not has_size(made, size):
-            counts = "" if self.size is None else ", as size(batch) counts them"
-            raise WorkloadError(
-                f"batch({size}) returned {batch_size(made)} samples{counts}", hint=f"return exactly {size} samples"
-            )
-        return made
+        return read_batch(self.batch(size), self.batching, size, f"batch({size})", self.batch)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Return an optimizer of the trainable parameters of `model`; errors as in `make_optimizer`."""

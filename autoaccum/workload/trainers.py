@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -94,42 +95,13 @@ def _find_adapter(given: Any) -> str | None:
 
 
 def check_import(path: Path, name: str) -> None:
-    """Check, before a file is imported, that the import does not train by the Trainer that it calls `name`.
-
-    Raises:
-        WorkloadError: The file calls `name.train()` or `name.fit()` outside of functions and `if __name__ == ...`.
-    """
-    try:
-        statements = list(_run_by_import(ast.parse(path.read_bytes()).body))
-    except (SyntaxError, ValueError):
-        return  # The import will say so.
-    calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    made = [one for one in statements if isinstance(one, (ast.Assign, ast.AnnAssign))]
-    makes = any(
-        any(isinstance(target, ast.Name) and target.id == name for target in _targets(one))
-        and isinstance(one.value, ast.Call)
-        and "trainer" in ast.unparse(one.value.func).lower()
-        for one in made
-    )
-    for call in calls if makes else ():
-        if ast.unparse(call.func) in (f"{name}.train", f"{name}.fit"):
-            raise WorkloadError(
-                f"importing {path.name} trains: line {call.lineno} calls {ast.unparse(call.func)}()",
-                hint='put that line under if __name__ == "__main__":',
-            )
-
-
-def _targets(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-
-
-def _run_by_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the simple statements that an import of the module runs."""
-    for statement in body:
-        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
-            yield from _run_by_import(statement.orelse)
-        elif isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _run_by_import(getattr(statement, field, []))
-        elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield statement
+    """Raise WorkloadError if a file trains at its top level by the Trainer that it calls `name`, as an import would."""
+    with suppress(SyntaxError, ValueError):  # The import will say so.
+        for statement in ast.parse(path.read_bytes()).body:
+            call = getattr(statement, "value", None)
+            trains = isinstance(call, ast.Call) and ast.unparse(call.func) in (f"{name}.train", f"{name}.fit")
+            if trains and "trainer" in name.lower():
+                raise WorkloadError(
+                    f"importing {path.name} trains: line {statement.lineno} calls {name}",
+                    hint='put that line under if __name__ == "__main__":',
+                )

@@ -115,7 +115,7 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     ("words", "told"),
     [
         (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
-        (["modle.py"], "did you mean model.py?"),
+        (["modle.py"], "there is no file modle.py"),
         (["model.py", "--optimizer", "Adm"], "did you mean Adam"),
         (["model.py", "--worst-of", "9"], "dataset"),
     ],

@@ -171,10 +171,3 @@ def written(folder: Path, text: str) -> str:
 )
 def test_other_functions_named_split_or_size_are_ignored(tmp_path: Path, text: str, taken: bool) -> None:
     assert isinstance(load_workload(written(tmp_path, text)).batching, Batching) is taken
-
-
-def test_a_coupled_custom_batch_suggests_to_check_split_first() -> None:
-    kind = KINDS["packed"]
-    wrong = {**kind, "split": lambda batch, sizes: [split_packed(batch, [size])[0] for size in sizes]}
-    found = autoaccum.verify(Workload(**wrong), target_batch=6, micro_batch=2)
-    assert found.causes[0].change.startswith("check first that split(batch, sizes) returns each sample once")

@@ -248,7 +248,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"CrossEntropyLoss smooths labels, and a class has weight 0, .*: set ignore_index",
     ),
     "deprecated sum": (functools.partial(F.cross_entropy, size_average=False), r"deprecated size_average"),
-    "positional partial": (functools.partial(F.mse_loss, torch.zeros(1)), r"fixes its first arguments"),
 }
 
 

@@ -131,7 +131,7 @@ def test_an_error_in_collate_is_shown_as_the_users() -> None:
 
 def test_collate_must_keep_every_sample() -> None:
     workload = take_longest(make([torch.zeros(2)] * 3, collate=lambda samples: torch.zeros(1, 2)), 3)
-    with pytest.raises(WorkloadError, match=r"collate\(\) made 1 samples of 3"):
+    with pytest.raises(WorkloadError, match=r"collate\(\) returned 1 samples"):
         workload.build_batch(3)
 
 

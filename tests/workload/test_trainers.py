@@ -17,33 +17,23 @@ def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:
     assert not {"transformers", "lightning"} & (set(sys.modules) - before)
 
 
-@pytest.mark.parametrize(
-    ("lines", "number"),
-    [
-        ("trainer = hf.Trainer(model)\ntrainer.train()", 2),
-        ("trainer = make_trainer()\nif long:\n    result = trainer.train(resume_from_checkpoint=True)", 3),
-        ("trainer: object = Trainer()\ntrainer.train()", 2),
-        ("trainer = L.Trainer()\ntry:\n    trainer.fit(module)\nfinally:\n    pass", 3),
-    ],
-)
-def test_training_on_import_is_refused(tmp_path: Path, lines: str, number: int) -> None:
+@pytest.mark.parametrize("call", ["trainer.train()", "result = trainer.fit(module)"])
+def test_training_on_import_is_refused(tmp_path: Path, call: str) -> None:
     path = tmp_path / "train.py"
-    path.write_text(lines)
-    with pytest.raises(WorkloadError, match=f"importing train.py trains: line {number} calls trainer"):
+    path.write_text(f"trainer = Trainer()\n{call}")
+    with pytest.raises(WorkloadError, match=r"importing train.py trains: line 2 calls trainer"):
         check_import(path, "trainer")
 
 
 @pytest.mark.parametrize(
-    "lines",
+    ("lines", "name"),
     [
-        'trainer = Trainer()\nif __name__ == "__main__":\n    trainer.train()',
-        "trainer = Trainer()\ndef main():\n    trainer.train()",
-        "trainer = Net()\ntrainer.train()",
-        "trainer = Trainer()\nother.train()",
-        "trainer = (",
+        ('trainer = Trainer()\nif __name__ == "__main__":\n    trainer.train()', "trainer"),
+        ("model = Net()\nmodel.train()", "model"),
+        ("trainer = (", "trainer"),
     ],
 )
-def test_other_files_are_imported(tmp_path: Path, lines: str) -> None:
+def test_other_files_are_imported(tmp_path: Path, lines: str, name: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(lines)
-    check_import(path, "trainer")
+    check_import(path, name)
