@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from torch import nn
 
-from autoaccum.cli import main
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
 
@@ -85,13 +83,6 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
 def test_a_batchnorm_that_is_no_string_is_ignored(write: Write, line: str) -> None:
     write(GOOD + f"\n    {line}\n")
     assert load_workload("model.py").batchnorm == "micro"
-
-
-def test_helpers_named_split_and_size_are_ignored(write: Write) -> None:
-    write(GOOD + "    def split(text): return text.split()\n    def size(t, dim): return t.shape[dim]\n")
-    workload = load_workload("model.py")
-    assert workload.split is None
-    assert workload.size is None
 
 
 def test_a_criterion_that_the_loss_calls_is_not_the_workloads(write: Write) -> None:
@@ -226,17 +217,6 @@ def test_reads_a_changed_file_again(write: Write) -> None:
     assert after.build_model().out_features == 5
 
 
-def test_does_not_mix_helpers_of_two_directories(write: Write) -> None:
-    for place, width in (("one", 3), ("two", 7)):
-        write(f"from torch import nn\ndef net(): return nn.Linear(4, {width})\n", f"{place}/nets.py")
-        write(
-            textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model"),
-            f"{place}/model.py",
-        )
-    assert load_workload("one/model.py").build_model().out_features == 3
-    assert load_workload("two/model.py").build_model().out_features == 7
-
-
 def test_the_digest_covers_local_modules_but_not_their_folder(write: Write, tmp_path: Path) -> None:
     source = "from deep import nets\n" + textwrap.dedent(GOOD)
     for place in ("one", "two"):
@@ -323,40 +303,3 @@ def test_says_what_is_wrong_with_a_reference(write: Write, case: str) -> None:
     write("", "notes.txt")
     with pytest.raises(WorkloadError, match=message):
         load_workload(reference)
-
-
-def test_shows_the_users_frames_only(write: Write) -> None:
-    write("import torch\ndef make():\n    return torch.zeros(2) @ torch.zeros(3)\n", "nets.py")
-    write("from nets import make\nmake()\n")
-    with pytest.raises(WorkloadError) as caught:
-        load_workload("model.py")
-    shown = caught.value.user_traceback or ""
-    assert "nets.py" in shown
-    assert "model.py" in shown
-    assert "importlib" not in shown
-    assert "autoaccum/" not in shown
-    assert "RuntimeError" in shown
-
-
-ODD_MODULES = """
-    import sys, types
-
-    class Lazy(types.ModuleType):
-        @property
-        def __path__(self):
-            raise ImportError("an optional dependency is missing")
-
-    sys.modules["odd_path"] = types.ModuleType("odd_path")
-    sys.modules["odd_path"].__path__ = 7  # As TensorBoard's pywrap_tensorflow, which MONAI imports.
-    sys.modules["lazy_path"] = Lazy("lazy_path")
-    sys.modules["no_module"] = 3
-"""
-
-
-@pytest.mark.parametrize("command", [["verify"], ["plan", "--gpu", "t4", "--target-batch", "2"]])
-def test_any_entry_of_sys_modules_is_walked(command: list[str], write: Write) -> None:
-    write(textwrap.dedent(ODD_MODULES) + textwrap.dedent(GOOD))
-    result = CliRunner().invoke(main, [command[0], "model.py", *command[1:]])
-    for name in ("odd_path", "lazy_path", "no_module"):
-        sys.modules.pop(name, None)
-    assert result.exit_code == 0, result.output

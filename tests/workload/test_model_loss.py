@@ -80,13 +80,6 @@ def test_a_decoder_divides_by_the_labels_after_the_first() -> None:
     assert check_weighting(Workload(model=Decoder, batch=lambda size: tokens([6, 2, 3, 1, 4][:size]))) == []
 
 
-def test_a_given_weight_or_sum_overrides_the_inferred_one() -> None:
-    summed = resolve_objective(reduction="sum", model=Regression())
-    assert (summed.reduction, summed.weight_function) == ("sum", None)
-    weighted = Workload(model=Regression, batch=batch, weight=lambda given: 2 * len(given["x"])).objective
-    assert (weighted.weight(batch(3)), weighted.source) == (6.0, "the workload's weight()")
-
-
 @pytest.mark.parametrize(
     ("form", "data", "message"),
     [

@@ -7,17 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import CoupledLoss, match_weights, resolve_objective
-
-
-def test_counts_samples_without_a_weight() -> None:
-    objective = resolve_objective(lambda model, batch: model(batch).mean())
-    assert objective.source == "samples"
-    assert objective.weight(torch.zeros(7, 2)) == 7.0
 
 
 def test_gives_every_term_its_own_weight() -> None:
@@ -66,11 +59,6 @@ def test_a_loss_that_returns_all_outputs_gets_a_hint() -> None:
         resolve_objective(output).terms(nn.Linear(2, 2), torch.ones(4, 2))
 
 
-def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
-    with torch.no_grad():
-        assert resolve_objective(scalar).terms(nn.Linear(2, 2), torch.ones(4, 2))["loss"].ndim == 0
-
-
 @pytest.mark.parametrize(
     "value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0).requires_grad_()]
 )
@@ -96,24 +84,6 @@ def test_refuses_invalid_weights(case: str) -> None:
     value, message = WEIGHTS[case]
     with pytest.raises(WorkloadError, match=message):
         resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
-
-
-def test_a_criterion_with_reduction_sum_needs_no_reduction() -> None:
-    objective = resolve_objective(nn.CrossEntropyLoss(reduction="sum"))
-    assert objective.reduction == "sum"
-    assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 3.0
-    assert (
-        resolve_objective(functools.partial(functional.mse_loss, reduction="sum"), reduction="sum").reduction == "sum"
-    )
-
-
-def test_criterion_makes_any_function_a_criterion() -> None:
-    def distance(left: Tensor, right: Tensor) -> Tensor:
-        return (left - right).square().mean()
-
-    batch = torch.ones(3, 2), torch.ones(3, 2)
-    assert resolve_objective(criterion=distance).terms(nn.Linear(2, 2), batch)["loss"].requires_grad
-    assert resolve_objective(distance).criterion is None
 
 
 class Readers:

@@ -88,23 +88,6 @@ def test_length_counts_the_elements_of_tensors_arrays_and_lists_of_numbers(short
     assert longest_first([long, short], 1)[0] is long
 
 
-def test_random_samples_are_the_same_each_time_and_leave_the_rng_states_alone() -> None:
-    class Drawing:
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> Tensor:
-            return torch.rand(int(np.random.randint(1, 9)) + random.randint(1, 9))
-
-    def states() -> tuple[Any, ...]:
-        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-
-    before = states()
-    first, second = (take_longest(make(Drawing(), collate=padded), 8).build_batch(3) for _ in range(2))
-    assert torch.equal(first, second)
-    assert states() == before
-
-
 def test_worst_of_replaces_the_workloads_own_batch() -> None:
     workload = make([torch.zeros(2), torch.zeros(5)], batch=lambda size: torch.zeros(size, 1), collate=padded)
     assert apply_settings(workload).build_batch(2).shape == (2, 1)
@@ -117,16 +100,6 @@ def test_uneven_samples_need_a_collate() -> None:
         WorkloadError, match=r"longest samples raised RuntimeError: stack expects .*: write def collate\(samples\)"
     ):
         workload.build_batch(2)
-
-
-def test_an_error_in_collate_is_shown_as_the_users() -> None:
-    def collate(samples: list[Any]) -> Any:
-        raise KeyError("ids")
-
-    with pytest.raises(WorkloadError, match="collating the 2 longest samples raised KeyError") as caught:
-        take_longest(make([torch.zeros(2)], collate=collate), 2).build_batch(2)
-    assert caught.value.user_traceback is not None
-    assert "in collate" in caught.value.user_traceback
 
 
 def test_collate_must_keep_every_sample() -> None:
@@ -182,17 +155,6 @@ def test_a_small_batch_is_collated_from_short_and_long_samples_of_the_dataset() 
         3,
     )
     assert taken.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [0, 1, 2, 3, -1]]
-
-
-def test_without_batch_a_small_batch_comes_from_the_dataset() -> None:
-    taken = take_small_batch(make(dataset=[torch.full((2,), float(i)) for i in range(4)]), 2)
-    assert isinstance(taken, Tensor)
-    assert taken.tolist() == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def test_samples_of_another_structure_than_the_batch_are_not_used() -> None:
-    taken = take_small_batch(make(batch=lambda size: torch.zeros(size, 9), dataset=TEXTS), 3)
-    assert taken.shape == (3, 9)
 
 
 def test_texts_are_as_long_as_what_collate_makes_of_them() -> None:

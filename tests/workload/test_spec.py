@@ -11,8 +11,6 @@ from torch.nn.utils import weight_norm
 
 import autoaccum
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload
 
@@ -57,36 +55,15 @@ def test_an_instance_that_cannot_be_copied_is_refused() -> None:
         make(model=Stuck(3, 2)).build_model()
 
 
-def test_a_model_function_must_return_a_module() -> None:
-    with pytest.raises(WorkloadError, match=r"model\(\) returned a dict: return an nn\.Module"):
-        make(model=lambda: {}).build_model()
-
-
-def test_a_batch_must_have_the_requested_size() -> None:
-    assert len(make().build_batch(7)[0]) == 7
-    with pytest.raises(WorkloadError, match=r"batch\(7\) returned 6 samples: return exactly 7 samples"):
-        make(batch=lambda size: batch(size - 1)).build_batch(7)
-    with pytest.raises(WorkloadError, match=r"batch\[1\] has the length 8, batch\[0\] has 7"):
-        make(batch=lambda size: (torch.zeros(size), torch.zeros(size + 1))).build_batch(7)
-    with pytest.raises(WorkloadError, match=r"batch \(None\) holds nothing"):
-        make(batch=lambda size: None).build_batch(7)
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model is a number": ({"model": 3}, r"model is an int: give an nn\.Module"),
-    "model is a class": ({"model": dict}, r"model is the class dict, which is not an nn\.Module"),
     "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write def batch\(size\)"),
-    "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called as batch\(size\): write def"),
     "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called as model\(\)"),
-    "precision": ({"precision": "float16"}, r"there is no precision 'float16': choose fp32, bf16 or fp16"),
     "batchnorm": (
         {"batchnorm": "whole"},
         r"no batchnorm mode 'whole': choose micro, running, frozen or exact",
     ),
     "criterion and loss": ({"loss": nn.L1Loss()}, r"both loss and criterion are given"),
-    "loss is a class": ({"criterion": None, "loss": nn.L1Loss}, r"loss is the class L1Loss: write loss = L1Loss\(\)"),
-    "loss is a number": ({"criterion": None, "loss": 3}, r"loss is an int: write a function loss\(model, batch\)"),
-    "criterion is a number": ({"criterion": 3}, r"the criterion is an int, which cannot be called"),
     "sum and weight": (
         {"criterion": nn.MSELoss(reduction="sum"), "weight": len},
         r"the loss is a sum, so its parts need no weight, but weight is given",
@@ -105,19 +82,6 @@ def test_says_what_is_wrong(case: str) -> None:
         make(**changes)
     assert caught.value.hint
     assert "\n" not in str(caught.value)
-
-
-def test_builtins_without_a_signature_are_taken() -> None:
-    assert copy.copy(make(weight=len)).objective.weight((torch.zeros(3), torch.zeros(3))) == 2.0
-
-
-HEAD = """
-import torch
-from torch import nn
-def model(): return nn.Linear(4, 3)
-def batch(size): return torch.randn(size, 4), torch.randint(0, 3, (size,))
-criterion = nn.CrossEntropyLoss()
-"""
 
 
 @pytest.mark.parametrize(
@@ -145,15 +109,6 @@ def test_settings_replace_the_workloads_own() -> None:
     assert apply_settings(workload, keeps=()).keeps == ()
 
 
-def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
-    samples = "dataset = [torch.zeros(n) for n in (1, 4, 2)]\n"
-    lines = f"del batch\n{samples}def collate(samples): return torch.stack(samples)\n"
-    workload = load_workload(write_workload(HEAD + lines))
-    assert apply_settings(workload, worst_of=3, largest_batch=1).build_batch(3).shape == (3, 4)
-    with pytest.raises(WorkloadError, match="defines no 'batch'"):
-        load_workload(write_workload(HEAD + "del batch\n"))
-
-
 def test_an_invalid_scheduler_is_refused_when_it_is_built() -> None:
     workload = make(scheduler=3)
     with pytest.raises(WorkloadError, match="scheduler is an int: write def scheduler"):
@@ -172,16 +127,6 @@ class Watched(nn.Module):
         hidden = self.first(x).softmax(-1)
         self.attention, self.seen = hidden, [hidden.square().mean()]
         return torch.as_tensor(self.second(hidden))
-
-
-def test_tensors_left_by_a_forward_are_copied_without_their_graph() -> None:
-    model = Watched()
-    model(torch.ones(2, 4))
-    made = copy_module(model)
-    assert made.attention.grad_fn is None
-    assert torch.equal(made.attention, model.attention)
-    assert made.seen[0].grad_fn is None
-    assert model.attention.grad_fn is not None
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["attention", "weight_norm"])

@@ -63,12 +63,6 @@ def test_describes_criteria() -> None:
     assert recipe({"loss": mean})["call"] is None
 
 
-def test_terms_and_weights() -> None:
-    assert (recipe({"loss": mean})["terms"], recipe({"loss": mean})["weights"]) == ([], [])
-    found = recipe({"loss": mean, "weight": lambda b: {"a": 1, "b": 2}}, terms=("a", "b"))
-    assert (found["terms"], found["weights"]) == (["a", "b"], ["a", "b"])
-
-
 def test_names_the_half_dtypes_of_trainable_parameters() -> None:
     assert recipe({"loss": mean})["half"] == []
     assert recipe({"loss": mean}, model=nn.Linear(4, 4).bfloat16())["half"] == ["bfloat16"]

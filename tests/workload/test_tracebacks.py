@@ -40,30 +40,6 @@ def test_keeps_torchs_frames_if_none_is_the_users() -> None:
     assert str(Path("workload") / "weights.py") not in shown
 
 
-def test_blames_in_one_line() -> None:
-    error = blame_workload(ValueError("first line\nsecond line"), "batch(3)")
-    assert str(error) == "batch(3) raised ValueError: first line"
-    assert "second line" in (error.user_traceback or "")
-    assert str(blame_workload(KeyError(), "model()")) == "model() raised KeyError"
-
-
-def test_shows_chained_errors() -> None:
-    def inner() -> None:
-        raise KeyError("inner")
-
-    def outer() -> None:
-        try:
-            inner()
-        except KeyError as error:
-            raise ValueError("outer") from error
-
-    with pytest.raises(ValueError, match="outer") as caught:
-        outer()
-    shown = format_user_traceback(caught.value)
-    assert "in inner" in shown
-    assert "direct cause" in shown
-
-
 @pytest.mark.parametrize(
     ("filename", "own"),
     [(Path(tracebacks.__file__).with_name("made_up.py"), True), (Path("model.py"), False)],

@@ -34,13 +34,6 @@ def test_ids_labels_masks_and_lengths_are_shortened_alike() -> None:
     assert kept[:4].sum() != kept[4:].sum()
 
 
-def test_padding_that_is_there_is_used_again() -> None:
-    ids, mask = IDS.clone(), ONES.bool()
-    ids[:, 8:], mask[:, 8:] = 3, False
-    made = shortened([ids, mask])
-    assert (made[0][~made[1]] == 3).all()
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -90,11 +83,6 @@ def test_labels_that_ignore_nothing_stay_where_a_loss_could_not_bear_it() -> Non
         ('batch["labels"]', 'batch["mask"]'),
         ('batch["mask"]',),
     ]
-
-
-def test_labels_of_a_dtype_without_negative_numbers_stay() -> None:
-    (way,) = shorten({"mask": ONES, "labels": IDS.to(torch.uint8)}, HALVES, new_labels=True)
-    assert way.paths == ('batch["mask"]',)
 
 
 def test_one_thing_at_a_time_is_changed_to_tell_counts_apart() -> None:
