@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -51,7 +51,6 @@ from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
-from autoaccum.devices.simulated.tracing.known_values import MAX_KNOWN_ELEMENTS
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
 from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
@@ -63,7 +62,6 @@ from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.options import Options, Parallel
-from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload
 
 T = TypeVar("T")
@@ -84,26 +82,16 @@ def trace_trial(
         joined: As in `PartsRequest`.
         of_ranks: `mesh` and `reduce` of `TrialRun`.
     """
-    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), mode.recorder.mark_update, of_ranks)
+    trial_run = _make_trial_run(workload, parts, mode, joined=joined, **of_ranks)
     trace, result = _run_traced(trial_run, parts, mode, joined=joined)
     return trace, trial_run, list(result.terms)
 
 
 def label_trial(
-    workload: Workload,
-    parts: Sequence[int],
-    mode: FakeCudaMode,
-    *,
-    joined: bool = False,
-    **of_ranks: Any,
+    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
 ) -> LabelledTrace:
     """Return the same trace with labels for its blocks."""
-
-    def begin_update() -> None:
-        mode.recorder.mark_update()
-        labeller.mark_update()
-
-    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update, of_ranks)
+    trial_run = _make_trial_run(workload, parts, mode, lambda: labeller.mark_update(), joined=joined, **of_ranks)
     loss = workload.objective.criterion
     auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     auxiliary += find_auxiliary_modules(workload).values()
@@ -117,25 +105,29 @@ def count_cost(
     workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
 ) -> UpdateCost:
     """Return what the last update of such a trial costs; of one rank, where there are several."""
-
-    def begin_update() -> None:
-        mode.recorder.mark_update()
-        counter.begin_update()
-
-    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update, of_ranks)
     counter = CostCounter(lambda: trial_run.phase)
+    trial_run = _make_trial_run(workload, parts, mode, counter.begin_update, joined=joined, **of_ranks)
     with counter:
         _run_traced(trial_run, parts, mode, joined=joined)
     return counter.cost(parts)
 
 
 def _make_trial_run(
-    workload: Workload, size: int, begin_update: Callable[[], None], of_ranks: Mapping[str, Any]
+    workload: Workload,
+    parts: Sequence[int],
+    mode: FakeCudaMode,
+    begin_update: Callable[[], None] | None = None,
+    *,
+    joined: bool,
+    **of_ranks: Any,
 ) -> TrialRun:
     def before_update() -> None:
         gc.collect()
-        begin_update()
+        mode.recorder.mark_update()
+        if begin_update is not None:
+            begin_update()
 
+    size = sum(parts) if joined else max(parts)
     return TrialRun(workload, size, device=DEVICE, before_update=before_update, **of_ranks)
 
 
@@ -204,22 +196,10 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
         found_multiple=found_multiple,
         draw=find_worst_draw(workload, model, size) if trial_run.has_drawn else None,
         accumulation_warnings=tuple(messages),
-        cautions=(*mode.notices, *_limit_reads(workload.build_batch(size), size, share, mode)),
+        cautions=tuple(mode.notices),
         notes=tuple(mode.checks),
     )
     return inspection, trace
-
-
-def _limit_reads(batch: Any, size: int, share: int, mode: FakeCudaMode) -> list[str]:
-    """Return a warning if the step reads values that are not known of larger micro-batches."""
-    counts = [leaf.numel() // size for leaf in tensors(batch) if not leaf.is_floating_point()]
-    most = MAX_KNOWN_ELEMENTS // max((*counts, 1))
-    if not mode.read_at or mode.cpu_values is not None or most >= share:
-        return []
-    return [
-        f"the step reads values, at {mode.read_at}, that are known up to micro-batches of {most} samples: for larger"
-        " ones, let the CPU compute them (--values cpu)"
-    ]
 
 
 class SimulatedChild:
@@ -312,32 +292,20 @@ class SimulatedChild:
 
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> Trace:
-            if request not in self._traces:
-                asked = request.replaced(workload)
-                self._traces[request], *_ = trace_trial(asked, request.parts, mode, **self._fields(request))
-            return self._traces[request]
-
-        return self._run(run, f"{request.doing} on the simulated card", silent=True)
+        if request not in self._traces:
+            traced = self._run_trial(trace_trial, request)
+            if isinstance(traced, Failure):
+                return traced
+            self._traces[request], *_ = traced
+        return self._traces[request]
 
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
-        doing = f"{request.doing} on the simulated card"
-        fields = self._fields(request)
-        return self._run(
-            lambda workload, mode: label_trial(request.replaced(workload), request.parts, mode, **fields),
-            doing,
-            silent=True,
-        )
+        return self._run_trial(label_trial, request)
 
     @handle.register
     def _count(self, request: CountCost) -> UpdateCost | Failure:
-        doing, fields = f"{request.doing} on the simulated card", self._fields(request)
-        return self._run(
-            lambda workload, mode: count_cost(request.replaced(workload), request.parts, mode, **fields),
-            doing,
-            silent=True,
-        )
+        return self._run_trial(count_cost, request)
 
     @handle.register
     def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
@@ -378,6 +346,15 @@ class SimulatedChild:
 
     def _fields(self, request: PartsRequest[Any]) -> dict[str, Any]:
         return {"joined": request.joined, "mesh": self._mesh, "reduce": request.reduce or "each", "draw": request.draw}
+
+    def _run_trial(self, job: Callable[..., T], request: PartsRequest[Any]) -> T | Failure:
+        """Run a job on a trial of the parts of a request."""
+        fields = self._fields(request)
+        return self._run(
+            lambda workload, mode: job(request.replaced(workload), request.parts, mode, **fields),
+            f"{request.doing} on the simulated card",
+            silent=True,
+        )
 
     def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
         """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.

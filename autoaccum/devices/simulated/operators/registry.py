@@ -24,7 +24,6 @@ from autoaccum.devices.simulated.operators import (
     optimizer_kernels,
     reductions,
     rnn,
-    sparse_gradients,
 )
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
 from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic
@@ -41,7 +40,6 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
         **losses_and_dropout.KERNELS,
         **normalization.KERNELS,
         **rnn.KERNELS,
-        **sparse_gradients.KERNELS,
     }
     register: Any = library.impl
     for name, kernel in kernels.items():
