@@ -49,7 +49,7 @@ WITHOUT_TORCH = (
     "verification/verification_result.py",
     "devices/simulated/allocator/caching_allocator.py",
     "devices/simulated/allocator/blocks.py",
-    "devices/simulated/allocator/recorded_replay.py",
+    "devices/simulated/allocator/recording.py",
     "devices/simulated/allocator/settings.py",
     "devices/simulated/explain/breakdown.py",
     "devices/simulated/explain/recorded_update.py",

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum.devices.simulated.allocator.recorded_replay import (
+from autoaccum.devices.simulated.allocator.recording import (
     ReplayDifference,
+    read_recording,
     replay_recording,
     why_not_replayed,
 )
-from autoaccum.devices.simulated.allocator.recording import read_recording
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_request import PlanRequest

@@ -1,18 +1,26 @@
-"""Temporary patches of PyTorch's attributes, versions of PyTorch and cuDNN, and repeatable hashes of tensors."""
+"""Temporary patches of PyTorch's attributes, hashes and optimizers; versions of PyTorch and cuDNN."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from autoaccum.errors import UsageError
 
 _MISSING = object()
+_Lists: TypeAlias = list[list[Tensor | None]]
+_Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[_Lists, list[int]]]
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
 """cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
@@ -87,6 +95,47 @@ def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
 
     for kind in (torch.Tensor, torch.nn.Module):
         stack.enter_context(patched(kind, "__hash__", number_of))
+
+
+def patch_optimizers(library: torch.library.Library, stack: ExitStack) -> None:
+    """Let optimizers take lists of fake tensors.
+
+    `torch/optim/optimizer.py` and `torch/utils/_foreach_utils.py` compare the exact type of a tensor, which is
+    FakeTensor here, and C++ groups tensors by device, which is `meta` to it.
+    """
+    register: Any = library.impl
+    for module in (optimizer, _foreach_utils):
+        known = module._foreach_supported_types
+        stack.enter_context(patched(module, "_foreach_supported_types", [*known, FakeTensor]))
+    stack.enter_context(patched(torch._C, "_group_tensors_by_device_and_dtype", _group_tensors))
+    for name in _fused_without_meta():
+        register(name, lambda *_, **__: None, "Meta")
+
+
+def _fused_without_meta() -> list[str]:
+    """Return the names of fused in-place updates that PyTorch cannot run on tensors without values."""
+    names = [
+        f"{name}.{overload}" if overload != "default" else name
+        for name in _FUSED
+        for overload in getattr(torch.ops.aten, name).overloads()
+        if overload != "out"
+    ]
+    return [name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta")]
+
+
+def _group_tensors(lists: Sequence[Sequence[Tensor | None]], with_indices: bool = False) -> _Groups:
+    """Group by device and dtype of the first list's tensors, in their order (ATen/native/ForeachUtils.h)."""
+    groups: _Groups = {}
+    for index, first in enumerate(lists[0]):
+        if first is None:
+            raise RuntimeError("the first list of tensors to be grouped has gaps")
+        columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        for column, tensors in zip(columns, lists, strict=True):
+            if tensors:
+                column.append(tensors[index])
+        if with_indices:
+            indices.append(index)
+    return groups
 
 
 def torch_release() -> tuple[int, int]:

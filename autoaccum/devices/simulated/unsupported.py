@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from traceback import walk_tb
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,16 +19,11 @@ _NO_VALUES = (
     "a simulated card computes no values: have the CPU compute them (--values cpu), write it without them (torch.where,"
     f" multiplying by a mask, logging after the update), or {_ELSEWHERE}"
 )
-_GENERATION = (
-    "leave generation out of the evaluation (predict_with_generate=False), have the CPU compute it, which takes minutes"
-    f" (--values cpu), or {_ELSEWHERE}"
-)
 _CUSTOM_KERNEL = (
     f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
-_TRITON = re.compile(r"\d active drivers")
-_GENERATOR = "Cannot get CUDA generator"
+_DRIVER = re.compile(r"\d active drivers|libcuda\.so|Cannot get CUDA generator")
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
 
@@ -66,8 +60,6 @@ def as_workload_error(error: BaseException, doing: str, *, lost: str | None = No
                 hint = f"{lost or 'its value was not computed'}: {_ELSEWHERE}"
             line = user_line(error, library=True)
             location = f", at {line}" if line else ""
-            if "transformers/generation/" in location and hint == _NO_VALUES:
-                message, hint = f"text is generated, where {message}", _GENERATION
             return WorkloadError(f"{doing}: {message}{location}", hint=hint)
     return None
 
@@ -94,24 +86,13 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
         name = _name(error)
         return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
-    if _TRITON.search(text) or ("libcuda.so" in text and _in_triton(error)):
-        return "a kernel of Triton is tuned or compiled, which needs a real card", _CUSTOM_KERNEL
-    if _GENERATOR in text:
-        return (
-            "a random generator is made on the card, which needs a real card",
-            f"leave out its device, or {_ELSEWHERE}",
-        )
+    if _DRIVER.search(text):
+        return f"CUDA's driver is asked for, which needs a real card ({first_line(text)})", _ELSEWHERE
     if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):
         return f"an operator cannot be simulated ({first_line(text)})", _CUSTOM_KERNEL
     if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):
         return "the memory of a tensor is read, and a simulated card has none", _NO_VALUES
     return None
-
-
-def _in_triton(error: BaseException) -> bool:
-    """Return whether code of Triton was running; others' messages name the driver's library, too."""
-    names = (frame.f_globals.get("__name__") or "" for frame, _ in walk_tb(error.__traceback__))
-    return any(name.partition(".")[0] == "triton" for name in names)
 
 
 def _name(error: BaseException) -> str:

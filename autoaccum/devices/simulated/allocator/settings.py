@@ -17,10 +17,8 @@ from autoaccum.units import MIB
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _LEAST_SPLIT_MIB: Final = 20
-_WITHOUT_EFFECT: Final = ("release_lock_on_", "graph_capture_", "pinned_")
-"""Prefixes of keys for host memory, locks or captured graphs."""
-_COLLECTION: Final = "garbage_collection_threshold"
-"""A key that has an effect only with a share of the card (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp)."""
+_WITHOUT_EFFECT: Final = ("release_lock_on_", "graph_capture_", "pinned_", "garbage_collection_threshold")
+"""Prefixes of keys for host memory, locks, captured graphs, and what needs a share of the card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +74,9 @@ def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
 
 def _read(variable: str, text: str) -> AllocatorSettings:
     changes: dict[str, Any] = {}
-    collects = False
     for entry in filter(None, re.split(r",(?![^\[]*\])", "".join(text.split()))):
         key, _, value = entry.partition(":")
         if key.startswith(_WITHOUT_EFFECT) or entry in _AS_SIMULATED:
-            continue
-        if key == _COLLECTION:
-            collects = True
             continue
         try:
             if key not in _KEYS:
@@ -92,12 +86,7 @@ def _read(variable: str, text: str) -> AllocatorSettings:
         except ValueError as error:
             hint = "leave that key out, or give a value that torch accepts"
             raise UsageError(f"{variable} has {entry}, {error}", hint=hint) from None
-    settings = AllocatorSettings(**changes)
-    if collects and settings.memory_fraction < 1:
-        raise UsageError(
-            f"{variable} has {_COLLECTION} with a share of the card, which is not simulated", hint="leave one out"
-        )
-    return settings
+    return AllocatorSettings(**changes)
 
 
 def _split(value: str) -> int:

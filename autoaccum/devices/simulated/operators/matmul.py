@@ -1,10 +1,9 @@
-"""Matrix products: the workspaces of cuBLAS and cuBLASLt, and the environment variables that configure them.
+"""Matrix products: the workspaces of cuBLAS and cuBLASLt, and the environment variable that configures them.
 
-Source: `parseChosenWorkspaceSize` and `parseCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp. Up to 2.14, one
-workspace is kept for each (handle, stream): one for the thread of forward passes, one for autograd's. From 2.15 on, it
-is allocated for each product and freed again, unless `TORCH_CUBLAS_WORKSPACE_CACHE=1`. cuBLASLt, which adds a bias,
-keeps a workspace of its own in 2.11. Later releases let it use the one that cuBLAS keeps (pytorch/pytorch#168175),
-unless `TORCH_CUBLASLT_UNIFIED_WORKSPACE=0`.
+Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp. Up to 2.14, one workspace is kept for each
+(handle, stream): one for the thread of forward passes, one for autograd's. From 2.15 on, it is allocated for each
+product and freed again. cuBLASLt, which adds a bias, keeps a workspace of its own in 2.11. Later releases let it use
+the one that cuBLAS keeps (pytorch/pytorch#168175). Other environment variables of theirs are taken to be unset.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ _UNSET = -1
 
 
 class Cublas:
-    """The way in which cuBLAS takes workspaces, by the environment variables and the PyTorch release."""
+    """The way in which cuBLAS takes workspaces, by the environment variable and the PyTorch release."""
 
     def __init__(self, environment: Mapping[str, str], torch_version: tuple[int, int]) -> None:
-        self._keeps = keeps_workspace(environment, torch_version)
-        self._shares = shares_workspace(environment, torch_version)
-        self._bytes, self._lt_bytes = configured_bytes(environment), configured_lt_bytes(environment)
+        self._keeps, self._shares = keeps_workspace(torch_version), torch_version >= (2, 12)
+        self._bytes = configured_bytes(environment)
 
     def workspaces(
         self, args: Sequence[Any], *, with_bias: bool, thread: int
@@ -41,9 +39,9 @@ class Cublas:
         if self._keeps:
             resident = [Workspace("product", (thread, self._bytes))]
             if uses_lt and not self._shares:
-                resident.append(Workspace("product_with_bias", (thread, self._lt_bytes)))
+                resident.append(Workspace("product_with_bias", (thread, _UNSET)))
             return copies, resident
-        own = Workspace("product_with_bias", (0, self._lt_bytes)) if uses_lt else Workspace("product", (0, self._bytes))
+        own = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, self._bytes))
         return [*copies, own], []
 
 
@@ -77,9 +75,8 @@ def product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Est
 
 
 def product_with_bias(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The workspace of cuBLASLt. Numbers: thread (0 forward, 1 backward), configured bytes or -1."""
-    _, configured = numbers
-    return Estimate(bytes=1 << 20 if configured == _UNSET else configured)
+    """The workspace of cuBLASLt. Numbers: thread (0 forward, 1 backward), -1."""
+    return Estimate(bytes=1 << 20)
 
 
 def configured_bytes(environment: Mapping[str, str]) -> int:
@@ -92,33 +89,9 @@ def configured_bytes(environment: Mapping[str, str]) -> int:
     return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else _UNSET
 
 
-def configured_lt_bytes(environment: Mapping[str, str]) -> int:
-    """Return the bytes that `CUBLASLT_WORKSPACE_SIZE` (in KiB) sets; -1 if it is not set or has another form.
-
-    >>> configured_lt_bytes({"CUBLASLT_WORKSPACE_SIZE": "2048"})
-    2097152
-    """
-    match = re.match(r"\s*([0-9]+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
-    return int(match[1]) * 1024 if match else _UNSET
-
-
-def keeps_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
+def keeps_workspace(torch_version: tuple[int, int]) -> bool:
     """Return whether a workspace stays allocated after its first use."""
-    return torch_version < (2, 15) or bool(_flag(environment, "TORCH_CUBLAS_WORKSPACE_CACHE"))
-
-
-def shares_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
-    """Return whether cuBLASLt uses the workspace that cuBLAS keeps (`unified_cublas_and_lt_workspaces`)."""
-    unified = _flag(environment, "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    return torch_version >= (2, 12) if unified is None else unified
-
-
-def _flag(environment: Mapping[str, str], name: str) -> bool | None:
-    """Read a switch as `check_env` in c10/util/env.cpp does; None if it is not set or is no switch."""
-    value = environment.get(name, "").upper()
-    if value in ("1", "ON", "YES", "TRUE", "Y"):
-        return True
-    return False if value in ("0", "OFF", "NO", "FALSE", "N") else None
+    return torch_version < (2, 15)
 
 
 RULES = by_name(product, product_with_bias)

@@ -31,6 +31,8 @@ _MAX_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 _CHUNK = 65_536
+_FAST_NORMS = (1, 2, float("inf"))
+"""The norms that `_foreach_norm` computes for all tensors at once."""
 _MOST_32_BIT = 2**31 - 1
 
 
@@ -242,6 +244,14 @@ def _logsumexp(call: OperatorCall) -> list[Workspace]:
     return [difference, *reduction_workspaces(tensor, _dims(call), accumulator=accumulator_bytes(tensor.dtype))]
 
 
+def _foreach_norm(call: OperatorCall) -> list[Workspace]:
+    tensors: Sequence[Tensor] = call["self"]
+    if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
+        return []
+    largest = max(tensor.numel() for tensor in tensors)
+    return [Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
+
+
 def _dims(call: OperatorCall) -> Sequence[int]:
     dim = call["dim"]
     return () if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -252,4 +262,5 @@ WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _moments),
     **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin"), _extreme),
     "logsumexp": _logsumexp,
+    "_foreach_norm": _foreach_norm,
 }

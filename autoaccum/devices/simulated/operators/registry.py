@@ -16,21 +16,19 @@ from autoaccum.devices.simulated.cards import CardInUse
 from autoaccum.devices.simulated.operators import (
     attention,
     attention_workspace,
-    convolution,
     indexing,
+    layers,
     losses_and_dropout,
     matmul,
-    normalization,
-    optimizer_kernels,
     reductions,
     rnn,
 )
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
-from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic
+from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic, patch_optimizers
 from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Workspace
 
-_PATCHING = (attention, convolution, optimizer_kernels, rnn)
-_WITH_WORKSPACES = (attention_workspace, *_PATCHING[1:], losses_and_dropout, normalization, indexing, reductions)
+_PATCHING = (attention, layers, rnn)
+_WITH_WORKSPACES = (attention_workspace, layers, rnn, losses_and_dropout, indexing, reductions)
 
 
 def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
@@ -38,7 +36,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
     kernels = {
         "scaled_dot_product_attention": partial(attention.scaled_dot_product_attention, card),
         **losses_and_dropout.KERNELS,
-        **normalization.KERNELS,
+        **layers.KERNELS,
         **rnn.KERNELS,
     }
     register: Any = library.impl
@@ -47,6 +45,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
             register(name, kernel, key)
     for family in _PATCHING:
         family.install(library, stack)
+    patch_optimizers(library, stack)
 
 
 @dataclass(frozen=True)

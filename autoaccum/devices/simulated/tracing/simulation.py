@@ -8,7 +8,9 @@ supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, thread, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -29,7 +31,6 @@ from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, p
 from autoaccum.devices.simulated.tracing.known_values import find_tensors, forget_values
 from autoaccum.devices.simulated.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.threads import follow_threads
 from autoaccum.devices.simulated.tracing.value_reads import (
     calling_torch_module,
     read_array,
@@ -50,6 +51,9 @@ COMPILED = (
 _META = torch.device("meta")
 _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
+_WAIT_SECONDS = 1.0
+"""Long enough to load a tensor in another thread; work that waits for its caller goes on afterwards."""
+_Thread: Any = threading.Thread
 
 
 def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
@@ -59,9 +63,6 @@ def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> 
         register(name, _never_called, "CUDA")
     if torch_release() < (2, 15):
         stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
-    if torch_release() < (2, 13):
-        for name in ("addmm.dtype", "addmm.dtype_out"):
-            register(name, _addmm_in_dtype, "AutogradCUDA")
 
 
 @cache
@@ -77,13 +78,6 @@ def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
     if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
         return _GROUPED_MM(mat_a, mat_b, *args, **kwargs)
     return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
-
-
-def _addmm_in_dtype(
-    bias: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None, **_: Any
-) -> Tensor:
-    """Run `addmm` without values, as PyTorch does from 2.13 on; before, its fake tensors take the dtype for `beta`."""
-    return torch.mm(left, right, out_dtype=out_dtype, out=out).add_(bias)
 
 
 def _never_called(*_: Any, **__: Any) -> Any:
@@ -111,7 +105,7 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         autocast.install(library, stack)
         install_kernels(library, in_use, stack)
         stack.enter_context(mode)
-        follow_threads(mode, stack)
+        _follow_threads(mode, stack)
         yield mode
 
 
@@ -326,3 +320,30 @@ def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
         return model(*args, **kwargs)
 
     return run
+
+
+def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
+    """Enter `mode`, which belongs to a thread, in each thread that starts until `stack` is closed.
+
+    On a real card, the allocations of threads come in any order. Here, whoever starts a thread or gives work to a pool
+    waits for it a little, so that the order is nearly always the same.
+    """
+    start, run, submit = _Thread.start, _Thread._bootstrap_inner, ThreadPoolExecutor.submit
+
+    def start_and_wait(starting: Any) -> None:
+        start(starting)
+        if not starting.daemon and getattr(starting, "_target", None) is not thread._worker:
+            starting.join(_WAIT_SECONDS)
+
+    def run_on_card(running: Any) -> None:
+        with mode:
+            run(running)
+
+    def submit_and_wait(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = submit(pool, function, *args, **kwargs)
+        wait([future], _WAIT_SECONDS)
+        return future
+
+    stack.enter_context(patched(_Thread, "start", start_and_wait))
+    stack.enter_context(patched(_Thread, "_bootstrap_inner", run_on_card))
+    stack.enter_context(patched(ThreadPoolExecutor, "submit", submit_and_wait))

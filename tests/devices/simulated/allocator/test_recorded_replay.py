@@ -13,12 +13,12 @@ import pytest
 import short_histories
 from short_histories import ShortHistory
 
-from autoaccum.devices.simulated.allocator.recorded_replay import (
+from autoaccum.devices.simulated.allocator.recording import (
     ReplayDifference,
+    read_recording,
     replay_recording,
     why_not_replayed,
 )
-from autoaccum.devices.simulated.allocator.recording import read_recording
 from autoaccum.errors import UsageError
 
 FILE = Path(short_histories.__file__).parent / "real_allocator" / "histories.json"

@@ -41,7 +41,6 @@ def test_settings_are_read_as_torch_reads_them(text: str, changed: dict[str, Any
         ("max_split:3", "PYTORCH_ALLOC_CONF has max_split:3, which is not simulated"),
         ("expandable_segments:true", "torch accepts only True and False"),
         ("max_split_size_mb:19", "at least 20: leave that key out, or give a value that torch accepts"),
-        ("garbage_collection_threshold:0.8,per_process_memory_fraction:0.5", "with a share of the card"),
         ("per_process_memory_fraction:1.5", "no fraction between 0 and 1"),
         ("roundup_power2_divisions:[1:2,>:4]", "only one power of two for all sizes"),
     ],

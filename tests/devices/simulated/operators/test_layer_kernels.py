@@ -10,7 +10,7 @@ from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.devices.simulated.operators.normalization import is_cudnn_batch_norm
+from autoaccum.devices.simulated.operators.layers import is_cudnn_batch_norm
 from autoaccum.devices.simulated.tracing.simulation import simulate
 
 CARD = make_card()

@@ -6,9 +6,6 @@ import pytest
 from made_up_card import make_card
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.matmul import (
-    shares_workspace,
-)
 from autoaccum.devices.simulated.operators.reductions import Layout, reduction_layout, reduction_numbers
 from autoaccum.devices.simulated.operators.workspace_rules import estimate
 from autoaccum.devices.simulated.trace_records import Workspace
@@ -137,15 +134,6 @@ def test_the_workspace_of_cublas_follows_the_card(on: Card, version: tuple[int, 
     assert bytes_of("product", 0, -1, on=on, version=version) == expected
     assert bytes_of("product", 1, 4096, on=on, version=version) == 4096
     assert bytes_of("product_with_bias", 0, -1, on=on, version=version) == MIB
-    assert bytes_of("product_with_bias", 1, 2048, on=on, version=version) == 2048
-
-
-@pytest.mark.parametrize(("version", "usual"), [((2, 11), False), ((2, 12), True), ((2, 15), True)])
-def test_workspace_of_cublaslt_is_that_of_cublas_from_2_12(version: tuple[int, int], usual: bool) -> None:
-    name = "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
-    assert shares_workspace({}, version) is shares_workspace({name: "perhaps"}, version) is usual
-    assert shares_workspace({name: "1"}, version)
-    assert not shares_workspace({name: "off"}, version)
 
 
 def test_convolution_copies_half_precision_into_the_layout_that_tensor_cores_want() -> None:

@@ -1,4 +1,4 @@
-"""Layer, batch and group norm as on a card: cuDNN's or PyTorch's own kernels, and their workspaces.
+"""Convolutions, norms and bags of embeddings as on a card: the kernels, their memory formats and workspaces.
 
 The sizes of workspaces are in workspace_rules.py. Layer, group and RMS norm have one kernel each on CUDA, with
 statistics like those of fake tensors. An instance norm is a batch norm.
@@ -7,6 +7,7 @@ statistics like those of fake tensors. An instance norm is a batch norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -14,20 +15,76 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from autoaccum.devices.simulated.operators.reductions import reduction_workspaces
 from autoaccum.devices.simulated.operators.workspaces import (
     Handler,
     OperatorCall,
     accumulator_bytes,
     before_outputs,
+    bytes_of,
     layout_copies,
 )
+from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.trace_records import Freed, MemoryStep, Workspace
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
+_cudnn: Any = torch.backends.cudnn
 MIN_EPS = 0.0
 """`CUDNN_BN_MIN_EPSILON`, since cuDNN 7.5."""
 _CUDNN, _NATIVE = 1, 0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+
+
+def install(library: torch.library.Library, stack: ExitStack) -> None:
+    """Return convolutions of fake CUDA tensors in the memory format that cuDNN chooses."""
+    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", convolution_format))
+
+
+def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
+    """Return the format in which a convolution runs, and which its output has: channels last if either operand is.
+
+    `cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h. Depthwise convolutions run in cuDNN too if they are
+    channels-last (`use_cudnn_depthwise` in Convolution.cpp).
+    """
+    wide = torch.float64 in (tensor.dtype, weight.dtype)
+    if wide or not torch._C._get_cudnn_enabled() or weight.dim() not in (4, 5):
+        return torch.contiguous_format
+    last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+    return last if last in (suggest_memory_format(tensor), suggest_memory_format(weight)) else torch.contiguous_format
+
+
+def _convolution(call: OperatorCall) -> list[Workspace]:
+    tensor, weight = call["input"], call["weight"]
+    layout = convolution_format(tensor, weight)
+    copies = layout_copies(tensor, weight, memory_format=layout)
+    return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
+
+
+def _convolution_gradient(call: OperatorCall) -> list[Workspace]:
+    """One workspace for the gradients of input and weight, which come one after the other; the bias is a sum."""
+    grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
+    layout = convolution_format(tensor, weight)
+    workspaces: list[Workspace] = []
+    if mask[0] or mask[1]:
+        workspaces += layout_copies(grad, tensor, weight, memory_format=layout)
+        workspaces += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
+    if mask[2]:
+        dims = (0, *range(2, grad.dim()))
+        workspaces += reduction_workspaces(grad, dims, accumulator=accumulator_bytes(grad.dtype))
+    return workspaces
+
+
+def _workspace(call: OperatorCall, read: int, written: int, layout: torch.memory_format) -> list[Workspace]:
+    tensor, weight = call["input"], call["weight"]
+    channels_last = layout != torch.contiguous_format
+    # PyTorch's own kernel may run instead of cuDNN's (`use_cudnn_depthwise` in Convolution.cpp).
+    depthwise = call["groups"] > 1 and tensor.shape[1] == call["groups"] and not call["transposed"]
+    if depthwise and not channels_last and tensor.dtype != torch.float16:
+        return []
+    tf32 = _cudnn.conv.fp32_precision != "ieee"
+    flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
+    return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
 
 
 def is_cudnn_batch_norm(
@@ -66,6 +123,18 @@ def _batch_norm(
         input, weight, bias, running_mean, running_var, training, momentum, eps
     )
     return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
+
+
+def _embedding_bag_backward(
+    grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, *rest: Any
+) -> Tensor:
+    """Run `_embedding_bag_backward` in ATen/native/EmbeddingBag.cpp."""
+    largest, num_weights, by_frequency, mode, sparse, *weights_and_padding = rest
+    if sparse:
+        raise UnsupportedError("an embedding has sparse gradients, which cannot be simulated", hint="use sparse=False")
+    options = largest, num_weights, by_frequency, mode, *weights_and_padding
+    out: Tensor = torch.ops.aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, *options)
+    return out
 
 
 def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
@@ -157,8 +226,13 @@ def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
     return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
 
 
-KERNELS: Mapping[str, Callable[..., Any]] = {"_batch_norm_impl_index": _batch_norm}
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "_batch_norm_impl_index": _batch_norm,
+    "_embedding_bag_backward": _embedding_bag_backward,
+}
 WORKSPACES: Mapping[str, Handler] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_gradient,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
     "native_group_norm": _group_norm,
