@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
+from autoaccum.accumulation.out_of_memory import shrink
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
 from autoaccum.training.training_setup import TrainingComponents
-from autoaccum.training.training_state import capture_settings, capture_training, restore_training
+from autoaccum.training.training_state import Ceiling, capture_settings, capture_training, restore_training
 from autoaccum.workload.objective import resolve_objective
 
 
@@ -270,3 +275,34 @@ def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
     transfer(*made)
     assert torch.equal(*weights)
     torch.testing.assert_close(made[0].optimizer.state_dict(), made[1].optimizer.state_dict(), rtol=0, atol=0)
+
+
+SIZES = st.integers(1, 2000)
+LIMITS = st.lists(st.integers(1, 2000), min_size=1, max_size=200)
+
+
+def retries_of(ceiling: Ceiling, limits: list[int]) -> list[int]:
+    """Return the retries of updates in which at most a number of samples fits at once."""
+    seen = []
+    for limit in limits:
+        size, batch, retries = ceiling.largest, 4 * ceiling.planned, 0
+        while (largest := math.ceil(batch / math.ceil(batch / size))) > limit:  # of equal parts
+            size, retries = shrink(largest, retries), retries + 1
+        seen.append(retries)
+        assert 1 <= ceiling.record(retries, size) <= ceiling.planned
+    return seen
+
+
+@given(SIZES, st.data())
+def test_a_smaller_limit_that_stays_costs_few_retries(planned: int, data: st.DataObject) -> None:
+    retries = retries_of(Ceiling(planned), [data.draw(st.integers(1, planned))] * 4000)
+    assert sum(map(bool, retries)) <= 10
+    assert max(retries) <= 4 + math.log2(planned)
+
+
+@given(SIZES, LIMITS, LIMITS)
+def test_it_continues_from_its_state_as_if_never_stopped(planned: int, before: list[int], after: list[int]) -> None:
+    ceiling, other = Ceiling(planned, patience=2), Ceiling(planned, patience=2)
+    retries_of(ceiling, before)
+    other.restore(json.loads(json.dumps(vars(ceiling))))
+    assert retries_of(other, after) == retries_of(ceiling, after)

@@ -1,0 +1,302 @@
+"""Windows of data of every kind: every sample once an epoch, and the same after resuming anywhere."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_forms import COUNT, ITERABLE, MAP_STYLE, SIZES, EpochSampler
+from example_counts import count_examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data import (
+    DrawingBatches,
+    DrawingRows,
+    DrawingStream,
+    StatefulBatches,
+    UnevenRows,
+    assert_same,
+    drawing_collate,
+    indices_of,
+    opened,
+    padding_collate,
+    remaining,
+    windows_of,
+)
+from torch.utils.data import DataLoader, Sampler
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.training.data_source import Source
+from autoaccum.training.fit_events import Notice
+
+FORMS = {**MAP_STYLE, **ITERABLE}
+FORWARD = r"^the data has no state_dict: [\d]+ windows were read forward$"
+NOTES = {
+    "batches": FORWARD,
+    "samples": FORWARD,
+    "stateful": r"^the data resumed from its own state_dict$",
+    "stateful loader": r"^the data resumed from its own state_dict$",
+    "unkeepable state": r"^its state_dict could not be saved: [\d]+ windows were read forward$",
+}
+
+
+def opened_form(form: str, data: Any = None) -> Source:
+    collate = drawing_collate if form in ("dataset", "samples") else None
+    return opened(FORMS[form]() if data is None else data, collate=collate)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.standard_normal()), torch.randn(1).item()
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@settings(max_examples=count_examples(50))
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    target=st.integers(1, 60),
+    part_size=st.integers(1, 70),
+    loader_batch=st.integers(1, 70),
+)
+def test_windows_hold_every_sample_once_an_epoch(
+    sizes: list[int], target: int, part_size: int, loader_batch: int
+) -> None:
+    count = sum(sizes)
+    rows = DrawingRows(count)
+    for data in (rows, DataLoader(rows, loader_batch, shuffle=True), DrawingStream(count), DrawingBatches(sizes)):
+        if count < target:
+            with pytest.raises(UsageError, match=f"has {count} samples, fewer than the target batch of {target}"):
+                opened(data, target).next_window()
+            continue
+        windows = windows_of(opened(data, target, part_size=part_size), range(2))
+        for epoch in range(2):
+            counts = [window.samples for at, window in windows if at == epoch]
+            assert counts == [target] * (count // target) + [count % target] * (count % target > 0)
+            indices = indices_of(windows, epoch)
+            is_ordered = isinstance(data, DrawingStream | DrawingBatches)
+            assert (indices if is_ordered else sorted(indices)) == list(range(count))
+        assert all(sum(map(len, window.parts)) == window.samples for _, window in windows)
+        if not isinstance(data, DrawingBatches):
+            assert max(len(part) for _, window in windows for part in window.parts) <= part_size
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
+    source = opened_form(form)
+    source.planning_batch()
+    whole, states = remaining(source, range(3))
+    for number, state in enumerate(states):
+        seed_all(number)
+        data = FORMS[form]()
+        resumed = opened_form(form, data)
+        if form in ITERABLE and number % 2:
+            resumed.planning_batch()
+        note = resumed.load_state_dict(state)
+        windows = windows_of(resumed, range(whole[number][0], 3))
+        assert_same(windows, whole[number + 1 :])
+        if form in MAP_STYLE:
+            assert note is None
+            rows = data if form == "dataset" else data.dataset
+            assert len(rows.read) == sum(window.samples for _, window in windows), "nothing is read twice"
+        elif form in NOTES and (number + 1 < len(whole) and whole[number + 1][0] == whole[number][0]):
+            assert note is not None
+            assert not note.warns
+            assert re.search(NOTES[form], note.text)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resumes_with_the_epoch_after_a_finished_one(form: str) -> None:
+    whole, states = remaining(opened_form(form), range(3))
+    last = max(number for number, (epoch, _) in enumerate(whole) if epoch == 1)
+    ended, started = opened_form(form), opened_form(form)
+    remaining(ended, range(2))
+    remaining(started, range(2))
+    started.start_epoch(2)
+    for state in (states[last], ended.state_dict(), started.state_dict()):
+        resumed = opened_form(form)
+        resumed.load_state_dict(state)
+        assert_same(windows_of(resumed, range(2, 3)), whole[last + 1 :])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
+    first = windows_of(opened_form(form), range(2))
+    source = opened_form(form)
+    source.planning_batch()
+    seed_all(1)
+    expected = [draws() for _ in range(12)]
+    seed_all(1)
+    drawn, windows = [], []
+    for epoch in range(2):
+        source.start_epoch(epoch)
+        while (window := source.next_window()) is not None:
+            drawn.append(draws())
+            source.commit()
+            source.state_dict()
+            windows.append((epoch, window))
+    assert drawn == expected[: len(drawn)]
+    assert_same(windows, first)
+
+
+@pytest.mark.parametrize("form", ["dataset", "batches", "samples", "stateful"])
+def test_entries_read_after_a_commit_do_not_move_the_position(form: str) -> None:
+    source = opened_form(form)
+    source.start_epoch(0)
+    source.next_window()
+    source.commit()
+    lost = source.next_window()
+    resumed = opened_form(form)
+    resumed.load_state_dict(source.state_dict())
+    resumed.start_epoch(0)
+    again = resumed.next_window()
+    assert lost is not None
+    assert again is not None
+    assert_same([(0, lost)], [(0, again)])
+
+
+# Map-style data.
+
+
+class Reshuffled(Sampler[int]):
+    """Shuffles the order of the epoch before: it depends on all epochs so far."""
+
+    def __init__(self) -> None:
+        self.order, self.rng = list(range(COUNT)), random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.order)
+        return iter(self.order[:])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Counting(EpochSampler):
+    """Counts its epochs itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen = getattr(self, "seen", 0) + 1
+        return iter([(index * 5 + self.seen) % COUNT for index in range(COUNT)])
+
+
+@pytest.mark.parametrize("sampler", [Reshuffled, Counting])
+def test_an_order_that_cannot_be_repeated_is_told_when_it_changes(sampler: Any) -> None:
+    def make() -> Source:
+        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=sampler()))
+
+    _, states = remaining(make(), range(2))
+    note = make().load_state_dict(states[5])
+    assert note is not None
+    assert note.text.startswith("the sampler's order has changed")
+    assert note.warns
+
+
+def test_parts_are_divided_as_a_plan_divides_them() -> None:
+    for data in (DrawingRows(COUNT), DataLoader(DrawingRows(COUNT), 7, shuffle=True)):
+        windows = windows_of(opened(data), range(1))
+        assert [[len(part) for part in window.parts] for _, window in windows] == [[4, 3, 3]] * 3 + [[4, 3]]
+    source = opened(DrawingRows(36), 12, part_size=5)
+    source.multiple_of = 4
+    assert {len(part) for _, window in windows_of(source, range(1)) for part in window.parts} == {4}
+
+
+def test_custom_batches_of_one_layout_are_joined_and_differently_padded_ones_are_not() -> None:
+    lengths = [2, 2, 2, 2, 5, 5, 2, 2]
+    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    loader = DataLoader(UnevenRows(lengths), batch_sampler=pairs, collate_fn=padding_collate)
+    ((_, window),) = windows_of(opened(loader, 8, part_size=8), range(1))
+    assert [tuple(part.shape) for part in window.parts] == [(4, 2), (2, 5), (2, 2)]
+
+
+def test_plans_with_the_longest_samples() -> None:
+    rows = UnevenRows([1, 2, 9, 4, 4, 4, 4, 4, 4, 4])
+    for data in (rows, DataLoader(rows, 2, shuffle=True, collate_fn=padding_collate)):
+        assert tuple(opened(data, collate=padding_collate).planning_batch()(3).shape) == (3, 9)
+
+
+def test_a_collate_that_drops_samples_is_refused() -> None:
+    source = opened(DrawingRows(COUNT), collate=lambda rows: torch.stack(rows[1:]))
+    source.start_epoch(0)
+    with pytest.raises(WorkloadError, match=r"collate\(\) returned 3 samples"):
+        source.next_window()
+
+
+def test_a_sampler_of_unknown_length_is_too_short_when_it_ends() -> None:
+    source = opened(DataLoader(DrawingRows(COUNT), batch_sampler=[[1, 2], [3]]))
+    source.start_epoch(0)
+    with pytest.raises(UsageError, match="has 3 samples, fewer than the target batch of 10"):
+        source.next_window()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_the_dataset_are_raised_and_a_stop_iteration_ends_nothing(workers: int) -> None:
+    class Broken(DrawingRows):
+        raises: Any = KeyError("mine")
+
+        def __getitem__(self, index: int) -> Any:
+            raise self.raises
+
+    class Stopping(Broken):
+        raises = StopIteration()
+
+    random.seed(1)
+    state = random.getstate()
+    for data, error, note in (
+        (Broken(COUNT), KeyError, "mine"),
+        (Stopping(COUNT), RuntimeError, "end the epoch early"),
+    ):
+        source = opened(data, workers=workers)
+        source.start_epoch(0)
+        with pytest.raises(error, match=note):
+            source.next_window()
+        source.close()
+    assert random.getstate() == state
+
+
+# Iterables.
+
+
+def test_data_with_a_state_is_not_reread() -> None:
+    source = opened(StatefulBatches(SIZES))
+    source.start_epoch(0)
+    assert source.next_window() is not None
+    source.commit()
+    data = StatefulBatches(SIZES)
+    resumed = opened(data)
+    resumed.load_state_dict(source.state_dict())
+    windows = windows_of(resumed, range(1))
+    assert indices_of(windows, 0) == list(range(10, COUNT))
+    assert data.reads == 3, "the rest of the third batch comes from the checkpoint"
+
+
+def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
+    source = opened(batch for batch in DrawingBatches(SIZES))
+    assert len(source.planning_batch()) == SIZES[0]
+    windows, states = remaining(source, range(1))
+    assert indices_of(windows, 0) == list(range(COUNT))
+    source.start_epoch(1)
+    with pytest.raises(UsageError, match="a generator of batches yields nothing in epoch 2: it can be iterated"):
+        source.next_window()
+    resumed = opened(batch for batch in DrawingBatches(SIZES))
+    resumed.planning_batch()
+    note = resumed.load_state_dict(states[0])
+    assert note == Notice("the data has no state_dict: 1 windows were read forward", warns=False)
+    assert_same(windows_of(resumed, range(1)), windows[1:])
+
+
+@pytest.mark.parametrize("form", ["batches", "samples"])
+def test_data_that_became_shorter_is_reported(form: str) -> None:
+    source = opened(FORMS[form]())
+    _, states = remaining(source, range(1))
+    shorter: Any = DrawingBatches(SIZES[:2]) if form == "batches" else DrawingStream(8)
+    with pytest.raises(UsageError, match="ends after 1 windows, but the run had read 3"):
+        opened(shorter).load_state_dict(states[2])
