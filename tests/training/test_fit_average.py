@@ -137,13 +137,6 @@ def test_an_average_that_a_plan_does_not_count_is_reported(tmp_path: Path) -> No
     assert 'plan again with keeps="ema"' in message
 
 
-def test_a_decay_out_of_range_is_refused() -> None:
-    with pytest.raises(UsageError, match="ema_decay is 1.5: give a number above 0 and below 1"):
-        fit(ema_decay=1.5)
-    with pytest.raises(UsageError, match="there is no keeps 'swa'"):
-        fit(keeps="swa")
-
-
 def test_batches_have_no_single_samples_to_look_at() -> None:
     with pytest.raises(UsageError, match="worst_of is 9, but a list of batches has no single samples"):
         fit(data=[DATA[:12]] * 4, micro_batch=None, worst_of=9)

@@ -47,17 +47,9 @@ def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
             torch.testing.assert_close(variance, 0.9 + 0.1 * X.var(0))
 
 
-def test_an_argument_replaces_the_workload_s_and_a_plan_s_is_used() -> None:
+def test_an_argument_replaces_the_workload_s() -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
     assert statistics(fit(workload, batchnorm="running"))[2] == 1
-    planned: dict[str, Any] = {"memory": MemorySize(bytes=256 * MIB), "micro_batch": None}
-    live: dict[str, Any] = {"data": DATA, "loss": nn.CrossEntropyLoss()}
-    result = fit(model(), batchnorm="frozen", **live, **planned)
-    assert result.plan is not None
-    assert result.plan.workload["batchnorm"] == "frozen"
-    assert statistics(fit(model(), plan=result.plan, micro_batch=None, **live))[2] == 0
-    with pytest.raises(UsageError, match="the plan is for BatchNorm frozen; here is BatchNorm running"):
-        fit(model(), plan=result.plan, micro_batch=None, batchnorm="running", **live)
 
 
 def test_a_plan_s_settings_are_used_unless_others_are_given() -> None:
@@ -67,6 +59,8 @@ def test_a_plan_s_settings_are_used_unless_others_are_given() -> None:
     assert result.plan is not None
     planned: dict[str, Any] = {"plan": result.plan, "micro_batch": None}
     assert statistics(fit(workload, **planned))[2] == 0
+    live: dict[str, Any] = {"data": DATA, "loss": nn.CrossEntropyLoss()}
+    assert statistics(fit(model(), **live, **planned))[2] == 0
     for other, here in (
         ({"batchnorm": "micro"}, "BatchNorm micro"),
         ({"precision": "fp32"}, "fp32"),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from factories import make_plan
 from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
@@ -23,23 +23,7 @@ from autoaccum.workload.spec import Workload
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
 DATA = TensorDataset(INPUTS, INPUTS[:, :2].clone())
-PLAN = Plan(
-    kind="measured",
-    target_batch=8,
-    micro_batch=4,
-    iter_size=2,
-    micro_batches=(4, 4),
-    world_size=1,
-    largest_fit=4,
-    capped=True,
-    limit_bytes=10,
-    peak_bytes=5,
-    device={"name": "cpu", "kind": "cpu"},
-    environment={},
-    workload={},
-    trials=(Trial(parts=(4, 4), outcome="ok"),),
-    learning_rate=0.02,
-)
+PLAN = make_plan(8, 4, workload={}, learning_rate=0.02)
 
 
 def two_groups(params: list[Any]) -> Optimizer:

@@ -43,6 +43,7 @@ def workload(**fields: Any) -> Workload:
         ({"epochs": None}, "neither epochs nor steps are given: give epochs=3"),
         ({"workers": -1}, "workers is -1: give a whole number of at least 0"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a number above 0"),
+        ({"ema_decay": 1.5}, "ema_decay is 1.5: give a number above 0 and below 1"),
         ({"clip_norm": float("nan")}, "clip_norm is nan"),
         ({"learning_rate": 0}, "learning_rate is 0: give a number above 0"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import autoaccum
 from autoaccum.errors import UsageError
-from autoaccum.training.fit_events import CheckpointWritten, Notice, Updated
+from autoaccum.training.fit_events import CheckpointWritten, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2
@@ -216,22 +216,6 @@ def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -
         [line["update"] for line in lines(tmp_path / name) if "evaluation" in line] for name in ("parts", "whole")
     ]
     assert evaluated == [[4, 8], [4, 8]]
-
-
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", checkpoint_every=2)
-    with pytest.raises(Enough):
-        run(tmp_path / "parts", 5, checkpoint_every=2)
-    newest = max((tmp_path / "parts" / "checkpoints").glob("*.pt"))
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    events: list[Any] = []
-    resumed = run(tmp_path / "parts", checkpoint_every=2, on_event=events.append)
-    texts = [event.text for event in events if isinstance(event, Notice)]
-    assert any("is damaged" in text and "was skipped" in text for text in texts)
-    assert resumed.resumed_from is not None
-    assert resumed.resumed_from.name == "checkpoint-00000004.pt"
-    assert digest(resumed) == digest(whole)
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
 def test_only_the_newest_stay_and_model_and_plan_are_written(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from factories import make_plan
 from on_ranks import on_ranks
 from rank_training import Rows
 from torch import nn
@@ -16,8 +17,6 @@ from torch import nn
 import autoaccum
 from autoaccum.accumulation.ranks import sharded
 from autoaccum.accumulation.ranks.sharded import ShardedParts
-from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UpdateInterrupted, UsageError
 from autoaccum.training.fit_events import Evaluated
 
@@ -76,15 +75,9 @@ def train(folder: str, steps: int, fails_at: int | None = None) -> Any:
     return result.updates, result.loss, evaluations, type(result.model).__name__, result.warnings
 
 
-def weights_in(folder: Path) -> Any:
-    return torch.load(folder / "model.pt", weights_only=True)
-
-
 def assert_equal(folder: Path, other: Path) -> None:
-    weights, others = weights_in(folder), weights_in(other)
-    assert weights.keys() == others.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(others[name], value, rtol=1e-9, atol=1e-9)
+    weights, others = (torch.load(path / "model.pt", weights_only=True) for path in (folder, other))
+    torch.testing.assert_close(dict(others), dict(weights), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -124,23 +117,6 @@ def test_memory_that_runs_out_ends_all_and_the_next_start_takes_smaller_parts(tm
     assert_equal(tmp_path / "alone", tmp_path)
 
 
-def a_plan(**changes: Any) -> autoaccum.Plan:
-    schedule = make_schedule(10, 2, world_size=2)
-    return autoaccum.Plan.of_schedule(
-        schedule,
-        kind="measured",
-        largest_fit=2,
-        capped=False,
-        limit_bytes=2**30,
-        peak_bytes=2**20,
-        device={"name": "cpu", "kind": "cpu"},
-        environment={},
-        workload={"name": "net"},
-        trials=(Trial(parts=schedule.trial_parts, outcome="ok"),),
-        **changes,
-    )
-
-
 def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
     """Return whether a rank trains a shard, how its gradients are summed, and the mesh; or the error."""
     torch.set_num_threads(1)
@@ -155,7 +131,11 @@ def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
     workload = autoaccum.Workload(
         model=make_model, criterion=nn.CrossEntropyLoss(), dataset=Rows(), parallelize=parallelize if own else None
     )
-    asked |= {"micro_batch": 2} if planned is None else {"plan": a_plan(**planned)}
+    asked |= (
+        {"micro_batch": 2}
+        if planned is None
+        else {"plan": make_plan(10, 2, world_size=2, workload={"name": "net"}, **planned)}
+    )
     try:
         result = autoaccum.fit(workload, target_batch=10, steps=1, progress=False, **asked)
     except UsageError as error:

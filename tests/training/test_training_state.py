@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from autoaccum.accumulation.out_of_memory import shrink
@@ -51,29 +51,20 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda net: AdamW(net.parameters(), lr=0.01),
-    "foreach": lambda net: Adam(net.parameters(), lr=0.01, foreach=True, amsgrad=True),
     "fused": lambda net: AdamW(net.parameters(), lr=0.01, fused=True),
     "tensor_rate": lambda net: AdamW(net.parameters(), lr=torch.tensor(0.01), foreach=False),
     "momentum": lambda net: SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True),
-    "plain": lambda net: SGD(net.parameters(), lr=0.01),
     "groups": lambda net: AdamW(groups(net), lr=0.01),
-    "rmsprop": lambda net: RMSprop(net.parameters(), lr=0.01, centered=True),
-    "adagrad": lambda net: Adagrad(net.parameters(), lr=0.01),
 }
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda update: 0.9**update),
     "one_cycle": lambda optimizer: schedules.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
-    "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=10),
-    "restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, T_0=3),
-    "multi_step": lambda optimizer: schedules.MultiStepLR(optimizer, [2, 5]),
-    "exponential": lambda optimizer: schedules.ExponentialLR(optimizer, 0.9),
     "sequential": lambda optimizer: schedules.SequentialLR(
         optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=4), schedules.ExponentialLR(optimizer, 0.9)], [4]
     ),
     "chained": lambda optimizer: schedules.ChainedScheduler(
         [schedules.ConstantLR(optimizer, 0.5, 3), schedules.ExponentialLR(optimizer, 0.9)]
     ),
-    "cyclic": lambda optimizer: schedules.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
 }
 
 
