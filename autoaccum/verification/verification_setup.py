@@ -101,7 +101,7 @@ def _prepare(
     alone = dataclasses.replace(options, worst_of=_worst_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
     if isinstance(way, str):
-        reference, loaded = way, load_workload(way, "verify")
+        reference, loaded = way, load_workload(way)
         worst_of = _worst_of(loaded, options, target)
         found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
     else:

@@ -47,7 +47,7 @@ from autoaccum.workload.batches import split_batch
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
-from autoaccum.workload.uneven_batches import shorten
+from autoaccum.workload.weight_candidates import shorten
 
 _NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
 _SINGLE = "if BatchNorm cannot run a single sample, give --batchnorm exact, or --micro-batch 2"

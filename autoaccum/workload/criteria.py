@@ -45,15 +45,6 @@ class Criterion:
         is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
         return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
 
-    def loss(self, outputs: Any, targets: Any) -> Any:
-        """Return the loss of the outputs; raise WorkloadError if a known criterion gets outputs that are no tensor."""
-        if self.rule is not None and not isinstance(outputs, Tensor):
-            raise WorkloadError(
-                f"{self.name} takes a tensor from the model, which returned {describe_type(outputs)}",
-                hint="write loss(model, batch) instead of a criterion",
-            )
-        return self.function(outputs, targets)
-
     def weight(self, batch: Any, targets: Any) -> float:
         """Return the number that the criterion's mean over `batch` divides by; the number of samples if unknown."""
         divisor = self.divisor

@@ -38,17 +38,13 @@ _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name 
 taken for one."""
 
 
-def load_workload(reference: str, command: str = "plan") -> Workload:
+def load_workload(reference: str) -> Workload:
     """Load the workload that `reference` names.
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
     names a Workload, a Trainer (see `trainers`), or a model (function, class or instance) to be used in place of
     `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
     `split` or `size` without the other, are ignored.
-
-    Args:
-        reference: The file or module, and the name.
-        command: The command that a message suggests if a name is needed.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
@@ -66,7 +62,6 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
         module = import_dotted(target)
         file = getattr(module, "__file__", None)
         path = None if file is None else Path(file).resolve()
-    _check_named(module, name, reference, command)
     if is_new:  # Otherwise its Trainer may be in use.
         free_card(getattr(module, name or "", None))
     return _read(module, name, label, title, path)
@@ -104,17 +99,6 @@ def _find_file(target: str) -> Path:
     if path.suffix != ".py":
         raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
     return path.resolve()
-
-
-def _check_named(module: ModuleType, name: str | None, reference: str, command: str) -> None:
-    """Raise if the module defines workloads only under other names and `reference` gives none."""
-    named = [each for each in _names(module) if isinstance(getattr(module, each), Workload)]
-    if name is None and named and not {"workload", "model"} & {*_names(module)}:
-        count = f"{len(named)} workload{'s' * (len(named) > 1)}"
-        raise WorkloadError(
-            f"{reference} defines {count} ({', '.join(named)}), and no name is given",
-            hint=f"give one, as in autoaccum {command} {reference}:{named[0]}",
-        )
 
 
 def _read(module: ModuleType, name: str | None, label: str, title: str, path: Path | None) -> Workload:
@@ -176,14 +160,9 @@ def _called(function: Any) -> tuple[str, ...]:
 
 
 def _find_batching(module: ModuleType) -> dict[str, Any]:
-    """Return `split` and `size` if both take the right number of arguments; other functions may have these names."""
-    takes = {"split": 2, "size": 1}
-    found = {name: getattr(module, name, None) for name in takes}
-    is_pair = all(
-        inspect.isfunction(function) and len(inspect.signature(function).parameters) == takes[name]
-        for name, function in found.items()
-    )
-    return found if is_pair else {}
+    """Return `split` and `size` if both are functions; one alone is of another meaning."""
+    found = {name: getattr(module, name, None) for name in ("split", "size")}
+    return found if all(map(inspect.isfunction, found.values())) else {}
 
 
 def _lookup(module: ModuleType, name: str, label: str) -> Any:
@@ -197,7 +176,7 @@ def _require(module: ModuleType, name: str, label: str) -> Any:
     if value is not None and not isinstance(value, ModuleType):
         return value
     forms = {
-        "model": "def model(): return a new nn.Module",
+        "model": "def model(): return a new nn.Module; or name what it defines: model.py:name",
         "batch": "def batch(size): return a batch of that many samples",
     }
     description = f"{name} in {label} is a module" if value is not None else f"{label} defines no {name!r}"

@@ -140,12 +140,6 @@ def label_code(path: str, divisor: str) -> str:
     return f"({path}{divisor.removeprefix('labels')}).sum()"
 
 
-def likely_weight_code(model: nn.Module) -> str | None:
-    """Return the likely weight of the loss of `model` as an expression; None if its class is unknown."""
-    divisor = infer_divisor(model)
-    return None if divisor == "samples" else label_code('batch["labels"]', divisor)
-
-
 def label_mask(labels: Tensor, divisor: str) -> Tensor:
     """Return a mask of the labels that count, as in `label_code`."""
     return (labels[..., 1:] if "1:" in divisor else labels) != int(divisor.rpartition("!= ")[2])

@@ -157,12 +157,3 @@ def module_files(module: Any) -> list[str]:
             value = getattr(module, name, ())
             files += [one for one in ([value] if isinstance(value, str) else value) if isinstance(one, str)]
     return files
-
-
-def is_quotable(name: Any) -> bool:
-    """Return whether `name` can be written between double quotes in source code without escapes.
-
-    >>> is_quotable("input_ids"), is_quotable('a"b'), is_quotable(3)
-    (True, False, False)
-    """
-    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

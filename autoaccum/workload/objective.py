@@ -119,7 +119,7 @@ class Objective:
             assert self.loss_function is not None
             raw = self.loss_function(model, unwrap_batch(batch))
         else:
-            raw = self.criterion.loss(self.outputs(model, batch), batch[1])
+            raw = self.criterion.function(self.outputs(model, batch), batch[1])
         return _read_terms(raw)
 
     def coupled_terms(self, outputs: Any, batch: Any, device: torch.device) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class Objective:
         """
         if self.criterion is not None:
             targets = _inputs_and_targets(unwrap_batch(batch))[1]
-            return _read_terms(self.criterion.loss(outputs, move_batch(targets, device)))
+            return _read_terms(self.criterion.function(outputs, move_batch(targets, device)))
         assert isinstance(self.loss_function, CoupledLoss)
         return _read_terms(self.loss_function.loss(outputs, unwrap_batch(move_batch(batch, device))))
 

@@ -28,11 +28,6 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
-    if isinstance(optimizer, list | tuple | dict):
-        raise WorkloadError(
-            f"optimizer is {describe_type(optimizer)} of {len(optimizer)}",
-            hint="give one optimizer, with several parameter groups if needed",
-        )
     if isinstance(optimizer, str):
         find_optimizer(optimizer)
     elif _is_optimizer(optimizer) and needs_closure(optimizer):

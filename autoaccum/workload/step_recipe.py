@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.criteria import ignored_class, settings
-from autoaccum.workload.module_names import is_quotable
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.readings import is_samples
 
@@ -72,10 +71,19 @@ def describe_form(node: Any, size: int, *, top: bool = True) -> Form:
         return "own"
     if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         return "tensor"
-    if isinstance(node, Mapping) and all(map(is_quotable, node)):
+    if isinstance(node, Mapping) and all(map(_is_quotable, node)):
         kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
         return {kind: {name: describe_form(child, size, top=False) for name, child in node.items()}}
     form: type = node.kind if isinstance(node, pytree.MarkedList) else type(node)
     if form in (list, tuple) and not is_samples(node, size, top=top):
         return {form.__name__: [describe_form(child, size, top=False) for child in node]}
     return "other"
+
+
+def _is_quotable(name: Any) -> bool:
+    """Return whether `name` can be written between double quotes in source code without escapes.
+
+    >>> _is_quotable("input_ids"), _is_quotable('a"b'), _is_quotable(3)
+    (True, False, False)
+    """
+    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import cast_batch, copy_workload_model, fixed_seeds
-from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
-from autoaccum.workload.uneven_batches import shorten, shorten_apart
-from autoaccum.workload.weight_candidates import Candidate, list_candidates
+from autoaccum.workload.weight_candidates import Candidate, list_candidates, shorten, shorten_apart
 
 _SAMPLES = 5
 _SIZES = (2, 3)
@@ -44,8 +42,8 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. If all are equally long, it is
-    compared with masks and labels shortened as well (`uneven_batches`). The model is a copy in eval mode, or in train
-    mode if it computes a loss only then. RNG states are restored.
+    compared with masks and labels shortened as well (`shorten`). The model is a copy in eval mode, or in train mode if
+    it computes a loss only then. RNG states are restored.
 
     Args:
         workload: The workload.
@@ -77,7 +75,6 @@ class BatchLosses:
         self, model: nn.Module, objective: Objective, batch: Any, forward: Callable[[Any], Mapping[str, Tensor]]
     ) -> None:
         self._forward, self.objective = forward, objective
-        self.likely_weight = likely_weight_code(model)
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.whole = self.losses(batch)
         dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
@@ -165,7 +162,7 @@ def find_weights(
     """
     sizes = list(map(batch_size, comparison.parts))
     every = [comparison, runs.compare(split_batch(batch, sizes[::-1]), batch), *runs.compare_apart(batch, sizes)]
-    counted = list_candidates(batch, [part for one in every for part in one.parts], runs.likely_weight)
+    counted = list_candidates(batch, [part for one in every for part in one.parts])
     weights = {}
     for name in terms:
         fitting = [_SUM, *counted]
@@ -197,13 +194,10 @@ def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str
     if "sum" in codes or (objective.reduction == "sum" and not complete):
         return "some terms of the loss are sums and others are means; make all of them means"
     removal = "" if objective.reduction == "mean" else ' without reduction = "sum"'
+    code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     if complete and len(codes) == 1:
         code = next(iter(codes))
-        if code == samples and removal:
-            return 'the loss is a mean over samples; remove reduction = "sum"'
-    elif objective.weight_function is None:
-        code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
-    else:
+    elif objective.weight_function is not None:
         return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
     return f"the likely right weight{removal} is: def weight(batch): return {code}"
 

@@ -251,10 +251,6 @@ MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: weigh(nn.MSELoss(), {"x": rand(4)}),
         r"a batch is \(inputs, targets\), this one is a dict",
     ),
-    "two outputs for one": (
-        lambda: evaluate(nn.MSELoss(), ((rand(4), rand(4)), rand(4))),
-        r"MSELoss takes a tensor from the model, which returned a tuple",
-    ),
 }
 
 

@@ -242,10 +242,6 @@ BAD = {
     ),
     "empty": ("", r"model\.py defines no 'model' \(it defines nothing\)"),
     "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
-    "two workloads": (
-        "from autoaccum import Workload\nfrom torch import nn\na = b = Workload(model=nn.ReLU, batch=list, loss=max)\n",
-        r"defines 2 workloads \(a, b\), and no name is given: give one, as in autoaccum plan .*model\.py:a",
-    ),
     "no batch": ("from torch import nn\nmodel = nn.Linear(1, 1)\n", r"defines no 'batch'"),
     "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
     "criterion class": (GOOD.replace("Loss()", "Loss"), r"the criterion is the class CrossEntropyLoss: write Cross"),

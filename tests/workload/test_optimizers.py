@@ -48,7 +48,7 @@ def _elsewhere(params: Any) -> Optimizer:
 
 BAD: dict[str, tuple[Any, str]] = {
     "instance": (SGD(nn.Linear(1, 1).parameters()), r"optimizer is an instance of SGD, bound to one model"),
-    "several": ([SGD, AdamW], r"optimizer is a list of 2: give one optimizer"),
+    "several": ([SGD, AdamW], r"optimizer is a list"),
     "unknown": ("adamww", r"torch\.optim has no optimizer 'adamww': did you mean AdamW"),
     "closure": ("LBFGS", r"LBFGS needs a closure"),
     "no optimizer": (lambda params: params, r"optimizer\(params\) returned a list, not an"),

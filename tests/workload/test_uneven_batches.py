@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.workload.pytree import tensors
-from autoaccum.workload.uneven_batches import shorten, shorten_apart
+from autoaccum.workload.weight_candidates import shorten, shorten_apart
 
 SAMPLES, LENGTH = 8, 10
 IDS = torch.randint(5, 90, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -101,15 +101,15 @@ def summed(model: nn.Module, batch: Any) -> Any:
     return model(batch["ids"]).square().sum()
 
 
-def lengths_less_one(model: nn.Module, batch: Any) -> Any:
-    return model(batch["ids"]).square().sum() / (batch["lengths"] - 1).sum()
-
-
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mask": (masked, {}, 'return (batch["attention_mask"] != 0).sum()'),
     "sum": (summed, {}, 'the loss is a sum; write reduction = "sum"'),
     "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum" and no weight'),
-    "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'remove reduction = "sum"'),
+    "mean over samples, said to be a sum": (
+        sample_loss,
+        {"reduction": "sum"},
+        'without reduction = "sum" is: def weight(batch): return len(batch["ids"])',
+    ),
     "mean over tokens, said to be a sum": (
         token_loss,
         {"reduction": "sum"},
@@ -120,7 +120,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"weight": lambda b: (b["labels"] != -100).sum()},
         'def weight(batch): return len(batch["ids"])',
     ),
-    "lengths less one": (lengths_less_one, {}, 'return (batch["lengths"] - 1).sum()'),
     "mask, of samples that are equally long": (
         masked,
         {"batch": full_batch},
