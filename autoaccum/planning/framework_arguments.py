@@ -59,39 +59,28 @@ def check_framework(
         UsageError: It has no arguments for this.
     """
     check_word(framework, "framework", FRAMEWORKS)
-    name = _name(framework)
-    if savers := workload.get("savers"):
-        raise UsageError(
-            f"{name} does not know autoaccum's savers ({', '.join(savers)})",
-            hint=f"plan a model with the framework's own gradient checkpointing, without --savers, or {_OWN_STEP}",
-        )
-    if workload.get("batchnorm") not in (None, "micro"):
-        raise UsageError(
-            f'{name} has no batchnorm mode "{workload["batchnorm"]}", its BatchNorms see single micro-batches',
-            hint=f"plan with --batchnorm micro, or {_OWN_STEP}",
-        )
-    if workload.get("coupled") or workload.get("joining"):
-        raise UsageError(
-            f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch",
-            hint=_OWN_STEP,
-        )
-    if workload.get("reduction") == "sum" and framework != "torchtitan":
-        raise UsageError(
-            f"the loss is a sum, and {name} divides it by the number of micro-batches",
-            hint=f"take a mean, or {_OWN_STEP}",
-        )
-    if framework == "torchtitan" and workload.get("precision") == "fp16":
-        raise UsageError("torchtitan trains in fp32 or bf16, and the precision is fp16", hint="plan with bf16")
-    if framework == "deepspeed" and parallel == "fsdp2":
-        raise UsageError(
-            "DeepSpeed shards by ZeRO, which takes other memory than fsdp2",
-            hint="plan with --parallel ddp, or for another framework",
-        )
-    if len(mesh or ()) > 1 and framework != "torchtitan":
-        raise UsageError(
-            f"autoaccum knows no arguments that make {name} train on a mesh of {mesh_word(mesh or ())}",
-            hint="leave --mesh out, or plan for torchtitan",
-        )
+    name, savers, mode = _name(framework), workload.get("savers") or (), workload.get("batchnorm") or "micro"
+    is_titan, is_joint = framework == "torchtitan", bool(workload.get("coupled") or workload.get("joining"))
+    reasons = {
+        f"{name} does not know autoaccum's savers ({', '.join(savers)})": bool(savers),
+        f'{name} has no batchnorm mode "{mode}", its BatchNorms see single micro-batches': mode != "micro",
+        f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch": is_joint,
+        f"the loss is a sum, and {name} divides it by the number of micro-batches": (
+            workload.get("reduction") == "sum" and not is_titan
+        ),
+        "torchtitan trains in fp32 or bf16, and the precision is fp16": (
+            is_titan and workload.get("precision") == "fp16"
+        ),
+        "DeepSpeed shards by ZeRO, which takes other memory than fsdp2": (
+            framework == "deepspeed" and parallel == "fsdp2"
+        ),
+        f"autoaccum knows no arguments that make {name} train on a mesh of {mesh_word(mesh or (1,))}": (
+            len(mesh or ()) > 1 and not is_titan
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(reason, hint=f"plan without that, or {_OWN_STEP}")
 
 
 def has_coarse_parts(share: int) -> bool:
@@ -154,9 +143,6 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
             f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"
             " trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view"
         )
-    if plan.reduce == "last" and framework in ("lightning", "torchtitan"):
-        peak = format_bytes(plan.reduce_peaks.get("each", 0))
-        notes.append(f"{name} sums gradients over ranks with each micro-batch, not the last: its peak is {peak}")
     if plan.iter_size > 1 and recipe.get("half") and workload.get("accumulate_in") == "fp32":
         kinds = join_words(recipe["half"])
         notes.append(
