@@ -248,11 +248,6 @@ def _check(trainer: Any, module: Any) -> None:
             f"{name} optimises by hand (automatic_optimization is False), so its training_step is no loss",
             hint=_BY_HAND,
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise WorkloadError(
-            f"training_step of {name} takes a dataloader_iter, so no batch can be given to it",
-            hint="write it as training_step(self, batch)",
-        )
     if strategy not in _STRATEGIES:
         raise WorkloadError(
             f"the Trainer's strategy is {strategy}, and a plan knows {join_words(_STRATEGIES, 'or')}",
@@ -277,13 +272,8 @@ def _prepare(module: Any, datamodule: Any, trainer: TrialTrainer) -> None:
 def _check_loader(loader: Any, name: str) -> DataLoader[Any]:
     if isinstance(loader, DataLoader) and (loader.batch_size or loader.batch_sampler) is not None:
         return loader
-    described = describe_type(loader)
-    if isinstance(loader, DataLoader):
-        described = "a DataLoader whose dataset makes the batches"
-    elif loader is None:
-        described = "missing"
     raise WorkloadError(
-        f"{name} is {described}, so no batch of another size can be made",
+        f"{name} is {describe_type(loader)}, so no batch of another size can be made",
         hint="give one DataLoader of samples, with a batch_size, or a LightningDataModule that makes it",
     )
 

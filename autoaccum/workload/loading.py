@@ -110,14 +110,10 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
         return dataclasses.replace(chosen, name=title, **origin)
     if (trained := workload_of(chosen, names=vars(module))) is not None:
         return dataclasses.replace(trained, name=title, **origin)
-    if name is None and chosen is not None:
+    is_model = callable(chosen) and (not isinstance(chosen, type) or issubclass(chosen, nn.Module))
+    if chosen is not None and (name is None or not is_model):
         raise WorkloadError(
-            f"workload in {label} is {describe_type(chosen)}",
-            hint="write workload = autoaccum.Workload(model=..., ...)",
-        )
-    if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
-        raise WorkloadError(
-            f"{name} in {label} is {describe_type(chosen)}, neither a workload nor a model",
+            f"{name or 'workload'} in {label} is {describe_type(chosen)}, neither a workload nor a model",
             hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
             " transformers or Lightning",
         )

@@ -202,9 +202,9 @@ class Lossless(Plain):
         ({"model": Manual()}, {}, "Manual optimises by hand .* examples/lightning_manual.py"),
         ({"model": Lossless()}, {}, "training_step of Lossless returned a dict without a loss"),
         ({"model": None}, {}, "the Trainer's model is None: give the LightningModule too"),
-        ({"data": None}, {}, "train_dataloader is missing"),
+        ({"data": None}, {}, "train_dataloader is None"),
         ({"data": {"a": rows()}}, {}, "train_dataloader is a dict"),
-        ({"data": rows(batch_size=None)}, {}, "a DataLoader whose dataset makes the batches"),
+        ({"data": rows(batch_size=None)}, {}, "train_dataloader is a DataLoader"),
         ({}, {"strategy": "fsdp"}, "the Trainer's strategy is FSDPStrategy"),
     ],
 )

@@ -140,19 +140,6 @@ def test_mappings_keep_their_class() -> None:
         assert getattr(first["m"], "encodings", "kept") == "kept"
 
 
-def test_reads_lists_as_samples_or_record_by_the_rest_of_the_batch() -> None:
-    images = [rows(3, 4, 4) for _ in range(2)]
-    assert batch_size([rows(8, 2), rows(8, 2)]) == 8
-    assert batch_size((images, [{"boxes": rows(3, 4)}, {"boxes": rows(3, 4)}])) == 2
-    assert batch_size((images, torch.tensor([0, 1]))) == 2
-    assert batch_size({"pair": images, "y": rows(3)}) == 3
-    assert batch_size(({"ids": rows(8)}, {"ids": rows(8)})) == 8
-    assert batch_size([{"ids": rows(8)}, {"ids": rows(8)}]) == 8
-    assert batch_size({"images": [rows(3, 4, 4)] * 3, "y": rows(3)}) == 3
-    assert len(split_batch([{"ids": rows(8)}, {"ids": rows(8)}], [3, 5])[0][1]["ids"]) == 3
-    assert split_batch({"x": rows(2), "size": (224, 224)}, [1, 1])[0]["size"] == (224, 224)
-
-
 def test_moves_tensors_in_objects() -> None:
     moved = move_batch([Opaque(rows(1)), Opaque({"a": rows(2)})], "meta")
     assert type(moved[0]) is Opaque

@@ -291,12 +291,6 @@ def test_verify_compares_parts_of_a_list_of_two_dicts(loss: str, target: int, co
     assert result.stdout.startswith(("equivalent: ", "not equivalent: ")[code])
 
 
-def test_plan_finds_the_largest_part_of_a_list_of_two_dicts(tmp_path: Path) -> None:
-    (tmp_path / "pairs.py").write_text(PAIRS)
-    plan = autoaccum.plan(str(tmp_path / "pairs.py"), gpu="rtx-4090", target_batch=65536, memory="3GiB")
-    assert plan.micro_batch == 32768
-
-
 class Pairs(Dataset[Any]):
     def __len__(self) -> int:
         return 7

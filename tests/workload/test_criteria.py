@@ -114,11 +114,6 @@ CASES: dict[str, tuple[Any, Builder]] = {
 }
 
 
-def test_probabilities_are_counted_by_position() -> None:
-    positions = resolve_objective(criterion=nn.CrossEntropyLoss())
-    assert positions.weight((randn(2, CLASSES, 3, 4), randn(2, CLASSES, 3, 4).softmax(1))) == 2 * 3 * 4
-
-
 def assert_parts_give_the_whole(objective: Objective, model: nn.Module, batch: Any, sizes: list[int]) -> None:
     whole = objective.terms(model, batch)["loss"].item()
     counted = []

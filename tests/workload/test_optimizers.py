@@ -115,10 +115,8 @@ def test_a_later_scheduler_starts_from_the_new_rate() -> None:
     ("first", "message"),
     [
         (0.0, r"the learning rate of the first parameter group of SGD is 0: give the first group an lr above 0"),
-        (float("nan"), r"the first parameter group of SGD is nan"),
         (float("inf"), r"the first parameter group of SGD is inf"),
         (None, r"parameter group 0 of SGD has lr=None, so that no learning rate can be set: use an optimizer whose"),
-        (torch.ones(2), r"parameter group 0 of SGD has lr=tensor\(\[1., 1.\]\)"),
         ("missing", r"parameter group 0 of SGD has no lr"),
     ],
 )
@@ -144,11 +142,8 @@ def chained(optimizer: Optimizer) -> Any:
         pytest.param(lambda it: None, True, id="none"),
         pytest.param(chained, True, id="chained"),
         pytest.param(lambda it: lr_scheduler.LambdaLR(it, lambda step: step / 1000), True, id="warm-up"),
-        pytest.param(lambda it: lr_scheduler.CosineAnnealingWarmRestarts(it, 5), True, id="restarts"),
-        pytest.param(lambda it: lr_scheduler.PolynomialLR(it, 3), True, id="polynomial"),
         pytest.param(lr_scheduler.ReduceLROnPlateau, True, id="plateau"),
         pytest.param(lambda it: lr_scheduler.OneCycleLR(it, max_lr=1.0, total_steps=3), False, id="one-cycle"),
-        pytest.param(lambda it: lr_scheduler.OneCycleLR(it, [1.0, 0.1], total_steps=99), False, id="one-cycle-groups"),
         pytest.param(lambda it: lr_scheduler.CyclicLR(it, 0.1, 1.0), False, id="cyclic"),
     ],
 )

@@ -88,11 +88,7 @@ def test_says_what_is_wrong(case: str) -> None:
     ("changes", "message"),
     [
         ({"keeps": "logits"}, "there is no keeps 'logits': choose outputs or ema"),
-        ({"keeps": ("ema", 3)}, "there is no keeps 3"),
-        ({"keeps": True}, "keeps is True"),
         ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
-        ({"evaluation_batch": True}, "evaluation_batch is True"),
-        ({"evaluation_batch": 2.0}, "evaluation_batch is 2.0"),
         ({"evaluation_batch": 2, "evaluate": 3}, r"evaluate is an int: write def evaluate\(model, batch\)"),
     ],
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from autoaccum.workload.pytree import tensors
 from autoaccum.workload.weight_candidates import shorten, shorten_apart
@@ -70,12 +69,6 @@ def test_masks_and_labels_are_recognised(leaf: Any, known: bool) -> None:
     assert before.shape == after.shape
 
 
-def test_a_mask_of_integers_without_a_name_is_not_taken_for_labels() -> None:
-    ways = shorten((IDS, ONES.long()), HALVES, new_labels=True)
-    assert all(way.batch[1].min() >= 0 for way in ways)
-    assert ways[-1].paths == ("batch[1]",)
-
-
 def test_labels_that_ignore_nothing_stay_where_a_loss_could_not_bear_it() -> None:
     batch = {"mask": ONES, "labels": IDS}
     assert [way.paths for way in shorten(batch, HALVES, new_labels=False)] == [('batch["mask"]',)]
@@ -97,9 +90,3 @@ def test_one_thing_at_a_time_is_changed_to_tell_counts_apart() -> None:
         return [int((ids != 0).sum()), int((labels != -100).sum()), int(kept.sum())]
 
     assert all(len(set(counts(each))) == 2 for each in made)
-
-
-def test_the_batch_itself_stays() -> None:
-    batch: dict[str, Tensor] = {"ids": IDS, "mask": ONES.clone()}
-    shortened(batch)
-    assert torch.equal(batch["mask"], ONES)
