@@ -102,6 +102,6 @@ def check_import(path: Path, name: str) -> None:
             trains = isinstance(call, ast.Call) and ast.unparse(call.func) in (f"{name}.train", f"{name}.fit")
             if trains and "trainer" in name.lower():
                 raise WorkloadError(
-                    f"importing {path.name} trains: line {statement.lineno} calls {name}",
+                    f"importing {path.name} trains: line {statement.lineno} calls {ast.unparse(call)}",
                     hint='put that line under if __name__ == "__main__":',
                 )
