@@ -1,4 +1,4 @@
-"""A signal at any moment of an update: the newest checkpoint is that of the last update, and none is lost."""
+"""A signal or a kill at any moment loses no update; the benchmark soak.py has more kills."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import environment
+from command_line import ROOT, environment
 from warm_children import WarmPython
 
 SCRIPT = """
@@ -81,3 +81,13 @@ def test_an_update_is_made_or_undone(tmp_path: Path, warm_python: WarmPython) ->
         assert {run["code"] for run in runs} == {143}
         assert all(run["made"] == run["saved"] for run in runs)
         assert {run["saved"] for run in runs} == {update - 1, update}, "some were undone, some were finished"
+
+
+@pytest.mark.slow
+def test_kills_lose_nothing_with_workers(warm_python: WarmPython) -> None:
+    options = ["--kills", "2", "--updates", "12", "--workers", "2"]
+    done = warm_python(ROOT, "tests/benchmarks/soak.py", *options, environment=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    assert ": 0 ended otherwise than one never stopped" in line
+    assert int(line.split()[0]) >= 2
