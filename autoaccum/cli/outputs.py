@@ -63,7 +63,6 @@ class Outputs:
         """
         from autoaccum.files import check_output
         from autoaccum.reporting.emit import check_emittable, module_name
-        from autoaccum.reporting.figures.style import picture_format
 
         for option, file in self._asked.items():
             check_output(file, force=self._force, hint=_WAYS_OUT[option])
@@ -73,6 +72,8 @@ class Outputs:
             module_name(self._asked["--emit"])
             check_emittable(world_size=world_size)
         if "--plot" in self._asked:
+            from autoaccum.reporting.figures.style import picture_format  # With matplotlib.
+
             picture_format(self._asked["--plot"])
 
     def listen(self, event: Event) -> None:

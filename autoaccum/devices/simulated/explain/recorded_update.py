@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
+from operator import eq
 from typing import Final
-
-import numpy as np
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
@@ -132,14 +131,16 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
 def _first_difference(recorded: Sequence[int], predicted: Sequence[int]) -> tuple[int, int] | None:
     """Return the places of the first requests that differ in size, recorded and predicted; None if all are equal.
 
-    The update begins at that of the recorded requests from which on most are as predicted, the latest of several.
+    The update begins at the recorded request that is as large as the first one predicted, or with as many requests left
+    as are predicted: where most of those that follow are as predicted; the latest of several.
     """
-    sizes, wanted = np.array(recorded), np.array(predicted)
-    starts = range(max(0, len(sizes) - 2 * len(wanted)), len(sizes))
-    same = {start: sizes[start : start + len(wanted)] == wanted[: len(sizes) - start] for start in starts}
-    start = max(starts, key=lambda start: (np.count_nonzero(same[start]), start))
-    unequal = np.flatnonzero(~same[start])
-    return (start + int(unequal[0]), int(unequal[0])) if len(unequal) else None
+    least = max(0, len(recorded) - 2 * len(predicted))
+    starts = [start for start in range(least, len(recorded)) if recorded[start] == predicted[0]]
+    starts.append(max(0, len(recorded) - len(predicted)))
+    equal = {start: sum(map(eq, islice(recorded, start, None), predicted)) for start in starts}
+    start = max(equal, key=lambda start: (equal[start], start))
+    pairs = enumerate(zip(islice(recorded, start, None), predicted, strict=False))
+    return next(((start + place, place) for place, (size, other) in pairs if size != other), None)
 
 
 def _no_such_update(recording: Recording, parts: tuple[int, ...], predicted: int, recorded: int) -> UsageError:
