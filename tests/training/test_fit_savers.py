@@ -1,28 +1,178 @@
-"""Training with savers is training without them, and what is saved resumes."""
+"""Training with savers, those asked for and those added when not even one sample fits, trains the same weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_training
 import torch
-from torch import nn
+import torch.distributed as dist
+from command_line import environment
+from on_ranks import on_ranks
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from warm_children import WarmPython
 
 import autoaccum
-from autoaccum.errors import UsageError
+from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.training.fit_events import Updated
 
+SCRIPT = """
+import json, re, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+import autoaccum
+from autoaccum.training.fit_events import Updated
+
+torch.set_num_threads(1)
+MIB = 2**20
+torch.manual_seed(0)
+x = torch.randn(8, 256, 16, dtype=torch.float64)
+data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
 
 class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(16, 256), nn.Tanh(), nn.Dropout(0.1), nn.Linear(256, 16))
+
+def limit(extra):
+    held = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + extra, resource.RLIM_INFINITY))
+
+def run(folder, steps, limited_after=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(8))).double()
+    events = []
+    def listen(event):
+        events.append(event)
+        if limited_after is not None and isinstance(event, Updated) and event.update == limited_after:
+            limit(7 * MIB)
+    result = autoaccum.fit(model, data, target_batch=4, loss=nn.MSELoss(), optimizer="AdamW", micro_batch=1,
+                           steps=steps, callbacks=[listen], progress=False, run_dir=folder)
+    updates = [(event.retries, event.micro_batches, event.savers) for event in events if isinstance(event, Updated)]
+    return model, result, updates
+
+plain, _, without = run(None, 6)
+_, first, updates = run(sys.argv[1], 4, limited_after=2)
+model, result, more = run(sys.argv[1], 6)
+scale = max(float(p.detach().abs().max()) for p in plain.parameters())
+print(json.dumps({
+    "error": max(float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), model.parameters())) / scale,
+    "without": without,
+    "updates": updates,
+    "more": more,
+    "retries": [first.oom_retries, result.oom_retries],
+    "savers": [first.added_savers, result.added_savers],
+    "warnings": first.warnings,
+    "log": [json.loads(line).get("savers") for line in open(sys.argv[1] + "/metrics.jsonl")],
+}))
+"""
+
+
+@pytest.mark.slow
+def test_under_a_real_limit_the_weights_are_those_without_one(tmp_path: Path, warm_python: WarmPython) -> None:
+    """Dropout's draws included, and also after a resume: activations of one sample take 13 MiB, and 7 are left."""
+    child = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path / "run"), environment=environment(), measured=True)
+    assert child.returncode == 0, child.stderr
+    seen = json.loads(child.stdout)
+    assert seen["error"] < 1e-10
+    assert seen["without"] == [[0, 4, None]] * 6
+    assert seen["updates"] == [[0, 4, None]] * 2 + [[1, 4, ["recompute"]]] + [[0, 4, ["recompute"]]]
+    assert seen["more"] == [[0, 4, ["recompute"]]] * 2, "the resumed run begins with it"
+    assert seen["retries"] == [1, 1]
+    assert seen["savers"] == [["recompute"], ["recompute"]]
+    assert seen["warnings"] == ["update 3: out of memory in forward with 1: this and later updates run with recompute"]
+    assert seen["log"] == [None, None, *[["recompute"]] * 4]
+
+
+class Block(nn.Module):
+    """Holds as many samples as `most`, or eight times as many if it is recomputed."""
+
+    most = 10**9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most * (8 if "forward" in vars(self) else 1) // 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.tanh(self.linear(x))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), *(Block() for _ in range(3)), nn.Linear(8, 4))
+
+
+@pytest.mark.slow
+def test_the_ceiling_rises_again_with_the_saver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def listen(event: Any) -> None:
+        if isinstance(event, Updated):
+            monkeypatch.setattr(Block, "most", 6 if event.update >= 2 else 10**9)
+
+    options: dict[str, Any] = {"target_batch": 12, "micro_batch": 12, "steps": 70}
+    result, weights, events = rank_training.train(model=net, callbacks=[listen], run_dir=tmp_path, **options)
+    sizes = [event.micro_batch for event in events if isinstance(event, Updated)]
+    assert sizes[:4] == [12, 12, 1, 1]
+    assert 1 < max(sizes[4:]) <= 6, "as many as fit with it"
+    assert result.added_savers == ("recompute",)
+    monkeypatch.setattr(Block, "most", 10**9)
+    _, expected, _ = rank_training.train(model=net, **options)
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+    # Another micro-batch begins anew.
+    result, _, _ = rank_training.train(model=net, run_dir=tmp_path, **{**options, "micro_batch": 6, "steps": 71})
+    assert (result.updates, result.added_savers) == (71, ())
+
+
+def train_crowded(folder: str) -> Any:
+    """Train where rank 1 runs out of memory from the third update on."""
+
+    def listen(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 2 and dist.get_rank() == 1:
+            Block.most = 6
+
+    options: dict[str, Any] = {"target_batch": 12, "micro_batch": 3, "run_dir": folder}
+    seen = []
+    for steps in (4, 6):
+        result, weights, events = rank_training.train(model=net, callbacks=[listen], steps=steps, **options)
+        savers = [event.savers for event in events if isinstance(event, Updated)]
+        seen.append((result.oom_retries, result.added_savers, savers))
+    return seen, weights
+
+
+@pytest.mark.slow
+def test_all_ranks_add_it_where_one_runs_out_of_memory(tmp_path: Path) -> None:
+    (first, weights), (second, _) = on_ranks(2, train_crowded, str(tmp_path))
+    assert first[0][1] == second[0][1] == ("recompute",)
+    assert first[0][2] == second[0][2] == [None, None, ("recompute",), ("recompute",)]
+    assert first[0][0] == second[0][0] == 3  # With micro-batches of 3, 2 and 1.
+    assert first[1] == second[1] == (first[0][0], ("recompute",), [("recompute",)] * 2)
+    _, expected, _ = rank_training.train(model=net, target_batch=12, micro_batch=3, steps=6)
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_without_blocks_ends_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: raise_out_of_memory())
+    with pytest.raises(DoesNotFitError, match="not even one sample at a time fits"):
+        rank_training.train(target_batch=12, micro_batch=3, steps=1)
+
+
+def raise_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Layer(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1))
 
 
-def train(run_dir: Path | None = None, steps: int = 6, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def train_with(run_dir: Path | None = None, steps: int = 6, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(36, 8, dtype=dtype), torch.randint(0, 8, (36,)))
-    model = nn.Sequential(*(Block() for _ in range(3))).to(dtype)
+    model = nn.Sequential(*(Layer() for _ in range(3))).to(dtype)
     options = {"optimizer": "AdamW", "loss": nn.CrossEntropyLoss(), "micro_batch": 5, "seed": 3, **options}
     result = autoaccum.fit(model, data, target_batch=12, steps=steps, run_dir=run_dir, progress=False, **options)
     return result, model.state_dict()
@@ -30,18 +180,18 @@ def train(run_dir: Path | None = None, steps: int = 6, dtype: torch.dtype = torc
 
 def test_weights_are_those_of_a_training_without_savers(tmp_path: Path) -> None:
     savers = ["recompute=2", "offload-gradients", "offload-optimizer"]
-    _, expected = train()
-    train(tmp_path / "run", steps=3, savers=savers)
-    result, weights = train(tmp_path / "run", savers=savers)
+    _, expected = train_with()
+    train_with(tmp_path / "run", steps=3, savers=savers)
+    result, weights = train_with(tmp_path / "run", savers=savers)
     assert result.resumed_from is not None
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
-    result, weights = train(tmp_path / "run", steps=7)  # Without them, from the same folder.
+    result, weights = train_with(tmp_path / "run", steps=7)  # Without them, from the same folder.
     assert result.updates == 7
 
 
 def test_weights_that_a_checkpoint_would_round_are_refused() -> None:
     with pytest.raises(UsageError, match="offload-optimizer keeps half-precision weights in float32"):
-        train(dtype=torch.bfloat16, savers="offload-optimizer")
+        train_with(dtype=torch.bfloat16, savers="offload-optimizer")
 
 
 DEEP = """
@@ -86,4 +236,4 @@ def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None
 
 def test_what_is_known_already_is_not_chosen() -> None:
     with pytest.raises(UsageError, match="and a plan or a micro-batch is given"):
-        train(savers="auto")
+        train_with(savers="auto")
