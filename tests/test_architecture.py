@@ -34,7 +34,7 @@ HOMES: dict[str, str | tuple[str, ...]] = {
     "click": "cli",
     "optuna": ("tuning", "reporting/figures/tuning_figure.py"),
     "msgspec": ("serialization.py", "planning/plan_record.py"),
-    "pynvml": "devices/nvml.py",
+    "pynvml": "devices/card_memory.py",
     "rich": "reporting",
     "matplotlib": "reporting/figures",
 }

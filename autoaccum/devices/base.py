@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Joining, Options, Parallel
+from autoaccum.options import Joining, Options, Parallel, Reduce
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+    from autoaccum.devices.explanation import CardRates, MemoryReport, UpdateCost
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
@@ -203,45 +206,74 @@ class TrialOptions(TypedDict, total=False):
     limit_seconds: float | None
 
 
-@runtime_checkable
-class GrowingDevice(Protocol):
-    """A device whose trials can measure the peaks of many sizes at once."""
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A plan's record of a schedule that was predicted, and did not run.
 
-    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
-        """Run a trial of updates whose micro-batches grow up to `most` samples, while memory allows.
+    Attributes:
+        least_bytes: The smallest budget at which it would still run.
+        band_bytes: The uncertainty of the prediction.
+        warnings: Warnings for the plan.
+        notes: Notes for the plan.
+    """
 
-        Its `parts` are those of the last update; its `peaks` are those of all.
-        """
-
-
-@runtime_checkable
-class TimingDevice(Protocol):
-    """A device that can time updates."""
-
-    def timing(self) -> AbstractContextManager[Callable[[int], float]]:
-        """Return a context with a process that makes updates: a function from micro-batch to seconds.
-
-        Raises:
-            WorkloadError: The workload fails.
-            DoesNotFitError: An update runs out of memory.
-            NotMeasuredError: The process cannot be started, died or hung.
-        """
+    least_bytes: int
+    band_bytes: int
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-class Device(Protocol):
-    """A device that runs trials. Use it as a context manager: leaving it ends its processes."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The peaks that are expected before any trial.
+
+    Attributes:
+        peak_bytes: A function of a size from 2 samples on, to the peak or None if it is not known; None: no peak is.
+        notes: Notes for the plan.
+        alone: Why every size is traced by itself, which takes long; empty where larger ones follow from small ones.
+        trials: Trials made before it, so that a time limit finds an answer.
+    """
+
+    peak_bytes: Callable[[int], int | None] | None = None
+    notes: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    trials: tuple[Trial, ...] = ()
+
+
+ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]
+"""Makes a plan by a function that predicts the trial of two parts of a size; returns the parts that would confirm it.
+
+Raises `AutoaccumError` if there is no plan."""
+
+Capability = Literal["grow", "explain", "predict"]
+"""What only some devices can. `grow`: measure the peaks of many sizes in one trial. `explain`: report where the memory
+goes. `predict`: its trials are predictions, for which it also counts what an update costs."""
+
+
+class Device(ABC):
+    """A device that runs trials. Use it as a context manager: leaving it ends its processes.
+
+    Attributes:
+        capabilities: What it can do beside trials; the methods for the rest are not called.
+    """
+
+    capabilities: frozenset[Capability] = frozenset()
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """A short name, such as `cpu` or `cuda:0`."""
 
     @property
+    @abstractmethod
     def limit_bytes(self) -> int:
         """The budget that every trial is held to."""
 
+    @abstractmethod
     def describe(self) -> Mapping[str, Any]:
         """Return the plan's record of the device: name, kind, total and free bytes, how limits are enforced."""
 
+    @abstractmethod
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load and check the workload, without a limit on memory.
 
@@ -252,12 +284,77 @@ class Device(Protocol):
             NotMeasuredError: The process died or hung.
         """
 
+    @abstractmethod
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
 
         `parts` are as in `Trial`.
         """
 
+    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
+        """Run a trial of updates whose micro-batches grow up to `most` samples, while memory allows.
+
+        Its `parts` are those of the last update; its `peaks` are those of all.
+        """
+        raise NotImplementedError
+
+    def timing(self) -> AbstractContextManager[Callable[[int], float]]:
+        """Return a context with a process that makes updates: a function from micro-batch to seconds.
+
+        Raises:
+            WorkloadError: The workload fails.
+            DoesNotFitError: An update runs out of memory.
+            NotMeasuredError: The process cannot be started, died or hung.
+        """
+        raise NotImplementedError
+
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
+        """Forecast peaks; without a forecast, the search only takes more trials.
+
+        A device that predicts trials may check its forecast by a trace of the parts that `choose` chooses by it.
+        """
+        return Forecast()
+
+    def explain(
+        self, parts: tuple[int, ...], *, limit_seconds: float | None = None, changes: bool = True, curve: bool = False
+    ) -> MemoryReport:
+        """Report the memory of `parts`, after their trial ran; also simulate `changes` and the `curve` of the peak.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.
+        """
+        raise NotImplementedError
+
+    def use_savers(self, savers: tuple[str, ...] | None) -> None:
+        """Use these savers (`options.read_savers`) in all that follows; None: the workload's own."""
+        raise NotImplementedError
+
+    def simulation(self) -> Device:
+        """Return a device that predicts trials on this card, within the same budget; the caller closes it.
+
+        Raises:
+            UsageError: A setting of PyTorch's allocator cannot be simulated.
+        """
+        return self
+
+    def predict(self, parts: tuple[int, ...]) -> Prediction:
+        """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
+        raise NotImplementedError
+
+    def use_reduce(self, reduce: Reduce | None) -> None:
+        """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
+        raise NotImplementedError
+
+    @property
+    def rates(self) -> CardRates:
+        """The rates of the simulated card."""
+        raise NotImplementedError
+
+    def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
+        """Count the cost of an update with the savers in use; raises WorkloadError, NotMeasuredError as `inspect`."""
+        raise NotImplementedError
+
+    @abstractmethod
     def close(self) -> None:
         """End every process that this device started."""
 

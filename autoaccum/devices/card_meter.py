@@ -13,13 +13,11 @@ import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.devices.card_memory import CardMemory as CardMemory
-from autoaccum.devices.card_memory import check_index, report_card
-from autoaccum.devices.nvml import read_nvml_card
+from autoaccum.devices.card_memory import check_index, read_nvml_card, report_card
 from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-_LIMITED = ("native", "cudaMallocAsync")
 
 
 class CardMeter:
@@ -56,8 +54,8 @@ class CardMeter:
 
     def begin(self) -> Mapping[str, Any]:
         """Take the baseline; return the report of the card: its memory, and who holds the rest."""
-        memory, allocator = read_card(self._index), torch.cuda.get_allocator_backend()
-        report = report_card(memory, read_nvml_card(memory.uuid), own_pid=os.getpid(), allocator=allocator)
+        memory = read_card(self._index)
+        report = report_card(memory, read_nvml_card(memory.uuid), own_pid=os.getpid())
         return {"card": dataclasses.asdict(report)}
 
     def start(self) -> None:
@@ -103,7 +101,7 @@ class CardMeter:
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:
     """Raise UsageError unless the allocator caches and is PyTorch's own, so that it can be limited and measured."""
-    if _NO_CACHING in environment or backend not in _LIMITED:
+    if _NO_CACHING in environment or backend != "native":
         seen = f"{_NO_CACHING} is set" if _NO_CACHING in environment else f"the allocator is {backend!r}"
         raise UsageError(
             f"{seen}, so that no limit is kept and no peak told", hint="plan with PyTorch's own allocator, which caches"
@@ -137,8 +135,7 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
     `torch.OutOfMemoryError` if releasing its cache is not enough. A lower limit from before stays. The limit from
     before is restored at the end, unless the context is dead: then the process cannot use the card any more.
     """
-    # Without a limit, cudaMallocAsync returns a fraction of 2**64 bytes, and it accepts 1.0 at most.
-    before = min(1.0, torch.cuda.get_per_process_memory_fraction(index))
+    before = torch.cuda.get_per_process_memory_fraction(index)
     _, driver_bytes = torch.cuda.mem_get_info(index)
     # The fraction is one of the properties' total in newer releases, of the driver's in older ones.
     total_bytes = max(driver_bytes, torch.cuda.get_device_properties(index).total_memory)

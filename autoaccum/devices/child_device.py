@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions, TrialSettings
+from autoaccum.devices.base import Capability, Device, Inspection, Trial, TrialOptions, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
@@ -111,7 +111,7 @@ _STANDBY_BYTES = 512 * MIB
 much again should stay free."""
 
 
-class ChildDevice(Device, ABC):
+class ChildDevice(Device):
     """A device that runs its trials in one child at a time.
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
@@ -119,6 +119,8 @@ class ChildDevice(Device, ABC):
     the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the
     next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
+
+    capabilities = frozenset[Capability]({"grow"})
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
@@ -159,7 +161,7 @@ class ChildDevice(Device, ABC):
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
-        """As `devices.update_cost.SavingDevice`."""
+        """As `Device`."""
         self._savers = savers
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
@@ -173,7 +175,7 @@ class ChildDevice(Device, ABC):
         return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
-        """As `GrowingDevice.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
+        """As `Device.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
         child = self._use_child()
         self._start_standby()
         least = self._least_size or 1
@@ -186,7 +188,7 @@ class ChildDevice(Device, ABC):
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
-        """As `TimingDevice.timing`: in a child of its own, since the settings of the others make malloc slow."""
+        """As `Device.timing`: in a child of its own, since the settings of the others make malloc slow."""
         self._end_child()
         process = self._start(measured=False)
         try:

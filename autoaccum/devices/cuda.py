@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.base import Capability, ChooseParts, Forecast, TrialSettings
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
-from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport
+from autoaccum.devices.explanation import MemoryReport
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -45,6 +45,8 @@ class CudaDevice(ChildDevice):
             `memory` is given, else 2 % of the free memory, at least 256 MiB.
         index: The card's index among the visible cards.
     """
+
+    capabilities = frozenset[Capability]({"grow", "explain"})
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
         super().__init__(settings)
@@ -93,7 +95,7 @@ class CudaDevice(ChildDevice):
         )
 
     def simulation(self) -> SimulatedDevice:
-        """As `devices.update_cost.InstalledCard`."""
+        """As `Device`."""
         from autoaccum.devices.environment import read_torch_release
         from autoaccum.devices.simulated.cards import context_memory, installed_card
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
@@ -146,7 +148,6 @@ def describe_card(report: CardReport) -> dict[str, Any]:
         "other_processes": None if report.others is None else [asdict(process) for process in report.others],
         "driver": report.driver,
         "nvml_missing": report.nvml_missing,
-        "allocator": report.allocator,
         "enforced_by": "torch.cuda.set_per_process_memory_fraction",
         "peak": "the most PyTorch's allocator held, whole segments",
     }

@@ -1,13 +1,12 @@
-"""Reports of devices beside their trials: predictions, forecasts, and where the memory of a step goes."""
+"""Reports of devices beside their trials: where the memory of a step goes, and what an update costs; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, get_args, runtime_checkable
+from typing import Final, Literal, get_args
 
-from autoaccum.devices.base import Phase, Trial
-from autoaccum.options import Reduce
+from autoaccum.devices.base import Phase
 
 Category = Literal[
     "parameters",
@@ -190,89 +189,61 @@ class MemoryReport:
     moments: tuple[Moment, ...] = ()
 
 
-@runtime_checkable
-class ExplainingDevice(Protocol):
-    """A device that can report where the memory goes."""
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """An amount that grows with each sample of an update and each micro-batch, beside what each update has once."""
 
-    def explain(
-        self,
-        parts: tuple[int, ...],
-        *,
-        changes: bool = True,
-        curve: bool = False,
-        limit_seconds: float | None = None,
-    ) -> MemoryReport:
-        """Report the memory of `parts`, after their trial ran.
+    sample: float = 0.0
+    part: float = 0.0
+    update: float = 0.0
 
-        It may also simulate `changes` and the `curve` of the peak.
+    def of(self, parts: Sequence[int]) -> float:
+        """Return the amount of an update by `parts`, in samples.
 
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.
+        >>> Amount(sample=10, part=3, update=1).of([4, 4])
+        87.0
         """
+        return float(self.sample * sum(parts) + self.part * len(parts) + self.update)
+
+    def of_part(self, size: int) -> float:
+        """Return the amount of one micro-batch."""
+        return float(self.sample * size + self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A plan's record of a schedule that was predicted, and did not run.
+class UpdateCost:
+    """The cost of an update, counted while the Accumulator that trains makes one on a simulated card.
 
     Attributes:
-        least_bytes: The smallest budget at which it would still run.
-        band_bytes: The uncertainty of the prediction.
-        warnings: Warnings for the plan.
-        notes: Notes for the plan.
+        flops: Floating-point operations, as `torch.utils.flop_counter` counts them: of matrix products, convolutions
+            and attention, those of recomputed blocks included.
+        moved_bytes: The bytes that are copied from the card to the host, or back: of batches, and by savers.
+        host_bytes: The bytes that operators read and write in host memory, as an optimizer that updates there.
+        card_bytes: The bytes that operators without FLOPs read and write in the card's memory.
+        kernels: Operators that the host launches on the card.
     """
 
-    least_bytes: int
-    band_bytes: int
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    flops: Amount
+    moved_bytes: Amount
+    host_bytes: Amount
+    card_bytes: Amount = Amount()
+    kernels: Amount = Amount()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The peaks that are expected before any trial.
+class CardRates:
+    """The most that a card can do in a second, by its maker; training reaches a part of it.
 
     Attributes:
-        peak_bytes: A function of a size from 2 samples on, to the peak or None if it is not known; None: no peak is.
-        notes: Notes for the plan.
-        alone: Why every size is traced by itself, which takes long; empty where larger ones follow from small ones.
-        trials: Trials made before it, so that a time limit finds an answer.
+        capability: The compute capability.
+        tensor_flops: FLOPs of dense products in fp16 or bf16 that are summed in fp32.
+        fp32_flops: The same in fp32, without TF32.
+        memory_bytes: Bytes from and to its memory.
+        source: Where the numbers are from.
     """
 
-    peak_bytes: Callable[[int], int | None] | None = None
-    notes: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
-    trials: tuple[Trial, ...] = ()
-
-
-@runtime_checkable
-class PredictingDevice(Protocol):
-    """A device with trials that are predictions."""
-
-    def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
-
-
-@runtime_checkable
-class ReducingDevice(Protocol):
-    """A device with trials of one rank of several, which can sum the gradients of a sharded model in two ways."""
-
-    def use_reduce(self, reduce: Reduce | None) -> None:
-        """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
-
-
-ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]
-"""Makes a plan by a function that predicts the trial of two parts of a size; returns the parts that would confirm it.
-
-Raises `AutoaccumError` if there is no plan."""
-
-
-@runtime_checkable
-class ForecastingDevice(Protocol):
-    """A device that can forecast peaks."""
-
-    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
-        """Forecast the peaks; without a forecast, the search only takes more trials.
-
-        A device that predicts trials may check its forecast by a trace of the parts that `choose` chooses by it.
-        """
+    capability: tuple[int, int]
+    tensor_flops: float
+    fp32_flops: float
+    memory_bytes: float
+    source: str

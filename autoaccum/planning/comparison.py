@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.devices.base import Device, Trial, TrialSettings
-from autoaccum.devices.update_cost import CountingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.planning.comparison_request import ComparisonRequest
 from autoaccum.planning.device_choice import make_device, make_fleet
@@ -324,7 +323,7 @@ def _noted(row: ComparisonRow) -> ComparisonRow:
 
 def _estimate(device: Device, plan: Plan) -> SpeedEstimate | None:
     """Return the estimated seconds of an update by the plan; None where its cost cannot be counted."""
-    if not isinstance(device, CountingDevice):
+    if "predict" not in device.capabilities:
         return None
     try:
         cost = device.count_cost()

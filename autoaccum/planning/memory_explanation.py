@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoaccum.devices.explanation import ExplainingDevice, Explanation
+from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.planning.plan_events import Explained, ExplanationStarted, Listener
 from autoaccum.planning.plan_request import PlanRequest
@@ -23,7 +23,7 @@ def explain_memory(
         "changes": request.explain or request.report,
         "curve": request.picture or request.report,
     }
-    if not any(wanted.values()) or not isinstance(device, ExplainingDevice):
+    if not any(wanted.values()) or "explain" not in device.capabilities:
         return None, ()
     notify(ExplanationStarted())
     try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, format_parts
-from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.devices.explanation import Prediction
+from autoaccum.devices.base import Device, Inspection, Prediction, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_request import PlanRequest

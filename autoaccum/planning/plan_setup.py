@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, TrialSettings
-from autoaccum.devices.explanation import ExplainingDevice
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import make_device
@@ -223,7 +222,7 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
 
 def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
     """Raise UsageError before any trial if the device gives no explanation that is requested."""
-    if not request.explain or isinstance(setup.device, ExplainingDevice):
+    if not request.explain or "explain" in setup.device.capabilities:
         return
     raise UsageError(
         f"explain (--explain) shows where the memory of a card goes, and trials run on the {setup.device.name.upper()}",

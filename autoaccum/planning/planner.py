@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.devices.base import Device, GrowingDevice, Inspection, Trial
-from autoaccum.devices.explanation import (
-    Forecast,
-    ForecastingDevice,
-    PredictingDevice,
-    ReducingDevice,
-)
-from autoaccum.devices.update_cost import CountingDevice, SavingDevice
+from autoaccum.devices.base import Device, Forecast, Inspection, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.options import Reduce
 from autoaccum.planning.memory_explanation import explain_memory
@@ -113,7 +106,7 @@ def plan_on_device(
     reduction = planner.choose_reduce(result)
     result = dataclasses.replace(result, trial=reduction.trial)
     device, parts = setup.device, result.trial.parts
-    prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
+    prediction = device.predict(parts) if "predict" in device.capabilities else None
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     if planner.saver_trials is not None:
@@ -201,7 +194,7 @@ class _Planner:
             load_seconds = time.monotonic() - before
         request = request.with_multiple_of(inspection.multiple_of)
         device = setup.device
-        predicts = isinstance(device, PredictingDevice)
+        predicts = "predict" in device.capabilities
         start_seconds = 0.0 if predicts else load_seconds  # Most of it is the start of the process.
         runner = TrialRunner(device, request, notify, limits, inspection, confirmation_start_seconds=start_seconds)
         notify(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
@@ -210,7 +203,7 @@ class _Planner:
     @property
     def predicts(self) -> bool:
         """True if trials are predicted rather than run."""
-        return isinstance(self.setup.device, PredictingDevice)
+        return "predict" in self.setup.device.capabilities
 
     def forecast_peaks(self) -> Forecast:
         """Forecast the peaks of all sizes, unless so few sizes or trials are left that it would save none.
@@ -221,7 +214,7 @@ class _Planner:
         few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
         if (few_trials and not self.predicts) or self.runner.joined:
             return Forecast()
-        if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, ForecastingDevice):
+        if request.cap < _MIN_SIZES_TO_FORECAST:
             return Forecast()
         least: tuple[Trial, ...] = ()
         try:
@@ -291,7 +284,7 @@ class _Planner:
         if self.request.prefer != "fastest":
             return _Speeds(largest)
         sizes = self.request.ladder(largest.size, self.inspection.least_size)
-        estimates = isinstance(self.setup.device, CountingDevice)
+        estimates = self.predicts
         try:
             known = self._estimate_speeds(sizes) if estimates else self.runner.time_updates(sizes)
         except (SearchStopped, DoesNotFitError, NotMeasuredError) as error:
@@ -316,7 +309,6 @@ class _Planner:
     def _estimate_speeds(self, sizes: Sequence[int]) -> Throughput:
         """Estimate the speed of updates in micro-batches of `sizes`; raise SearchStopped where the limit ends it."""
         device = self.setup.device
-        assert isinstance(device, CountingDevice)
         try:
             cost = device.count_cost(limit_seconds=self.limits.seconds_left(None, 0.0))
         except WorkloadError as error:  # Of the counter's: the trials ran.
@@ -346,7 +338,7 @@ class _Planner:
             sizes,
             limit_bytes=self.setup.device.limit_bytes,
             needs=self._memory_needs,
-            grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) and not self.runner.joined else None,
+            grow=self.runner.grow if "grow" in self.setup.device.capabilities and not self.runner.joined else None,
             predict=forecast.peak_bytes,
             known=forecast.trials,
             answer=lambda size: request.schedule(size).micro_batch,
@@ -357,7 +349,7 @@ class _Planner:
     def choose_reduce(self, result: SearchResult) -> _Reduction:
         """Sum gradients with the last part where the proved schedule fits so: that takes fewer collectives."""
         device, proved, peaks = self.setup.device, result.trial, dict[Reduce, int]()
-        if self.inspection.parallel != "fsdp2" or not isinstance(device, ReducingDevice):
+        if self.inspection.parallel != "fsdp2" or not self.predicts:
             return _Reduction(None, proved)
         peaks["each"] = peak_bytes(proved) or 0
         if len(proved.parts) == 1 or not self.request.chooses_reduce:
@@ -395,6 +387,5 @@ def _use_savers(device: Device, trials: SaverTrials) -> tuple[str, ...]:
     """Let the device use the savers that `trials` choose, and return them."""
     words = trials.choose()
     trials.end(device)
-    assert isinstance(device, SavingDevice)
     device.use_savers(words)
     return words

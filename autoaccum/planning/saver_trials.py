@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
-from autoaccum.devices.update_cost import Amount, CountingDevice, InstalledCard, SavingDevice, UpdateCost
+from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import OFFLOADS, RECOMPUTE
 from autoaccum.planning.plan_events import Listener, SaversTried
@@ -61,9 +61,7 @@ class SaverTrials:
         self._costs: dict[Words, UpdateCost | None] = {}
         self._refuted: set[Words] = set()
         before = time.monotonic()
-        if not isinstance(device, SavingDevice):
-            raise UsageError(f"{device.name} cannot try savers", hint="name them (--savers)")
-        self.device = device.simulation() if isinstance(device, InstalledCard) else device
+        self.device = device.simulation()
         self.use(())
         self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
         self.load_seconds = time.monotonic() - before
@@ -84,7 +82,7 @@ class SaverTrials:
     @property
     def counts(self) -> bool:
         """Whether costs are counted, on a simulated card."""
-        return isinstance(self.device, CountingDevice)
+        return "predict" in self.device.capabilities
 
     @property
     def offloads(self) -> Words:
@@ -97,7 +95,6 @@ class SaverTrials:
 
     def use(self, words: Words) -> None:
         """Let the device use these savers."""
-        assert isinstance(self.device, SavingDevice)
         self.device.use_savers(words)
 
     def choose(self) -> Words:
@@ -182,7 +179,6 @@ class SaverTrials:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""
         cost = self.count(words)
         assert cost is not None
-        assert isinstance(self.device, CountingDevice)
         return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
 
     def count(self, words: Words) -> UpdateCost | None:
@@ -202,7 +198,6 @@ class SaverTrials:
         return self._costs[words]
 
     def _count(self, words: Words) -> UpdateCost | None:
-        assert isinstance(self.device, CountingDevice)
         self.use(words)
         try:
             return self.device.count_cost(limit_seconds=self._limits.seconds_left(None, 0.0))

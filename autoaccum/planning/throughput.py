@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Literal
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
-from autoaccum.devices.update_cost import Amount, CardRates, UpdateCost
+from autoaccum.devices.explanation import Amount, CardRates, UpdateCost
 from autoaccum.errors import UsageError
 from autoaccum.units import percent
 

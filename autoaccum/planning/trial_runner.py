@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Device, GrowingDevice, Inspection, TimingDevice, Trial, TrialOptions
-from autoaccum.devices.explanation import PredictingDevice
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
 from autoaccum.planning.plan_events import Listener, TimingStarted, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
@@ -130,19 +129,17 @@ class TrialRunner:
 
     def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:
         """Return whether a trial is predicted from traces of other sizes."""
-        return isinstance(self._device, PredictingDevice) and not (fresh or self.joined) and schedule.iter_size > 1
+        return "predict" in self._device.capabilities and not (fresh or self.joined) and schedule.iter_size > 1
 
     def grow(self, most: int) -> Trial:
         """Run a trial of micro-batches that grow up to `most` samples; raise SearchStopped where a limit ends it."""
         device = self._device
-        assert isinstance(device, GrowingDevice)
         parts = (self.least_size, self.least_size)
         return self._search(lambda left: self._keep(parts, lambda: device.grow(most, limit_seconds=left), grows=True))
 
     def time_updates(self, sizes: Sequence[int]) -> Throughput:
         """Time updates in micro-batches of `sizes`, which fit; raise SearchStopped where the limit on time ends it."""
         device = self._device
-        assert isinstance(device, TimingDevice)
         with device.timing() as time_update:
 
             def time_one(size: int) -> float:

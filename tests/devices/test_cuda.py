@@ -13,10 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card_memory import CardMemory, CardReport, check_index, report_card
+from autoaccum.devices.card_memory import (
+    CardMemory,
+    CardProcess,
+    CardReport,
+    Nvml,
+    NvmlMissing,
+    check_index,
+    query_card,
+    read_nvml_card,
+    report_card,
+)
 from autoaccum.devices.card_meter import card_limit, check_allocator, memory_fraction, read_card
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
-from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing, query_card, read_nvml_card
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -88,12 +97,11 @@ def test_a_plan_records_the_card_and_who_was_on_it() -> None:
     ("environment", "backend", "message"),
     [
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "native", "PYTORCH_NO_CUDA_MEMORY_CACHING is set"),
-        ({}, "pluggable", "the allocator is 'pluggable'"),
+        ({}, "cudaMallocAsync", "the allocator is 'cudaMallocAsync'"),
     ],
 )
 def test_allocators_that_cannot_be_limited(environment: dict[str, str], backend: str, message: str) -> None:
-    for known in ("native", "cudaMallocAsync"):
-        check_allocator({}, known)
+    check_allocator({}, "native")
     with pytest.raises(UsageError, match=message):
         check_allocator(environment, backend)
 
@@ -165,7 +173,7 @@ def test_the_context_is_what_nvml_says_of_this_process_above_the_allocator(
     own: CardProcess, context_bytes: int | None, others: tuple[CardProcess, ...] | None
 ) -> None:
     nvml = Nvml(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
-    report = report_card(REPORT.memory, nvml, own_pid=99, allocator="native")
+    report = report_card(REPORT.memory, nvml, own_pid=99)
     assert (report.context_bytes, report.others, report.driver) == (context_bytes, others, "580.95.05")
 
 
@@ -225,7 +233,7 @@ def test_without_nvml_its_own_message_is_the_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pynvml", None)
     missing = read_nvml_card("8f2b6c1e")
     assert isinstance(missing, NvmlMissing)
-    assert report_card(REPORT.memory, missing, own_pid=99, allocator="native").nvml_missing == missing.reason
+    assert report_card(REPORT.memory, missing, own_pid=99).nvml_missing == missing.reason
 
 
 TOTALS = st.integers(MIB, 1024 * GIB)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.card_memory import report_card
+from autoaccum.devices.card_memory import read_nvml_card, report_card
 from autoaccum.devices.card_meter import read_card
-from autoaccum.devices.nvml import read_nvml_card
 
 
 def measure_context(place: torch.device) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def measure_context(place: torch.device) -> dict[str, Any]:
     torch.zeros(1, device=place)
     card = read_card(place.index)
     now = read_nvml_card(card.uuid)
-    report = report_card(card, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend())
+    report = report_card(card, now, own_pid=os.getpid())
     return {"nvml": dataclasses.asdict(now), **dataclasses.asdict(report)}
 
 

@@ -181,15 +181,3 @@ def test_expandable_segments_are_recorded_and_limited(reference: str, monkeypatc
         assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
         assert device.trial((16, 16)).outcome == "ok"
         assert device.trial((BIG, 2)).outcome == "oom"
-
-
-@pytest.mark.gpu
-def test_cuda_s_own_allocator_is_limited_and_the_limit_is_lifted(
-    reference: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=512 * MIB)) as device:
-        assert device.describe()["allocator"] == "cudaMallocAsync"
-        assert device.trial((16, 16)).outcome == "ok"
-        assert device.trial((BIG, 2)).outcome == "oom"

@@ -16,11 +16,11 @@ from synthetic_traces import INSPECTION, SyntheticTracer
 
 from autoaccum.devices.base import Device
 from autoaccum.devices.child.requests import Request
+from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.devices.simulated.card_fleet import CardFleet
 from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
-from autoaccum.devices.update_cost import Amount, UpdateCost
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.comparison import SORT_KEYS, Comparison, ComparisonRow, find_rows, plan_front, plan_row
 from autoaccum.planning.comparison_request import COLUMNS, choose_world_sizes

@@ -14,9 +14,9 @@ from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear
 
 import autoaccum
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Capability, Device, Inspection, Trial
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import CATEGORIES, Change, ExplainingDevice, MemoryReport
+from autoaccum.devices.explanation import CATEGORIES, Change, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import LabelParts
@@ -164,6 +164,7 @@ class Measured(Device):
     """A card that runs everything up to 40 samples, and is explained by a simulation, or not."""
 
     name, limit_bytes = "cuda:0", GIB
+    capabilities = frozenset[Capability]({"explain"})
 
     def __init__(self, account: MemoryReport | AutoaccumError) -> None:
         self.account = account
@@ -203,7 +204,6 @@ def account() -> MemoryReport:
 
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     device = Measured(replace(account(), notes=("said so",)))
-    assert isinstance(device, ExplainingDevice)
     plan = plan_on_device(PlanSetup(device, "model.py"), make_request(64, explain=True))
     assert plan.kind == "measured"
     assert device.asked == [(plan.trials[-1].parts, True, False)]

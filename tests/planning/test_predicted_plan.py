@@ -13,8 +13,7 @@ from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 from typing_extensions import Unpack
 
-from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
-from autoaccum.devices.explanation import ChooseParts, Forecast
+from autoaccum.devices.base import ChooseParts, Device, Forecast, Inspection, Trial, TrialOptions
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card

@@ -13,10 +13,10 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.base import Inspection, Outcome
 from autoaccum.devices.child.requests import Request
+from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
-from autoaccum.devices.update_cost import Amount, UpdateCost
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.options import OFFLOADS
 from autoaccum.planning.plan_events import SaversTried
@@ -158,7 +158,7 @@ class Card(ScriptedDevice):
 
     def __init__(self, fits: Callable[[tuple[str, ...]], int], simulation: Callable[[], SimulatedDevice]) -> None:
         super().__init__(self._outcome_of, card="cuda:0", limit_bytes=1400 * MIB)
-        self._largest, self.simulation = fits, simulation
+        self._largest, self._simulation = fits, simulation
         self.savers: tuple[str, ...] = ()
         self.inspected_with: list[tuple[str, ...]] = []
 
@@ -171,6 +171,9 @@ class Card(ScriptedDevice):
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         self.savers = savers or ()
+
+    def simulation(self) -> SimulatedDevice:
+        return self._simulation()
 
     def _outcome_of(self, size: int) -> Outcome:
         return "ok" if size <= self._largest(self.savers) else "oom"

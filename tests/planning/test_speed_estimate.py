@@ -8,9 +8,9 @@ import pytest
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.explanation import Amount, CardRates, UpdateCost
 from autoaccum.devices.simulated.cards import all_cards, card_rates, find_card
 from autoaccum.devices.simulated.simulation_requests import CountCost
-from autoaccum.devices.update_cost import Amount, CardRates, UpdateCost
 from autoaccum.planning.throughput import RATIO_BAND, SpeedEstimate, estimate_seconds, estimate_throughput
 
 COST = UpdateCost(

@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import TypeVar
 
 from autoaccum.devices.card_memory import CardMemory
-from autoaccum.devices.update_cost import CardRates
+from autoaccum.devices.explanation import CardRates
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, KIB, MIB, format_bytes, parse_size
 

@@ -22,6 +22,7 @@ from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.explanation import UpdateCost
 from autoaccum.devices.inspection import (
     LAYOUT_SAMPLES,
     SAMPLES,
@@ -60,7 +61,6 @@ from autoaccum.devices.simulated.unsupported import as_workload_error, reads_mis
 from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
-from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.options import Options, Parallel
 from autoaccum.workload.spec import Workload
 

@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.checks import counted, join_words
-from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
+from autoaccum.devices.base import (
+    Capability,
+    ChooseParts,
+    Device,
+    Forecast,
+    Inspection,
+    Prediction,
+    Trial,
+    TrialOptions,
+)
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
-from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
+from autoaccum.devices.explanation import CardRates, MemoryReport, UpdateCost
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
 from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
-from autoaccum.devices.update_cost import CardRates, UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -123,6 +131,8 @@ class SimulatedDevice(Device):
         UsageError: The budget is more than the card has, or a setting cannot be simulated.
     """
 
+    capabilities = frozenset[Capability]({"explain", "predict"})
+
     def __init__(
         self,
         card: Card,
@@ -188,20 +198,20 @@ class SimulatedDevice(Device):
         return inspection
 
     def use_reduce(self, reduce: Reduce | None) -> None:
-        """As `devices.explanation.ReducingDevice`."""
+        """As `Device`."""
         self._traces.reduce = reduce
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
-        """As `devices.update_cost.SavingDevice`."""
+        """As `Device`."""
         self._traces.savers = savers
 
     @property
     def rates(self) -> CardRates:
-        """As `devices.update_cost.CountingDevice`."""
+        """As `Device`."""
         return card_rates(self._card)
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
-        """As `devices.update_cost.CountingDevice`, by one update of small micro-batches, the second one larger."""
+        """As `Device`, by one update of small micro-batches, the second one larger."""
         step, share = self._traces.step, self._traces.share
         sizes = next((pair for pair in (self._traces.small_sizes, (step, 2 * step)) if max(pair) <= share), (share,))
         return self._traces.count_cost((*sizes, sizes[0]) if len(sizes) > 1 else sizes, limit_seconds)

@@ -11,10 +11,10 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import start_child
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
+from autoaccum.devices.explanation import UpdateCost
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
-from autoaccum.devices.update_cost import UpdateCost
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that runs blocks again in backward."""

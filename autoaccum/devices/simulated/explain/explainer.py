@@ -12,11 +12,11 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
-from autoaccum.devices.base import Phase
+from autoaccum.devices.base import Forecast, Phase
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryReport, Timeline
+from autoaccum.devices.explanation import Change, CurvePoint, MemoryReport, Timeline
 from autoaccum.devices.simulated.allocator.replayer import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card

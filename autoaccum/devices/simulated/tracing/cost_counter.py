@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY
-from autoaccum.devices.update_cost import Amount, UpdateCost
 
 _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})
 _OF_PARTS = ("batch", "forward", "backward")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.explanation import UpdateCost
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
@@ -20,7 +21,6 @@ from autoaccum.devices.simulated.tracing.trace_scaling import (
     tell_parts_apart,
 )
 from autoaccum.devices.trial_record import Inspect
-from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import Reduce
 
