@@ -68,7 +68,7 @@ class CudaDevice(ChildDevice):
         return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
-        """As `ExplainingDevice.explain`, by a simulation of this card in another process; its output is not shown."""
+        """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import explain_installed_card
 
         limit_bytes = self.limit_bytes
