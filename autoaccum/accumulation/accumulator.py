@@ -28,7 +28,8 @@ from autoaccum.accumulation.argument_checks import (
     current_facts,
 )
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
+from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, checked_batchnorm
+from autoaccum.accumulation.first_step_checks import WeightingCheck
 from autoaccum.accumulation.gradients import (
     choose_scaler,
     needs_buffers,
@@ -46,7 +47,6 @@ from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.update_attempts import Progress, UpdateAttempts
-from autoaccum.accumulation.weighting_check import WeightingCheck
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, normalises_by_batch
-from autoaccum.accumulation.coupling import COMPARES_SAMPLES, NOT_FULL, list_names
-from autoaccum.accumulation.first_step_checks import compares_samples
+from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
@@ -22,8 +21,9 @@ from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import join_batches, move_batch
+from autoaccum.workload.batches import batch_size, join_batches, move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
+from autoaccum.workload.pytree import tensors
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.sharded import ShardedParts
@@ -137,13 +137,11 @@ PartsRunner: TypeAlias = (
 class Backpropagation:
     """Runs forward and backward of each part, so that the gradients add up to the effective batch's.
 
-    BatchNorm works as in PyTorch; `batchnorm_modes` has a subclass for each other mode. Parts are moved to the device
+    BatchNorm works as in PyTorch; `batchnorm` has a subclass for each mode. Parts are moved to the device
     of the model's first parameter. `on_phase` is called with each phase as it begins. `run_parts` replaces the loop
     over the parts where they need each other (`whole_batch`), `sharded` where FSDP2 shards the model.
     `compares_samples` is True once the loss was seen to compare samples.
     """
-
-    _consequence = f'{NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics'
 
     def __init__(
         self,
@@ -205,9 +203,7 @@ class Backpropagation:
 
         There are none unless the step `accumulates` several parts.
         """
-        is_concerned = accumulates and any(map(normalises_by_batch, modules))
-        names = batchnorm_names(self.model, self.criterion) if is_concerned else []
-        return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
+        return []
 
     def run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         """Run forward and backward of a part that is on the model's device; record its loss."""
@@ -285,6 +281,43 @@ class Backpropagation:
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss by the scale of the scaler, if there is one."""
         return loss if self._scaler is None else self._scaler.scale(loss)
+
+
+def named_modules(model: nn.Module, criterion: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module for all modules of `model` and of a criterion that is one; a root is named by its class."""
+    seen: set[nn.Module] = set()
+    for prefix, root in (("", model), ("criterion.", criterion)):
+        for name, module in () if root is None else root.named_modules(seen):
+            yield prefix + (name or type(module).__name__), module
+
+
+_NODES, _LEAST, _VIEWS = 200, 5, 4
+"""Limits of the search for a table: autograd nodes from the loss on (behind them is the model), samples (a smaller
+number is too often the size of something else), and views of each sample."""
+
+
+def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:
+    """Return whether `loss` is computed from a table of samples by samples of `part`, or of views of them.
+
+    Only the shapes in the autograd graph are read. A square table does not count if its size is also that of a
+    parameter's dimension or of another dimension of the batch.
+    """
+    samples = batch_size(part)
+    if samples < _LEAST:
+        return False
+    other_sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    other_sizes |= {size for leaf in tensors(part) for size in leaf.shape[1:]}
+    squares = {(samples * views,) * 2 for views in range(1, _VIEWS + 1) if samples * views not in other_sizes}
+    queue, seen = deque([loss.grad_fn]), set[Any]()
+    while queue and len(seen) < _NODES:
+        node: Any = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(tuple(made.shape) in squares for made in getattr(node, "_input_metadata", ())):
+            return True
+        queue.extend(after for after, _ in node.next_functions)
+    return False
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

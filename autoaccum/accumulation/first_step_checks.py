@@ -1,52 +1,35 @@
-"""Find losses and buffers that accumulation changes, at the first step that has several parts."""
+"""Look at the first updates in parts: what accumulation changes in the model, and whether the parts' weights fit."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch, uncompiled
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.step_result import warn_caller
+from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.accumulation.reachable_objects import all_modules, find_reachable
+from autoaccum.accumulation.rng_state import RngState, module_generators
+from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
+from autoaccum.accumulation.transaction import AttributesCopy, ModuleState
+from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size
-from autoaccum.workload.objective import AS_ONE_MODULE
-from autoaccum.workload.pytree import tensors
+from autoaccum.workload.batches import batch_size, join_batches, split_batch
+from autoaccum.workload.model_loss import IGNORED
+from autoaccum.workload.objective import AS_ONE_MODULE, Objective
+from autoaccum.workload.pytree import CustomBatch
+from autoaccum.workload.weight_candidates import find_leaves, ignored_labels_warning, is_integer
+from autoaccum.workload.weight_check import Advice, BatchLosses, Unchecked, compare_losses
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.backpropagation import Backpropagation
-
-_NODES, _LEAST, _VIEWS = 200, 5, 4
-"""Limits of the search for a table: autograd nodes from the loss on (behind them is the model), samples (a smaller
-number is too often the size of something else), and views of each sample."""
-
-
-def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:
-    """Return whether `loss` is computed from a table of samples by samples of `part`, or of views of them.
-
-    Only the shapes in the autograd graph are read. A square table does not count if its size is also that of a
-    parameter's dimension or of another dimension of the batch.
-    """
-    samples = batch_size(part)
-    if samples < _LEAST:
-        return False
-    other_sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    other_sizes |= {size for leaf in tensors(part) for size in leaf.shape[1:]}
-    squares = {(samples * views,) * 2 for views in range(1, _VIEWS + 1) if samples * views not in other_sizes}
-    queue, seen = deque([loss.grad_fn]), set[Any]()
-    while queue and len(seen) < _NODES:
-        node: Any = queue.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(tuple(made.shape) in squares for made in getattr(node, "_input_metadata", ())):
-            return True
-        queue.extend(after for after, _ in node.next_functions)
-    return False
-
 
 _FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
 """The factors of load-balancing losses, which models of transformers or their configurations have as attributes."""
@@ -137,3 +120,161 @@ class FirstSteps:
                 warn_caller(text)
 
         return warn
+
+
+_UPDATES, _COMPARISONS, _SAMPLES = 64, 4, 5
+"""The first updates, in which uneven samples are looked for; the most comparisons, since losses that are almost equal
+show nothing; and the samples (or multiples) in each."""
+_VOID = 255
+"""What stands for no class in segmentation maps."""
+_CARD_TOLERANCE = 5e-4
+"""The relative difference up to which losses on a card count as equal: products may be rounded to 10 bits (TF32)."""
+
+
+class WeightingCheck:
+    """Compares the loss of a few samples with the weighted losses of two parts of them, until that has shown something.
+
+    It does so at the first update in several parts, and again where two parts differ in what counts in a sample. No
+    more than a micro-batch is run, or two samples where that has one. A comparison that raises, draws random numbers
+    or waits for other ranks is the last.
+    """
+
+    def __init__(self, mode: str, objective: Objective, multiple_of: int) -> None:
+        criterion = objective.criterion
+        is_known = criterion is not None and criterion.rule is not None and objective.weight_function is None
+        self._updates = 0 if mode == "off" or is_known or objective.coupled else _UPDATES
+        self._comparisons, self._each = 0, multiple_of
+        self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
+        self._found: list[str] = []
+
+    def look(
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
+    ) -> None:
+        """Compare samples of `batches`, which run in parts of at most `most`; change nothing."""
+        needs_others = backpropagation.run_parts is not None or backpropagation.sharded is not None
+        if not self._updates or needs_others or backpropagation.ranks.rank or not batches:
+            return
+        self._updates, compared = self._updates - 1, self._comparisons
+        try:
+            is_last = self._compare(backpropagation, modules, batches, most)
+        except Exception:  # Memory may have run out; and what the loss raises, it raises in training, too.
+            is_last = True
+        if self._comparisons > compared and backpropagation.device.type != "cpu":
+            release_memory(backpropagation.device)
+        if is_last or self._comparisons == _COMPARISONS:
+            self._updates = 0
+
+    def tell(self, backpropagation: Backpropagation, parts: Sequence[Any], *, is_split: bool) -> None:
+        """Warn of what was found, or raise it as a WorkloadError, after `parts` have run."""
+        found, self._found = self._found, []
+        if backpropagation.compares_samples or load_balancing_warning(backpropagation.model):  # These are warned of.
+            found = [text for text in found if isinstance(text, Advice)]
+        if found and self._is_strict:
+            raise WorkloadError("; ".join(found))
+        if is_split and not (self._is_told or self._is_checked):
+            text = ignored_labels_warning(backpropagation.objective, backpropagation.model, parts)
+            found = [] if text is None else [text]
+        self._is_told = self._is_told or is_split
+        for text in found:
+            warn_caller(text, WeightingWarning)
+
+    def _compare(
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
+    ) -> bool:
+        """Compare, unless parts are alike again, and return whether there is no more to be learnt."""
+        model, objective, each = backpropagation.model, backpropagation.objective, self._each
+        large = next((one for one in batches if batch_size(one) >= 2 * each), None)
+        batch = join_batches(batches[:2]) if large is None else large
+        units = min(batch_size(batch) // each, max(most // each, 2), _SAMPLES)
+        if units < 2:
+            return False
+        first = max((units - 1) // 2, 1)
+        sizes = [each * first, each * (units - first)]
+        batch = split_batch(batch, [sum(sizes), batch_size(batch) - sum(sizes)])[0]
+        parts = split_batch(batch, sizes)
+        one, other = (dict(_counts(part)) for part in parts)
+        counts = [(one[path], other[path]) for path in one if path in other]
+        uneven = [pair for pair in counts if pair[0] * sizes[1] != pair[1] * sizes[0]]
+        if counts and not uneven and self._comparisons:
+            return False
+        self._comparisons += 1
+        with _evaluating(backpropagation, modules) as random_digest:
+            if any(map(normalises_by_batch, modules)):
+                return True
+            before = random_digest()
+            runs = BatchLosses(model, objective, batch, lambda one: objective.terms(model, one))
+            if backpropagation.device.type != "cpu":
+                runs.tolerance = max(runs.tolerance, _CARD_TOLERANCE)
+            comparison = runs.compare(parts)
+            if not all(math.isfinite(comparison.declared(name)) for name in runs.whole):
+                return False
+            found = compare_losses(runs, batch, comparison, coupled=False)
+            if random_digest() != before or any(module.training for module in modules):
+                return True
+        self._found = [text for text in found if not isinstance(text, Unchecked)]
+        others = [(name, comparison.combined(name, one)) for name in runs.whole for one in (sizes, *uneven)]
+        shows = any(not comparison.agrees(*other, runs.tolerance) for other in others)
+        self._is_checked = bool(found or not counts or (uneven and shows))
+        return self._is_checked
+
+
+def _counts(batch: Any) -> Iterator[tuple[str, float]]:
+    """Yield, by path, how many ones a mask has, entries that are neither ignored nor padding, or a sum of integers."""
+    for path, leaf in () if isinstance(batch, CustomBatch) else find_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            yield path, sum(len(entry) if hasattr(entry, "__len__") else 1 for entry in leaf)
+        elif leaf.ndim > 1 and not leaf.is_complex():
+            is_mask = bool(((leaf == 0) | (leaf == 1)).all())
+            if not is_mask and not leaf.is_floating_point():
+                rows = leaf.flatten(1)
+                ends = (rows == rows[:, -1:]).flip(1).long().cumprod(1).flip(1)
+                padding = ends * (ends.sum(1, keepdim=True) > 1) if leaf.ndim == 2 else rows == _VOID
+                yield path, float(((rows != IGNORED) & (padding == 0)).sum())
+            elif is_mask:
+                yield path, float(leaf.sum())
+        elif is_integer(leaf):  # Classes may have weights; lengths.
+            yield path, float(leaf.sum())
+
+
+@contextmanager
+def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) -> Iterator[Callable[[], bytes]]:
+    """Run in evaluation mode, without graph, autocast and talk between ranks; then restore all that a forward changes.
+
+    Yields:
+        A function that returns a digest of all random generators.
+    """
+    objective = backpropagation.objective
+    criterion = None if objective.criterion is None else objective.criterion.function
+    functions = (*objective.user_functions, objective.weight_function, criterion)
+    used, generators = find_reachable([one for one in functions if one is not None])
+    every = all_modules(*modules, *used.values())
+    generators += module_generators(every)
+    state, attributes = ModuleState(every), AttributesCopy(every)
+    random, is_fast = RngState([backpropagation.device], generators), torch.backends.mha.get_fastpath_enabled()
+    has_others = backpropagation.ranks.size > 1
+    alone = _OneRank() if has_others else nullcontext()  # type: ignore[no-untyped-call]
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # It cuts padding off, so that shapes are others.
+        for module in every:
+            module.training = False
+        with warnings.catch_warnings(), torch.no_grad(), uncompiled(), parts_run(IN_SEQUENCE), alone:
+            warnings.simplefilter("ignore")
+            with torch.autocast(backpropagation.device.type, enabled=False):
+                yield lambda: RngState([backpropagation.device], generators).digest()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        state.restore()
+        attributes.restore()
+        random.restore()
+
+
+class _OneRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to talk to other ranks, which do not listen."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, unless it is a collective."""
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} waits for other ranks")
+        return func(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from autoaccum.accumulation.backpropagation import (
     total_loss,
 )
 from autoaccum.accumulation.batchnorm import check_synchronised
-from autoaccum.accumulation.first_step_checks import FirstSteps
+from autoaccum.accumulation.first_step_checks import FirstSteps, WeightingCheck
 from autoaccum.accumulation.gradients import (
     GradientBuffers,
     clip_gradients,
@@ -41,7 +41,6 @@ from autoaccum.accumulation.schedule import slices
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult, refuse_nonfinite
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.accumulation.weighting_check import WeightingCheck
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 from autoaccum.workload.batches import split_batch

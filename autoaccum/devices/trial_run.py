@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.ranks.parallelize import shard_model
+from autoaccum.accumulation.ranks.launch import shard_model
 from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepObserver, StepPhase

@@ -25,10 +25,10 @@ from autoaccum.accumulation.argument_checks import (
     unwrap_model,
 )
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
+from autoaccum.accumulation.batchnorm import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler, needs_buffers
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
-from autoaccum.accumulation.ranks.parallelize import choose_parallel, shard_model
+from autoaccum.accumulation.ranks.launch import choose_parallel, shard_model
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.sharded_tensors import is_sharded_model

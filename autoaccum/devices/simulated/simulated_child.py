@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autoaccum.accumulation.ranks.parallelize import choose_parallel
+from autoaccum.accumulation.ranks.launch import choose_parallel
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection

@@ -16,7 +16,7 @@ from whole_batches import Recorded, check_buffers, check_equal
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
+from autoaccum.accumulation.whole_batch.parts_runners import OutputsJoining
 from autoaccum.errors import UsageError, WorkloadError
 
 WIDTH = 6

@@ -56,7 +56,7 @@ def count_storages(reference: str, reduce: Reduce) -> dict[str, Counter[int]]:
     gathered parameter; `gathered at once`: those that were held when they were most.
     """
     from autoaccum import Accumulator
-    from autoaccum.accumulation.ranks.parallelize import shard_model
+    from autoaccum.accumulation.ranks.launch import shard_model
     from autoaccum.workload.loading import load_workload
 
     workload = load_workload(reference)

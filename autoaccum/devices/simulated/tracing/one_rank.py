@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks import replicated
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
-from autoaccum.accumulation.ranks.parallelize import move_own
+from autoaccum.accumulation.ranks.launch import move_own
 from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
 from autoaccum.devices.explanation import Category
