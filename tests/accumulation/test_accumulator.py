@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import has_weight, make_shares
-from autoaccum.accumulation.schedule import windows
 from autoaccum.errors import UsageError, WorkloadError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -111,20 +110,6 @@ def test_sparse_gradients() -> None:
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
     sgd(other).step()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-10)
-    assert_close(model, other)
-
-
-def test_a_loader_in_windows() -> None:
-    model = net()
-    other = copy.deepcopy(model)
-    dataset = torch.utils.data.TensorDataset(*batch_of(22))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
-    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
-    results = [accumulator.step_parts(window) for window in windows(loader, 3)]
-    assert [result.micro_batches for result in results] == [(4, 4, 4), (4, 4, 2)]
-    full = Accumulator(other, sgd(other), CRITERION, micro_batch=12)
-    for start in (0, 12):
-        full.step(dataset[start : start + 12])
     assert_close(model, other)
 
 

@@ -294,24 +294,3 @@ def test_a_window_of_unequal_micro_batches() -> None:
     assert_equal(gradients_of(model, accumulate), expected)
     assert outcome[0].micro_batches == (2, 2, 1, 3, 2, 2)
     assert outcome[0].samples == 12
-
-
-@pytest.mark.parametrize("clip_norm", [0.01, 1e6])
-def test_clipping_is_the_full_batch_s(clip_norm: float) -> None:
-    model = Shaped(4, nn.Identity()).double()
-    batch = (torch.randn(SAMPLES, 5, dtype=torch.float64), classes(4)(SAMPLES))
-    outcome: list[Any] = []
-
-    def accumulate(optimizer: torch.optim.Optimizer) -> None:
-        accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, clip_norm=clip_norm)
-        outcome.append(accumulator.step(batch).grad_norm)
-
-    def clip(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(F.cross_entropy(model(batch[0]), batch[1]))
-        outcome.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert_equal(gradients_of(model, accumulate), gradients_of(model, clip))
-    assert outcome[0] == pytest.approx(outcome[1], rel=1e-10)

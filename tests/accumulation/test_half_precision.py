@@ -94,23 +94,6 @@ def relative_error(mine: list[Tensor], theirs: list[Tensor]) -> float:
     return float((flat - wanted).norm() / wanted.norm())
 
 
-def test_half_precision_gradients_are_summed_in_float32() -> None:
-    count = 1024
-    model = nn.Linear(16, 4).bfloat16()
-    exact = copy.deepcopy(model).double()
-    x, y = torch.randn(count, 16).bfloat16() + 1, torch.randn(count, 4).bfloat16()
-    optimizer = sgd(model, 0.0)
-    mine = gradient_of(model, optimizer)
-    Accumulator(model, optimizer, nn.MSELoss(), micro_batch=1).step((x, y))
-    torch.autograd.backward(nn.functional.mse_loss(exact(x.double()), y.double()))
-    naive = copy.deepcopy(model)
-    for row in range(count):
-        torch.autograd.backward(nn.functional.mse_loss(naive(x[row : row + 1]), y[row : row + 1]) / count)
-    wanted = [p.grad for p in exact.parameters() if p.grad is not None]
-    lost = [p.grad for p in naive.parameters() if p.grad is not None]
-    assert relative_error(mine, wanted) < 4e-3 < 1e-2 < relative_error(lost, wanted)
-
-
 def test_a_share_is_not_rounded_to_half_precision() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = sgd(model, 0.0)

@@ -236,26 +236,6 @@ def test_a_batch_that_the_workload_splits_itself() -> None:
         recorded.accumulator.step_parts(split(batch, [5, 5]))
 
 
-def test_outputs_that_cannot_be_joined() -> None:
-    model, batch = Towers().double(), batch_of()
-
-    def ragged(model: nn.Module, batch: Any) -> Any:
-        found = outputs(model, batch)
-        return [found["left"]] if len(found["left"]) == 3 else [found["left"], found["right"]]
-
-    def square(model: nn.Module, batch: Any) -> Any:
-        left = outputs(model, batch)["left"]
-        return left @ left.T
-
-    for function, message in (
-        (ragged, "have different structures, or other"),
-        (square, "cannot be joined: Sizes of t"),
-    ):
-        recorded = Recorded(model, outputs=function, coupled_loss=lambda z, _: z[0].sum(), coupled=True, micro_batch=4)
-        with pytest.raises(WorkloadError, match=f"the outputs of two parts of the batch {message}"):
-            recorded.step(batch)
-
-
 def spread(outputs: Any, batch: Any) -> Tensor:
     """A loss of one vector for each sample, made of its list, by which it matters how many there are."""
     z = torch.stack([one["z"].mean(0) if isinstance(one, dict) else one.reshape(-1, 8).mean(0) for one in outputs])
@@ -352,26 +332,22 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
         Accumulator(model, torch.optim.SGD(model.parameters()), **chosen)
 
 
-def test_values_and_tables_that_belong_to_no_sample_are_refused() -> None:
-    model, batch = Towers().double(), batch_of()
+def test_outputs_that_cannot_be_joined_are_refused() -> None:
+    cases: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
+        (lambda left, right: [left] if len(left) == 3 else [left, right], "have different structures, or other"),
+        (lambda left, right: left @ left.T, "cannot be joined: Sizes of t"),
+        (lambda left, right: [left, len(left)], "other values that are no tensors"),
+        (lambda left, right: left.new_ones(7, 2, requires_grad=True), r"4 samples has the shape \[7, 2"),
+        (lambda left, right: {0: left.mean()}, "an output is a number that differs between two parts of the batch"),
+    ]
+    for change, message in cases:
 
-    def counted(model: nn.Module, batch: Any) -> Any:
-        return [outputs(model, batch)["left"], len(batch["left"])]
+        def function(model: nn.Module, batch: Any, change: Any = change) -> Any:
+            return change(*maps(model, batch))
 
-    def table(model: nn.Module, batch: Any) -> Any:
-        return outputs(model, batch)["left"].new_ones(7, 2, requires_grad=True)
-
-    def mean(model: nn.Module, batch: Any) -> Any:
-        return {0: outputs(model, batch)["left"].mean()}
-
-    for function, message in (
-        (counted, "other values that are no tensors"),
-        (table, r"4 samples has the shape \[7, 2"),
-        (mean, "an output is a number that differs between two parts of the batch"),
-    ):
-        recorded = Recorded(model, outputs=function, coupled_loss=lambda z, _: z[0].sum(), coupled=True, micro_batch=4)
+        options: Any = {"outputs": function, "coupled_loss": lambda z, _: z[0].sum(), "coupled": True}
         with pytest.raises(WorkloadError, match=message):
-            recorded.step(batch)
+            Recorded(Towers().double(), **options, micro_batch=4).step(batch_of())
 
 
 def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> None:
