@@ -98,7 +98,7 @@ def check_import(path: Path, name: str) -> None:
     """Raise WorkloadError if a file trains at its top level by the Trainer that it calls `name`, as an import would."""
     with suppress(SyntaxError, ValueError):  # The import will say so.
         for statement in ast.parse(path.read_bytes()).body:
-            call = getattr(statement, "value", None)
+            call: Any = getattr(statement, "value", None)
             trains = isinstance(call, ast.Call) and ast.unparse(call.func) in (f"{name}.train", f"{name}.fit")
             if trains and "trainer" in name.lower():
                 raise WorkloadError(
