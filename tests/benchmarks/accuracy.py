@@ -22,14 +22,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
-import json
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,15 +52,12 @@ def main() -> int:
             print(f"{path} is missing: skipped", file=sys.stderr)
             continue
         with path.open(encoding="utf-8", newline="") as lines:
-            cases = choose(TABLES[name].read(list(csv.DictReader(lines))), options.only, options.rows)
+            cases = TABLES[name].read(list(csv.DictReader(lines)))
         scored = score_table(TABLES[name], cases, options.processes)
         done += scored
         if scored:
-            misses = format_misses(scored) if options.misses else ()
-            print(format_scores(TABLES[name].about, scored), *misses, sep="\n", end="\n\n", flush=True)
+            print(format_scores(TABLES[name].about, scored), *format_misses(scored), sep="\n", end="\n\n", flush=True)
     print(f"`{shlex.join(['python', *sys.argv])}`, {describe_versions()}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in done], indent=1), encoding="utf-8")
     if any(one.verdict is not None for one in done):
         return 0
     lack = f"none of {len(done)} rows could be predicted" if done else "there are no such tables or rows"
@@ -77,24 +70,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="TRUTH_FOLDER")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
-    parser.add_argument(
-        "--only", type=re.compile, metavar="REGEX", help="rows in which it is found, values joined by spaces"
-    )
-    parser.add_argument("--rows", type=int, metavar="N", help="so many of each table, always the same")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time (default: 2)")
-    parser.add_argument("--misses", action="store_true", help="name every row that is not right")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row and what was predicted of it")
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"{options.folder} is not a folder: give the one that holds the tables")
     return options
-
-
-def choose(cases: Sequence[Case], only: re.Pattern[str] | None, most: int | None) -> list[Case]:
-    """Those in whose label `only` is found; of these at most so many, chosen by a hash of the label."""
-    found = [case for case in cases if only is None or only.search(case.label)]
-    ranked = sorted(found, key=lambda case: hashlib.sha256(case.label.encode()).digest())[:most]
-    return [case for case in found if case in ranked]
 
 
 def score_table(table: Table, cases: Sequence[Case], processes: int) -> list[Scored]:

@@ -36,7 +36,7 @@ from measuring import environment, format_markdown
 from peer_child import Done, Task
 
 from autoaccum.devices.child.process import child_environment
-from autoaccum.units import MIB, format_bytes, parse_size
+from autoaccum.units import MIB, format_bytes
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -127,9 +127,9 @@ def main() -> None:
             task = Task(
                 contender=contender,
                 workload=str(FOLDER / "models" / f"{model}.py"),
-                budget_bytes=setting.budget_bytes if options.budget is None else options.budget.resolve(0),
-                target=options.target or setting.target,
-                updates=options.updates or setting.updates,
+                budget_bytes=setting.budget_bytes,
+                target=setting.target,
+                updates=setting.updates,
             )
             results.append(compete(task, model))
     print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
@@ -145,9 +145,6 @@ def parse_options() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="one of them only; may be repeated")
-    parser.add_argument("--budget", type=parse_size, help="memory, such as 256MiB (default: one for each model)")
-    parser.add_argument("--target", type=int, help="samples per update (default: one for each model)")
-    parser.add_argument("--updates", type=int, help="of a training run (default: a number for each model)")
     return parser.parse_args()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.loops import Loop, predict_loop, trace_loop
-from truths.trainer import trainer_loop
 
 from autoaccum.devices.simulated.cards import find_card
 
@@ -109,29 +106,3 @@ def test_a_prediction_is_of_the_card(gib: int, outcome: str) -> None:
     assert (found.least_bytes <= found.capacity_bytes) == found.trains
     assert found.shown_bytes <= found.capacity_bytes
     assert gib * GIB < found.least_bytes
-
-
-class Tokens(nn.Module):
-    """In the place of BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(INPUTS, HIDDEN, bias=False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
-        assert input_ids.shape == attention_mask.shape == (SIZE, 64)
-        hold_a_moment()
-        with torch.no_grad():
-            features = input_ids.new_zeros(SIZE, INPUTS, dtype=self.head.weight.dtype)
-        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(features), labels))
-
-
-@pytest.mark.parametrize(("micro_batches", "half"), [(1, False), (4, True)])
-def test_a_trainer_holds_gradients_both_states_and_all_micro_batches_in_the_forward_pass(
-    micro_batches: int, half: bool
-) -> None:
-    """The last update's inputs as well, which go when the next are there; and nothing that autocast made."""
-    settings: dict[str, Any] = {"batch": SIZE, "length": 64, "checkpoints": False, "optimizer": "AdamW"}
-    loop = replace(trainer_loop(**settings, micro_batches=micro_batches, half=half), model=Tokens)
-    weights, tokens_mask_and_labels = 4 * INPUTS * HIDDEN, 8 * SIZE * (2 * 64 + 1)
-    assert peak_bytes(loop) == MOMENT + 4 * weights + micro_batches * tokens_mask_and_labels

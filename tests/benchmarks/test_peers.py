@@ -10,7 +10,7 @@ import pytest
 import torch
 from contenders import Contender, Counter
 from peer_child import Done, Task
-from peers import Result, format_table, verdicts
+from peers import Result, verdicts
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -37,14 +37,6 @@ OWN = result("autoaccum", 40, 10, (32, 32, 32))
 LIGHTNING = result("Lightning", 38, 20, (38, 38))
 ACCELERATE = result("accelerate", 35, 50, (35, 35))
 FAILED = Done(failure="out of memory")
-
-
-def test_the_table_has_a_row_for_each_and_says_what_was_requested_where_it_is_not_met() -> None:
-    header, rule, own, peer = format_table([OWN, LIGHTNING]).splitlines()
-    assert len({len(line) for line in (header, rule, own, peer)}) == 1
-    cells = [cell.strip() for cell in own.strip("|").split("|")]
-    assert cells == ["net", "autoaccum 1.0", "2", "10.0 (1.0 of them imports)", "40", "yes, 2 updates", "3 x 32", "96"]
-    assert peer.rstrip("| ").endswith("38 + 38       | 76 (asked: 96)")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import environment
 from truths.scores import Predicted, Scored, Verdict, format_misses, format_scores, score
-from truths.tables import RTX3090, RTX4060, TABLES, V100
+from truths.tables import RTX3090, RTX4060, TABLES
 from warm_children import WarmPython
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -29,7 +29,6 @@ RUN = {
     "min_cap_ok_bytes": str(5 * GIB),
     "max_cap_oom_bytes": str(4 * GIB),
 }
-SETTING = {"setting": "fp16", "batch": "1", "seq_len": "512", "dtype": "fp16-amp", "optimizer": "AdamW"}
 
 
 def predicted(batch: int = 64, outcome: str = "ok", **changes: Any) -> Predicted:
@@ -87,20 +86,6 @@ def test_the_least_is_right_between_the_caps(
     (case,) = RTX4060.read([{**RUN, **row}])
     verdict = RTX4060.judge(case, [predicted(399, outcome, least_bytes=least_bytes)])
     assert (verdict.would_crash, verdict.too_timid, verdict.complete) == (crashes, timid, complete)
-
-
-def test_the_peak_is_compared_where_the_card_did_not_cut_it_short() -> None:
-    for real_oom, error in (("false", 0.5), ("true", None)):
-        (case,) = RTX4060.read([{**RUN, "real_oom": real_oom}])
-        verdict = RTX4060.judge(case, [predicted(399, shown_bytes=8 * GIB, modules_bytes=GIB, start_bytes=GIB)])
-        assert verdict.peak_error == error
-
-
-def test_the_whole_process_of_a_trainer_is_judged() -> None:
-    (case,) = V100.read([{**SETTING, "process_gib": "8"}])
-    verdict = V100.judge(case, [predicted(1, shown_bytes=7 * GIB, start_bytes=GIB, modules_bytes=GIB)])
-    assert verdict.peak_error == pytest.approx(1 / 8)
-    assert verdict.right
 
 
 def test_scores_count_each_kind_of_miss_and_both_signs_of_an_error() -> None:

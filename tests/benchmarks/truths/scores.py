@@ -79,7 +79,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The row in one line, to find it again (and for `--only`)."""
+        """The row in one line, to find it again."""
         return " ".join([self.table, *(value for value in self.row.values() if value)])
 
 

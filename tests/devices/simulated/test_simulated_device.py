@@ -38,11 +38,6 @@ def test_more_than_the_card_has_is_refused() -> None:
         device(memory=MemorySize(bytes=30 * GIB))
 
 
-def test_loading_all_kernels_at_the_start_is_refused() -> None:
-    with pytest.raises(UsageError, match="CUDA_MODULE_LOADING=EAGER is not simulated: unset it"):
-        device(environment={"CUDA_MODULE_LOADING": "EAGER"})
-
-
 # --- the outcome ----------------------------------------------------------------------------------------------------
 
 
@@ -103,16 +98,6 @@ def test_other_parts_are_traced_by_themselves(parts: tuple[int, ...]) -> None:
     trial = device(tracer).trial(parts)
     assert (trial.parts, trial.fresh, tracer.traced) == (parts, True, [parts])
     assert not device(SyntheticTracer(linear(0, 1))).predict(parts).warnings
-
-
-@pytest.mark.parametrize("share", [1, 2, 3, 4])
-def test_no_larger_sizes_are_traced_than_there_are_samples(share: int) -> None:
-    tracer = SyntheticTracer()
-    made = device(tracer, share=share)
-    for size in range(1, share):
-        assert made.trial((size, size)).fresh
-    assert made.trial((share,)).fresh
-    assert max(max(parts) for parts in tracer.traced) == share
 
 
 def squares(size: int) -> int:
@@ -183,13 +168,6 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     (warning,) = close.warnings
     assert "the budget leaves 10.0 MiB above the least that is needed" in warning
     assert warning.endswith("measure on the card (--device cuda), or keep more free (--reserve 100MiB)")
-
-
-def test_the_band_has_nccl_for_each_group_of_ranks() -> None:
-    alone, replicas = (device(communicators=number).predict((30, 30)) for number in (0, 2))
-    assert replicas.band_bytes - alone.band_bytes == 2 * 688 * MIB
-    assert replicas.least_bytes == alone.least_bytes, "no part of the prediction"
-    assert "and NCCL's own memory (1.3 GiB, as reported for each group" in replicas.notes[-1]
 
 
 def test_parts_are_traced_in_threes_where_gradients_wait_for_the_last() -> None:

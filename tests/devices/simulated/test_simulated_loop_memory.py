@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.trace_records import Trace
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES
-LOSS, COUNT = 4, 8
+COUNT = 8
 PARAMETERS = 4 * (8 * WIDTH + WIDTH + 2 * WIDTH + WIDTH * CLASSES + CLASSES)
 BUFFERS = 4 * 2 * WIDTH + 8
 HEAD = f"""
@@ -65,16 +65,6 @@ def when_made(trace: Trace, forward: int = -1) -> int:
     start, end = [(start, end) for (start, name), (end, _) in pairwise(trace.phases) if name == "forward"][forward]
     made = [index for index in range(start, end) if trace.sizes[max(trace.events[index], 0)] == LOGITS]
     return held(trace)[made[0]]
-
-
-def test_outputs_that_are_kept_are_there_until_the_next_have_their_name(trace: Make) -> None:
-    plain, keeping = trace(), trace('keeps = "outputs"\n')
-    assert when_made(keeping) - when_made(plain) == LOGITS + LOSS, "those of the micro-batch before are still there"
-    after = [stretches(one, "backward")[-1][-1] for one in (plain, keeping)]
-    assert after[1] - after[0] == LOGITS + LOSS
-    assert last_most(keeping, "update") - last_most(plain, "update") == LOGITS + LOSS
-    assert held(keeping)[-1] - held(plain)[-1] == LOGITS + LOSS
-    assert when_made(keeping, forward=0) == when_made(plain, forward=0), "nothing is kept before"
 
 
 def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> None:

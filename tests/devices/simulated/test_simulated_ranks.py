@@ -113,15 +113,6 @@ def parallelize(model, mesh):
     assert left == sorted(4 * shard(shape, 8) for shape in SHAPES for _ in range(3))
 
 
-def test_gathering_runs_on_streams_of_its_own(simulated: Simulated) -> None:
-    trace = trace_of(simulated(BLOCKS, world_size=8, parallel="fsdp2"), 4, 4)
-    assert len(trace.streams) == len(trace.sizes)
-    gathered = 8 * 4 * sum(shard(shape, 8) for shape in BLOCK.values())
-    own = {size for size, stream in zip(trace.sizes, trace.streams, strict=True) if stream}
-    assert gathered in own
-    assert trace_of(simulated(BLOCKS), 4, 4).streams == ()
-
-
 def test_gathered_parameters_and_communication_have_labels(simulated: Simulated) -> None:
     ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
     labelled = ask(LabelParts(parts=(4, 4), reduce="last"))

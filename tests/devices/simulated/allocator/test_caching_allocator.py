@@ -41,15 +41,6 @@ def test_cached_memory_is_released_only_without_other_room() -> None:
     assert made.least_refused_bytes == 142 * MIB
 
 
-@pytest.mark.parametrize(("cached", "segments"), [(40, 1), (42, 2)])
-def test_an_oversize_block_is_used_unless_it_is_20_mib_too_large(cached: int, segments: int) -> None:
-    """`get_free_block`, for a request that is oversize itself."""
-    made = CachingAllocator(None, AllocatorSettings(max_split_bytes=20 * MIB))
-    made.free(made.malloc(cached * MIB))
-    made.malloc(22 * MIB)
-    assert made.segments == segments
-
-
 # --- invariants -----------------------------------------------------------------------------------------------------
 
 steps = st.lists(st.tuples(st.booleans(), st.sampled_from(SIZES), st.integers(0, 30)), max_size=60)

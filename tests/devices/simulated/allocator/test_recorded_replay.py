@@ -17,7 +17,6 @@ from autoaccum.devices.simulated.allocator.recording import (
     ReplayDifference,
     read_recording,
     replay_recording,
-    why_not_replayed,
 )
 from autoaccum.errors import UsageError
 
@@ -122,15 +121,6 @@ def test_a_difference_that_a_larger_block_from_before_could_explain_is_not_certa
     found = replay(tmp_path, {**EMPTY, "segments": segments, "device_traces": [entries]})
     assert found is not None
     assert (found.event, found.certain) == (0, False)
-
-
-def test_expandable_segments_are_not_replayed(tmp_path: Path) -> None:
-    file = tmp_path / "step.pickle"
-    entry = {"action": "alloc", "addr": 512, "size": 8}
-    block = {"address": 512, "size": 512, "requested_size": 8, "state": "active_allocated"}
-    segment = {"address": 512, "total_size": 2 << 20, "blocks": [block], "is_expandable": True}
-    file.write_bytes(pickle.dumps({**EMPTY, "segments": [segment], "device_traces": [[entry]]}))
-    assert "expandable" in str(why_not_replayed(read_recording(file)))
 
 
 class Harmful:

@@ -117,24 +117,6 @@ def test_flash_attention_keeps_padded_copies_of_odd_heads() -> None:
         assert q.grad.shape == q.shape
 
 
-def test_efficient_attention_pads_a_misaligned_mask() -> None:
-    with on_card() as recorder:
-        q, k, v = (tensor(BATCH, HEADS, 100, SIZE, dtype=torch.float32) for _ in range(3))
-        mask = torch.empty(100, 100, dtype=torch.bool, device="cuda:0")
-        held: list[Tensor] = []
-        sizes = sizes_of(
-            recorder, lambda: held.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)), above=16
-        )
-        inverted, additive, padded = 100 * 100, 100 * 100 * 4, 100 * 104 * 4
-        assert sizes == [inverted, additive, padded, BATCH * 100 * HEADS * SIZE * 4, BATCH * HEADS * 128 * 4]
-        gradient = torch.empty_like(held[0])
-        # Gradients lie as (batch, length, heads, size); a leaf's own is copied to the leaf's layout.
-        assert (
-            sizes_of(recorder, lambda: torch.autograd.backward(held[0], gradient), above=16)
-            == [BATCH * HEADS * 100 * SIZE * 4] * 6
-        )
-
-
 def test_math_attention_keeps_scores_in_fp32() -> None:
     """A T4 has no fused kernel for bf16: q, k and v are widened, and two of the S x S are saved."""
     with on_card((7, 5)) as recorder:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from made_up_card import make_card
 from torch import Tensor, nn
@@ -127,22 +126,6 @@ def test_efficient_and_cudnn_attention() -> None:
     assert list(cudnn.transient) == [Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
 
-@pytest.mark.parametrize(("warn_only", "expected"), [(True, 0), (False, 1)])
-def test_deterministic_attention_follows_the_strict_switch(warn_only: bool, expected: int) -> None:
-    with simulate(H100):
-        query = card_tensor(2, 8, 100, 64, dtype=torch.bfloat16)
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        try:
-            flash = see(_aten._scaled_dot_product_flash_attention_backward.default, *[query] * 5)
-            efficient = see(
-                _aten._scaled_dot_product_efficient_attention_backward.default, *[query] * 4, None, *[query] * 4, 0.0
-            )
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert Workspace("flash_gradient", (2, 8, 100, 64, expected)) in flash.transient
-    assert Workspace("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
-
-
 def requested(recorder: Recorder) -> list[int]:
     """Return the requested bytes, in order."""
     return [
@@ -162,23 +145,6 @@ def test_inputs_are_laid_out_before_outputs_are_made() -> None:
     assert recorder.sizes[copy] == Workspace("layout_copy", (4 * 1024 * 768,))
     assert gone == ~copy
     del kept
-
-
-def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:
-    with simulate(H100):
-        weight, moments = card_tensor(64, dtype=torch.bfloat16), card_tensor(32, 8, dtype=torch.bfloat16)
-        values = card_tensor(32, 64, 56, 56, dtype=torch.bfloat16)
-        images, shape = values.contiguous(memory_format=torch.channels_last), (32, 64, 56 * 56, 8)
-        observer = WorkspaceObserver((2, 15))
-        args = (images, weight, weight, *shape, 1e-5)
-        forward = observer.observe(_aten.native_group_norm.default, args, {}, images, in_backward=False)
-        back, rest = _aten.native_group_norm_backward.default, (moments, moments, weight, *shape, [True, True, True])
-        backward = observer.observe(back, (images, images, *rest), {}, images, in_backward=True)
-        mixed = observer.observe(back, (values, images, *rest), {}, images, in_backward=True)
-    groups, channels = [Workspace("group_norm", (32 * count, 4)) for count in (8, 64)]
-    assert list(forward.transient) == [groups, groups, channels, channels]
-    assert list(backward.transient) == [channels, channels, groups, groups]
-    assert mixed.transient[0] == Workspace("layout_copy", (2 * 32 * 64 * 56 * 56,))
 
 
 def test_mse_loss_keeps_the_memory_of_all_elements() -> None:

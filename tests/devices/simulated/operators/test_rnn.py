@@ -8,7 +8,6 @@ import pytest
 import torch
 from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum.devices.simulated.allocator.replay import replay
 from autoaccum.devices.simulated.allocator.replayer import Replayer
@@ -81,25 +80,6 @@ def test_an_lstm_keeps_a_reserve_and_has_all_gradients_in_one_buffer() -> None:
         grads = [parameter.grad for parameter in network.parameters()]
         assert len({grad.untyped_storage()._cdata for grad in grads if grad is not None}) == 1
         assert [grad.shape for grad in grads if grad is not None] == [weight.shape for weight in network.parameters()]
-
-
-def test_packed_sequences_take_memory_for_their_own_rows() -> None:
-    with on_card() as recorder:
-        network, x = nn.LSTM(INPUTS, UNITS, batch_first=True, device="cuda:0"), samples()
-        lengths = torch.tensor([10, 9, 9, 5, 4, 3, 2, 1])
-        held: list[Tensor] = []
-
-        def run() -> None:
-            packed = pack_padded_sequence(x, lengths, batch_first=True)
-            held.append(pad_packed_sequence(network(packed)[0], batch_first=True)[0])
-
-        rows = int(lengths.sum())
-        sizes = sizes_of(recorder, run, above=4)
-        assert rows * INPUTS * 4 in sizes
-        assert 5 * rows * UNITS * 4 in sizes
-        assert held[0].shape == (BATCH, 10, UNITS)
-        torch.autograd.backward(held[0].sum())
-        assert x.grad is not None
 
 
 def test_cells_run_as_fused_kernels() -> None:

@@ -51,13 +51,6 @@ def test_staging_area_fills_the_card_once(of: str, blocks: int) -> None:
     assert column_sums(8192, columns, on) == min(-(-blocks // 8), 8192 // 4 // 16) * 8 * 65_536
 
 
-def test_sum_along_the_fastest_dimension_shares_a_block() -> None:
-    """128 x 4 threads: 2,048 values each, shared by at most 128 blocks (16 values are the least)."""
-    layout = reduction_layout((4, 2**20), (2**20, 1), (1,))
-    numbers = reduction_numbers(layout, accumulator_bytes=4, element_bytes=4)
-    assert bytes_of("reduction", *numbers) == 4 * 4 * 128
-
-
 @pytest.mark.parametrize(
     ("shape", "strides", "reduced", "expected"),
     [
@@ -85,15 +78,6 @@ def test_flash_gradient_has_padded_rows_in_fp32() -> None:
     assert bytes_of("flash_grouped", 2, 32, 512, 128, 2) == 2 * 32 * 512 * 128 * 2
 
 
-def test_flash_splits_a_small_forward_pass_over_keys() -> None:
-    """192 blocks of 264 are 73 % busy, four times as many 97 %: no fewer splits come within 85 % of that."""
-    assert bytes_of("flash_splits", 1, 12, 1024, 1024, 64) == 4 * 4 * 12 * 1024 * 64
-    assert bytes_of("flash_split_sums", 1, 12, 1024, 1024, 64) == 4 * 4 * 12 * 1024
-    assert bytes_of("flash_splits", 1, 2, 64, 16_384, 64) == 2_097_152
-    assert bytes_of("flash_split_sums", 1, 2, 64, 16_384, 64) == 32_768
-    assert bytes_of("flash_splits", 8, 12, 1024, 1024, 64) == 0
-
-
 def test_efficient_gradient_has_a_workspace_by_tiles() -> None:
     """Tiles of 64 x 64 with 16 B of counters each; keys' and values' too where they do not stay in registers."""
     tile = 4 * (64 * 64 + 4)
@@ -118,22 +102,6 @@ def test_efficient_gradient_multiplies_outside_its_kernel() -> None:
     for rule in ("efficient_cast", "efficient_product"):
         assert bytes_of(rule, *wide[:6], *halves, on=V100) == 4 * 4 * 12 * 1024 * 256
         assert bytes_of(rule, *narrow[:6], *halves, on=V100) == bytes_of(rule, *wide[:6], *halves, on=T4) == 0
-
-
-@pytest.mark.parametrize(
-    ("on", "version", "expected"),
-    [
-        (H100, (2, 11), 32 * MIB),
-        (A100, (2, 15), 8_519_680),
-        (B200, (2, 11), 8_519_680),
-        (B200, (2, 15), 32 * MIB),
-    ],
-    ids=["hopper", "ampere", "blackwell-2.11", "blackwell-2.15"],
-)
-def test_the_workspace_of_cublas_follows_the_card(on: Card, version: tuple[int, int], expected: int) -> None:
-    assert bytes_of("product", 0, -1, on=on, version=version) == expected
-    assert bytes_of("product", 1, 4096, on=on, version=version) == 4096
-    assert bytes_of("product_with_bias", 0, -1, on=on, version=version) == MIB
 
 
 def test_convolution_copies_half_precision_into_the_layout_that_tensor_cores_want() -> None:

@@ -77,13 +77,6 @@ def test_values_are_those_of_a_real_run(name: str, mode: FakeCudaMode) -> None:
     assert not mode.checks
 
 
-def test_a_list_of_an_index_is_moved_to_the_card(mode: FakeCudaMode) -> None:
-    x = torch.randn(3, 4, device="cuda")
-    before = len(mode.recorder.sizes)
-    made = x[:, [2, 0, 1]]
-    assert (made.shape, mode.recorder.sizes[before:]) == ((3, 3), [3 * 8, 9 * 4])
-
-
 @pytest.mark.parametrize("mask", ["torch.ones(n, 6000)", "(torch.rand(n, 6000) > -1).float()"])
 def test_a_large_mask_of_the_batch_is_known_as_a_small_one_is(mask: str, simulated: Callable[[str], Any]) -> None:
     lines = f"""
@@ -111,14 +104,6 @@ def ask(name: str, mask: Callable[[], torch.Tensor]) -> Any:
     exec(SOURCE, vars(module))
     with simulate(find_card("rtx3090")):
         return module.leaves_away(mask())
-
-
-def drawn() -> torch.Tensor:
-    return torch.rand(2, 5, device="cuda") > 0.1
-
-
-def test_masks_that_are_not_known_are_taken_to_have_padding() -> None:
-    assert ask("transformers.modeling_attn_mask_utils", drawn) is False
 
 
 HEAD = """

@@ -155,16 +155,3 @@ def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> Non
     }
     owners.pop("workspace", None)  # Of products from 2.15 on, each for itself.
     assert owners == {"outputs": "last"}
-
-
-def test_a_table_that_a_module_keeps_counts_as_its_parameters(explained: Callable[..., Any]) -> None:
-    table = (
-        "def run(net, x):\n"
-        "    if not hasattr(net, 'table'): net.table = torch.ones(1000, device=x.device)\n"
-        "    return net.deep(x)\n"
-        "Net.run = run\n"
-    )
-    assert explained(NET + table).before("backward") == {
-        **explained(NET).before("backward"),
-        "parameters": PARAMETERS + 4000,
-    }

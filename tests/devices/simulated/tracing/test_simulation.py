@@ -18,7 +18,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
+from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.serialization import read_record
@@ -113,29 +113,6 @@ def test_parameters_are_exchanged_and_stay_tied() -> None:
     assert model[1].weight is model[0].weight
     assert model[0].weight.dtype == torch.float16
     assert model.get_buffer("2.num_batches_tracked").dtype == torch.int64
-
-
-def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
-    if not torch.version.cuda:
-        missing = [name for name in CUDA_KERNELS if not _has(name, "CompositeImplicitAutograd")]
-        assert missing == ["_fused_rms_norm"] or not missing
-        return
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
-    assert both == {f"aten::{name}" for name in CUDA_KERNELS}
-
-
-def _has(name: str, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
-
-
-@pytest.mark.usefixtures("mode")
-def test_whole_numbers_keep_their_values_while_lazy(mode: FakeCudaMode) -> None:
-    mode.lazy = True
-    labels, images = torch.zeros(200, 200, dtype=torch.long), torch.zeros(200, 200)
-    mode.lazy = False
-    assert int((labels != -100).sum()) == 40_000
-    assert isinstance(images, FakeTensor)
 
 
 @pytest.mark.parametrize("name", ["_group_tensors_by_device_and_dtype", "_conv_determine_backend_memory_format"])
