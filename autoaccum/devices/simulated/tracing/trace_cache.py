@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,10 +31,6 @@ traced: it often runs other operators, since its dimension is squeezed or broadc
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
-
-
-class _TooSlow(Exception):  # noqa: N818 -- no failure of a command: the parts of a trial are traced in its place
-    """Half of the time is over before all small sizes are traced."""
 
 
 class TracingProcess(Protocol):
@@ -222,20 +217,13 @@ class TraceCache:
             reason = f"since memory is not affine in the batch ({error.message})"
             self._traces.notes.append(f"every size was traced by itself, {reason}")
             return None
-        except _TooSlow:
-            return None
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
-        began = time.monotonic()
+        deadline = Deadline(limit_seconds)
         choose, self.choose = self.choose, None
 
         def make(parts: tuple[int, ...]) -> Trace:
-            if limit_seconds is None or parts in self._traces.made:
-                return self.make(parts)
-            left = limit_seconds - (time.monotonic() - began)
-            if left < limit_seconds / 2:  # It would probably be ended, and the process with it.
-                raise _TooSlow
-            return self.make(parts, left)
+            return self.make(parts, deadline.left_seconds)
 
         *first, last = [(size, size) for size in self._sizes]
         traces = [make(parts) for parts in first]
