@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_args
@@ -104,6 +105,9 @@ class ParentConnection:
 
     def __init__(self, arguments: list[str]) -> None:
         atexit.register(_leave)  # Before all others, so that it runs last.
+        remove_semaphores: Any = util._exit_function  # type: ignore[attr-defined]
+        atexit.unregister(remove_semaphores)
+        atexit.register(remove_semaphores)
         descriptor, parent = map(int, arguments)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:  # The parent ended before the prctl.
