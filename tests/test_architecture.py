@@ -26,7 +26,7 @@ ROWS = (
     {"training"},
     {"verification", "tuning", "guarding"},
     {"reporting"},
-    {"api", "integrations"},
+    {"api", "api_training", "integrations"},
     {"cli", "pytest_plugin"},
 )
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}

@@ -104,7 +104,7 @@ def command(
       3    could not be planned or trained, or the study could not be read or written
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; finished trials are kept
     """
-    from autoaccum.api import tune
+    from autoaccum.api_training import tune
 
     _check_outputs(workload, asked["storage"], output, force=force)
     check_report(report, {"-o": output}, force=force)
