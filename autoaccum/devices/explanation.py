@@ -43,7 +43,6 @@ class ModuleShare:
         kind: The name of its class; empty for memory of no module.
         count: The number of modules.
         bytes: Their memory at the peak, in all; `categories` splits it up.
-        bytes_per_sample: The growth of `bytes` with each sample of the micro-batch; None: not known.
     """
 
     name: str
@@ -51,7 +50,6 @@ class ModuleShare:
     count: int
     bytes: int
     categories: Mapping[Category, int]
-    bytes_per_sample: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +71,6 @@ class Holding:
     dtype: str = ""
     op: str = ""
     bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """The moment of one phase at which most memory is held; of equal moments the last.
-
-    Attributes:
-        phase: The phase of the step.
-        held_bytes: The memory of tensors and workspaces at that moment: the sum of `categories`.
-        categories: The bytes by purpose, without `unused` and those of 0 bytes.
-        holdings: The same by module, complete, in the order of the model; not compared by `==`.
-    """
-
-    phase: Phase
-    held_bytes: int
-    categories: Mapping[Category, int]
-    holdings: tuple[Holding, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +142,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The peak and the least budget of two micro-batches of `size` samples."""
+    """The peak of two micro-batches of `size` samples."""
 
     size: int
     peak_bytes: int
-    least_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +158,6 @@ class MemoryReport:
         curve: The peak over the micro-batch size, ascending; empty if traces of other sizes cannot be computed.
         notes: Notes for the plan.
         holdings: The memory at the explained moment, by module, complete and in the order of the model.
-        moments: The same for each phase that requests memory, in the order of a step.
     """
 
     explanation: Explanation
@@ -186,7 +165,6 @@ class MemoryReport:
     curve: tuple[CurvePoint, ...] = ()
     notes: tuple[str, ...] = field(default=())
     holdings: tuple[Holding, ...] = ()
-    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

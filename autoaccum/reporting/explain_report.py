@@ -61,11 +61,10 @@ def _categories(explanation: Explanation) -> Table:
 
 
 def _modules(modules: Sequence[ModuleShare]) -> Table:
-    table = make_table("module", "class", ">count", ">bytes", ">per sample")
+    table = make_table("module", "class", ">count", ">bytes")
     for share in modules:
-        each = _NONE if share.bytes_per_sample is None else format_bytes(share.bytes_per_sample)
         held = format_bytes(share.bytes)
-        table.add_row(Text(module_name(share)), Text(one_line(share.kind) or _NONE), str(share.count), held, each)
+        table.add_row(Text(module_name(share)), Text(one_line(share.kind) or _NONE), str(share.count), held)
     return table
 
 

@@ -17,7 +17,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.guard_result import Report
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.guard_report import OUTCOMES, outcome_counts, report_text
+from autoaccum.reporting.guard_report import OUTCOMES, describe_counts, report_text
 from autoaccum.workload.module_names import split_reference
 
 _TITLE = "autoaccum guard"
@@ -26,8 +26,7 @@ _OLD_COMMAND = "##["
 
 def report_markdown(report: Report) -> str:
     """Return the report as markdown, for a step summary: the text, which nothing in it can end."""
-    counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
-    return f"### {_TITLE}: {', '.join(counts)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
+    return f"### {_TITLE}: {describe_counts(report)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
 
 
 def harmless(text: str) -> str:

@@ -18,29 +18,13 @@ from autoaccum.guarding.guard_result import (
     CaseStarted,
     CheckedOut,
     Event,
-    Growth,
     Measurement,
     Outcome,
     Report,
     Verdict,
 )
-from autoaccum.reporting.console import PlainConsole, make_console, make_table, one_line, row_lines
-from autoaccum.reporting.page import (
-    Bar,
-    Bars,
-    Block,
-    Facts,
-    Grid,
-    Heading,
-    Lines,
-    Messages,
-    Page,
-    Piece,
-    Section,
-    purpose_legend,
-    purpose_pieces,
-    tone_of,
-)
+from autoaccum.reporting.console import PlainConsole, make_console, one_line, row_lines
+from autoaccum.reporting.page import Page, report_page
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
@@ -116,7 +100,7 @@ def print_report(console: Console, report: Report) -> None:
     for place, (outcome, count) in enumerate(outcome_counts(report).items()):
         label, style = OUTCOMES[outcome]
         line.append(", " if place else "").append(f"{count} {label}", style)
-    console.print(line.append(f"; {compared(report)}"), soft_wrap=True)
+    console.print(line.append(f"; {_compared(report)}"), soft_wrap=True)
 
 
 def report_text(report: Report) -> str:
@@ -132,21 +116,27 @@ def outcome_counts(report: Report) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
-def compared(report: Report) -> str:
+def describe_counts(report: Report) -> str:
+    """Write how many cases have which outcome, the worst first."""
+    counts = outcome_counts(report)
+    return ", ".join(f"{count} {OUTCOMES[outcome][0]}" for outcome, count in counts.items()) or "no cases"
+
+
+def _compared(report: Report) -> str:
     """Say what the cases were compared with, or where they were written."""
     if report.updated is not None:
         return f"written to {report.updated}"
     return f"against {report.against}, tolerance {report.tolerance}"
 
 
-def describe_largest(measurement: Measurement) -> str:
+def _describe_largest(measurement: Measurement) -> str:
     """Write the largest micro-batch that fits; `(all)` where an update has no more samples."""
     if measurement.largest == 0:
         return "none"
     return f"{measurement.largest} (all)" if measurement.capped else str(measurement.largest)
 
 
-def labelled_messages(verdict: Verdict) -> Iterator[tuple[str, str]]:
+def _labelled_messages(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """Yield the reasons, warnings, notes and the hint of a verdict, each with its label."""
     yield from (("why", reason) for reason in verdict.reasons)
     yield from (("warning", warning) for warning in verdict.warnings)
@@ -164,23 +154,23 @@ def _verdict_lines(console: Console, verdict: Verdict) -> Iterator[Text]:
     if verdict.before is not None and verdict.now is not None and verdict.outcome in ("regressed", "improved"):
         yield from _figure_lines(verdict.before, verdict.now)
     elif verdict.now is not None:
-        yield Text(f"  {describe_measurement(verdict.now)}")
+        yield Text(f"  {_describe_measurement(verdict.now)}")
     if verdict.outcome == "regressed":
         yield from _growth_lines(verdict)
-    for kind, text in labelled_messages(verdict):
+    for kind, text in _labelled_messages(verdict):
         yield from row_lines(console, f"  {kind}", Text(text, "yellow" if kind == "warning" else ""))
     if verdict.command:  # On a line of its own, which is never wrapped, so that it can be copied.
         yield Text(f"    {verdict.command}", "cyan")
 
 
-def describe_measurement(now: Measurement) -> str:
+def _describe_measurement(now: Measurement) -> str:
     """Write a measurement in one line."""
     peak, least = precise_bytes(now.peak_bytes), precise_bytes(now.least_bytes)
     parts = format_parts(now.micro_batches)
-    return f"peak {peak}, least budget {least}, largest fit {describe_largest(now)}, parts {parts}"
+    return f"peak {peak}, least budget {least}, largest fit {_describe_largest(now)}, parts {parts}"
 
 
-def figure_rows(before: Measurement, now: Measurement) -> Iterator[tuple[tuple[str, str, str, str, str], bool]]:
+def _figure_rows(before: Measurement, now: Measurement) -> Iterator[tuple[tuple[str, str, str, str, str], bool]]:
     """Yield the numbers before and now: name, before, now, change, its percentage; and whether it got worse."""
     rows = [("peak", before.peak_bytes, now.peak_bytes), ("most held", before.held_bytes, now.held_bytes)]
     for name, was, is_now in [*rows, ("least budget", before.least_bytes, now.least_bytes)]:
@@ -188,14 +178,14 @@ def figure_rows(before: Measurement, now: Measurement) -> Iterator[tuple[tuple[s
         cells = (name, precise_bytes(was), precise_bytes(is_now), *((change, share) if is_now != was else (NONE, "")))
         yield cells, is_now > was
     change = f"{now.largest - before.largest:+d}" if now.largest != before.largest else NONE
-    cells = ("largest fit", describe_largest(before), describe_largest(now), change, "")
+    cells = ("largest fit", _describe_largest(before), _describe_largest(now), change, "")
     yield cells, now.largest < before.largest
 
 
 def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
     """Yield the numbers before and now, red where they got worse."""
     yield Text(f"  {'':<{_COLUMN}}{'before':>{_COLUMN}}{'now':>{_COLUMN}}{'change':>{_COLUMN}}", "dim")
-    for (name, was, is_now, change, share), worse in figure_rows(before, now):
+    for (name, was, is_now, change, share), worse in _figure_rows(before, now):
         line = f"  {name:<{_COLUMN}}{was:>{_COLUMN}}{is_now:>{_COLUMN}}{change:>{_COLUMN}}  {share}"
         yield Text(line.rstrip(), "red" if worse else "")
 
@@ -212,57 +202,4 @@ def _growth_lines(verdict: Verdict) -> Iterator[Text]:
 
 def guard_page(report: Report) -> Page:
     """Return the page of a guard."""
-    counts = outcome_counts(report)
-    worst_first = sorted(report.verdicts, key=lambda one: list(OUTCOMES).index(one.outcome))
-    return Page(
-        kind="autoaccum guard",
-        title=", ".join(f"{count} {OUTCOMES[outcome][0]}" for outcome, count in counts.items()) or "no cases",
-        tiles=[
-            (compared(report), str(len(report.verdicts)) + (" case" if len(report.verdicts) == 1 else " cases"), ""),
-            *((OUTCOMES[outcome][0], str(count), tone_of(OUTCOMES[outcome][1])) for outcome, count in counts.items()),
-        ],
-        sections=[Section(case_name(verdict.case), tuple(_blocks(verdict))) for verdict in worst_first],
-    )
-
-
-def _blocks(verdict: Verdict) -> Iterator[Block]:
-    """Yield what is known of a case."""
-    before, now = verdict.before, verdict.now
-    outcome = ": ".join(filter(None, (OUTCOMES[verdict.outcome][0], verdict.explanation)))
-    yield Facts((("outcome", outcome),))
-    if messages := list(labelled_messages(verdict)):
-        yield Messages.of(messages)
-    if verdict.command:
-        yield Lines((verdict.command,), is_code=True)
-    if verdict.traceback:
-        yield Lines(tuple(verdict.traceback.rstrip().splitlines()), is_code=True)
-    if before is not None and now is not None:
-        table = make_table("", ">before", ">now", ">change", "")
-        for cells, worse in figure_rows(before, now):
-            table.add_row(*cells, style="red" if worse else "")
-        yield Grid.of(table)
-    elif now is not None:
-        yield Lines((describe_measurement(now),))
-    yield from _purposes({"before": before, "now": now})
-    if verdict.growths:
-        yield Heading("What grew, and what shrank")
-        yield Bars(tuple(map(_growth, verdict.growths)), max(abs(one.bytes) for one in verdict.growths) or 1)
-
-
-def _purposes(measured: dict[str, Measurement | None]) -> Iterator[Block]:
-    """Yield the bytes at the peak by purpose, before and now."""
-    known = {name: one for name, one in measured.items() if one is not None and one.categories}
-    if not known:
-        return
-    yield Heading("At the peak, by purpose")
-    bars = [
-        Bar(name, purpose_pieces(one.categories), precise_bytes(one.peak_bytes), f"in {one.phase}" if one.phase else "")
-        for name, one in known.items()
-    ]
-    legend = purpose_legend([purpose for one in known.values() for purpose in one.categories])
-    yield Bars(tuple(bars), max(sum(one.categories.values()) for one in known.values()), legend)
-
-
-def _growth(growth: Growth) -> Bar:
-    role, bytes_ = "limit" if growth.bytes > 0 else "room", signed_bytes(growth.bytes)
-    return Bar(growth.what, (Piece(abs(growth.bytes), role, bytes_),), bytes_, growth.change)
+    return report_page("autoaccum guard", describe_counts(report), lambda console: print_report(console, report))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import jinja2
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import autoaccum
 from autoaccum.devices.explanation import CATEGORIES, Category
-from autoaccum.reporting.console import one_line
+from autoaccum.reporting.console import make_console, one_line
 from autoaccum.reporting.figures.colours import DARK, LIGHT, label
 from autoaccum.units import format_bytes
 
@@ -23,6 +25,7 @@ Legend: TypeAlias = "tuple[tuple[str, str], ...]"
 
 _LIGHT: Final = {**LIGHT, "page": "#f6f8fa", "edge": "#d1d9e0", "warn": "#9a6700"}
 _DARK: Final = {**DARK, "page": "#010409", "edge": "#30363d", "warn": "#d29922"}
+_REPORT_WIDTH = 120
 _TONES: Final[dict[str, Tone]] = {"red": "bad", "magenta": "bad", "yellow": "warn", "green": "good"}
 """By a word of a terminal's style, the first that is found."""
 
@@ -173,6 +176,14 @@ class Page:
         shown = [section for section in self.sections if section.blocks]
         about = {"command": command, "version": autoaccum.__version__}
         return template.render(page=self, sections=shown, light=_LIGHT, dark=_DARK, **about)
+
+
+def report_page(kind: str, title: str, print_report: Callable[[Console], None]) -> Page:
+    """Return a page that shows the report which a terminal shows."""
+    text = io.StringIO()
+    print_report(make_console(file=text, width=_REPORT_WIDTH, no_color=True, force_terminal=False))
+    report = Lines(tuple(text.getvalue().splitlines()), is_code=True)
+    return Page(kind=kind, title=title, tiles=(), sections=[Section("Report", (report,))])
 
 
 def purpose_legend(categories: Sequence[Category]) -> Legend:

@@ -113,9 +113,7 @@ def _account(explanation: Explanation, measured_bytes: int | None) -> Iterator[B
         return
     rows = []
     for share in explanation.modules:
-        each = "" if share.bytes_per_sample is None else f"{format_bytes(share.bytes_per_sample)} per sample"
-        count = f"{share.count} x {share.kind}" if share.kind and share.count > 1 else share.kind
-        about = ", ".join(filter(None, (count, each)))
+        about = f"{share.count} x {share.kind}" if share.kind and share.count > 1 else share.kind
         rows.append(Bar(module_name(share), purpose_pieces(share.categories), format_bytes(share.bytes), about))
     yield Heading("By module")
     legend = purpose_legend([one for share in explanation.modules for one in share.categories])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,18 +15,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.reporting.console import make_table, one_line, print_line, print_messages, print_rows, print_table
-from autoaccum.reporting.page import (
-    Block,
-    Facts,
-    Grid,
-    Heading,
-    Lines,
-    Messages,
-    Page,
-    Section,
-    Tone,
-    plain_facts,
-)
+from autoaccum.reporting.page import Page, plain_facts, report_page
 from autoaccum.reporting.progress import Progress
 from autoaccum.verification.verification_result import (
     Cause,
@@ -65,8 +54,8 @@ def print_verification(
     if verbose or not (found.equivalent or found.causes or found.untested):
         for comparison in found.comparisons:
             console.print()
-            print_line(console, Text(comparison_title(comparison), "bold"))
-            print_table(console, comparison_table(comparison))
+            print_line(console, Text(_comparison_title(comparison), "bold"))
+            print_table(console, _comparison_table(comparison))
     if verbose or (found.notes and not found.equivalent):
         console.print()
     if verbose:
@@ -104,14 +93,14 @@ def difference_line(comparison: Comparison) -> Text:
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
 
-def comparison_title(comparison: Comparison) -> str:
+def _comparison_title(comparison: Comparison) -> str:
     """Return what accumulated, the window and its parts."""
     method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
     return f"{method}, {_WINDOWS[comparison.window]}: {parts}"
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def _comparison_table(comparison: Comparison) -> Table:
     """List the largest difference of each quantity."""
     table = make_table("", ">compared", ">largest error", ">tolerance", "at", "")
     for one in comparison.differences:
@@ -124,16 +113,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
-    """Print a cause."""
-    rows, code, proof = describe_cause(cause, number=number, of=of)
-    print_rows(console, rows)
-    if code:  # Never wrapped, so that it can be copied.
-        print_line(console, Text(f"  {code}"))
-    print_rows(console, [proof])
-
-
-def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[str, Text]], str, tuple[str, Text]]:
-    """Return what was found, where and what makes it equal; a line of code for that; and whether it was proved."""
+    """Print what was found, where and what makes it equal, a line of code for that, and whether it was proved."""
     rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
     if not all(name in cause.found for name in cause.where):
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
@@ -144,18 +124,21 @@ def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[st
     proof = f"with {done}, the same comparison is equal"
     none = Text("no experiment made the comparison equal", "dim")
     proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
-    return [*rows, ("change", Text(words))], code[0] if code else "", proved
+    print_rows(console, [*rows, ("change", Text(words))])
+    if code:  # Never wrapped, so that it can be copied.
+        print_line(console, Text(f"  {code[0]}"))
+    print_rows(console, [proved])
 
 
 def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
     """Print the next command, to be copied."""
-    words, line = next_command(found, again)
+    words, line = _next_command(found, again)
     console.print(words, soft_wrap=True)
     if line:
         print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
 
 
-def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what to do after a difference, and the command for it; empty where there is none."""
     if found.untested:
         return f"could not shorten {', '.join(found.untested)}: let batch(size) return short and long samples", ()
@@ -236,61 +219,13 @@ class VerificationProgress(Progress):
             self.show(f"{format_parts(event.comparison.micro_batches)} differs: searching for the cause{limit} ...")
 
 
-_TONES: dict[str, Tone] = {"equivalent": "good", "not equivalent": "bad", "weighting not tested": "warn"}
-
-
 def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
     """Return the page of a verification; `again` is the command that suggestions begin with."""
-    compared = sum(one.compared for comparison in found.comparisons for one in comparison.differences)
-    answer = "equivalent" if found.equivalent else "weighting not tested" if found.untested else "not equivalent"
     name = str(found.workload.get("model") or found.workload.get("name") or "the workload")
-    return Page(
-        kind="autoaccum verify",
-        title=f"{name}: {verdict(found, verbose=True).plain}",
-        tiles=[
-            ("the accumulated update", answer, _TONES[answer]),
-            ("samples, in parts of", f"{found.target_batch} / {found.micro_batch}", ""),
-            ("precision", found.precision, ""),
-            ("tensors and terms compared", f"{compared:,}", ""),
-        ],
-        sections=[
-            Section("Causes", tuple(_causes(found, again))),
-            Section("Comparison", tuple(_comparisons(found))),
-            Section("Notes", (Messages.of(("note", note) for note in found.notes),) if found.notes else ()),
-            Section("Made with", (Facts.of(_settings(found)),)),
-        ],
-    )
 
+    def print_all(console: Console) -> None:
+        print_verification(console, found, again=again, verbose=True)
+        console.print()
+        print_rows(console, [(name, Text(value)) for name, value in plain_facts(found.environment)])
 
-def _causes(found: Verification, again: Sequence[str]) -> Iterator[Block]:
-    for number, cause in enumerate(found.causes, start=1):
-        rows, code, proof = describe_cause(cause, number=number, of=len(found.causes))
-        yield Facts.of(rows)
-        if code:
-            yield Lines((code,), is_code=True)
-        yield Facts.of([proof])
-    if not found.equivalent:
-        words, line = next_command(found, again)
-        yield Lines((words,))
-        if line:
-            yield Lines((shlex.join(line),), is_code=True)
-
-
-def _comparisons(found: Verification) -> Iterator[Block]:
-    for comparison in found.comparisons:
-        yield Heading(comparison_title(comparison))
-        yield Grid.of(comparison_table(comparison))
-    if not found.comparisons:
-        yield Lines((f"parts of {format_parts((found.micro_batch,))} could not be compared",))
-
-
-def _settings(found: Verification) -> Iterator[tuple[str, str]]:
-    yield "tolerance", found.rounding
-    yield "batchnorm", found.batchnorm
-    if found.coupled:
-        yield "coupled", str(found.coupled)
-    yield "device", found.device
-    yield "ranks", str(found.world_size)
-    yield "time", f"{found.seconds:.1f} s"
-    yield from plain_facts(found.workload)
-    yield from plain_facts(found.environment)
+    return report_page("autoaccum verify", f"{name}: {verdict(found, verbose=True).plain}", print_all)

@@ -100,8 +100,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             for parts in first:
                 assert device.trial(parts, fresh=True).ran
             account = device.explain(PARTS, changes=False, detail=True)
-            holdings = [moment.holdings for moment in account.moments]
-            return device.trial(PARTS).peak_reserved_bytes, account, holdings, device.predict(PARTS).least_bytes
+            return device.trial(PARTS).peak_reserved_bytes, account, account.holdings, device.predict(PARTS).least_bytes
 
     return ask
 

@@ -92,7 +92,7 @@ def usual(limit_share: float = 1.05) -> tuple[Plan, MemoryReport]:
     """As most plans are: two sizes tried, and a limit somewhat above the peak."""
     peak = memory_report().explanation.peak_bytes
     points = {at: int(peak * (0.2 + 0.8 * at / 12)) for at in (2, 6, 12, 14)}
-    curve = tuple(CurvePoint(at, peak_bytes, int(0.9 * peak_bytes)) for at, peak_bytes in points.items())
+    curve = tuple(CurvePoint(at, peak_bytes) for at, peak_bytes in points.items())
     trials = (trial(12, "ok", peak), trial(13, "oom", int(1.066 * peak)))
     return plan(12, 256, int(limit_share * peak), peak, trials), memory_report(curve=curve)
 

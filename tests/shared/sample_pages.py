@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from guard_reports import ALL, BEFORE, NOW, REGRESSED, report
+from guard_reports import ALL
 from made_up_verifications import DIFFERENT
 from pictured_plans import extremes, usual
 from small_studies import OWN_RATE, tuning_of
@@ -23,15 +23,14 @@ from autoaccum.units import GIB, MIB
 
 EVIL = "<script>alert(1)</script>"
 _HELD: Mapping[Category, int] = {"activations": 5 * GIB, "gradients": 200 * MIB}
-_GROWN: Mapping[Category, int] = {"activations": 6 * GIB + 256 * MIB, "gradients": 200 * MIB, "workspace": 8 * MIB}
 
 
 def pages() -> dict[str, Page]:
     """Return the pages by name."""
     plan, memory = usual()
     modules = (
-        ModuleShare(name=EVIL, kind="Linear", count=12, bytes=2 * GIB, categories=_HELD, bytes_per_sample=90 * MIB),
-        ModuleShare(name="", kind="", count=1, bytes=GIB, categories={"temporaries": GIB}, bytes_per_sample=None),
+        ModuleShare(name=EVIL, kind="Linear", count=12, bytes=2 * GIB, categories=_HELD),
+        ModuleShare(name="", kind="", count=1, bytes=GIB, categories={"temporaries": GIB}),
     )
     changes = (
         Change(name="checkpoint", what=f"run {EVIL} again in backward", peak_bytes=6 * GIB, saved_bytes=3 * GIB),
@@ -41,11 +40,6 @@ def pages() -> dict[str, Page]:
     memory = dataclasses.replace(memory, explanation=explanation, notes=("a note of the report",))
     plan = dataclasses.replace(plan, warnings=("BatchNorm normalises by the micro-batch",), notes=("keep the rate",))
     measured = dataclasses.replace(extremes()["measured on a CPU"][0], device={"name": "cpu", "kind": "cpu"})
-    grown = dataclasses.replace(
-        REGRESSED,
-        before=dataclasses.replace(BEFORE, categories=_HELD, phase="backward"),
-        now=dataclasses.replace(NOW, categories=_GROWN, phase="update"),
-    )
     verified = dataclasses.replace(DIFFERENT, workload={"model": EVIL}, notes=("random draws were held",))
     return {
         "plan": plan_page(plan, memory, seconds=12.5),
@@ -54,7 +48,7 @@ def pages() -> dict[str, Page]:
             None,
         ),
         "verify": verify_page(verified, again=["autoaccum", "verify", "model.py"]),
-        "guard": guard_page(report(*ALL.verdicts[:-1], grown)),
+        "guard": guard_page(ALL),
         "tune": tune_page(study(), {}),
     }
 

@@ -110,11 +110,7 @@ def draw_curve(figure: SubFigure, *, plan: Plan, curve: Sequence[CurvePoint]) ->
     tried, near = _tried_sizes(plan), [point for point in curve if point.size <= _FURTHEST * plan.largest_fit + 1]
     peaks = {size: peak for size, trial in tried.items() if trial.ran and (peak := trial.peak_reserved_bytes)}
     line = {point.size: point.peak_bytes for point in near} or peaks
-    least = {point.size: point.least_bytes for point in near if point.least_bytes is not None}
     axes.plot(list(line), list(line.values()), color=LIGHT["ran"])
-    if least:
-        said = "least budget" if plan.least_bytes is None else f"least budget: {format_bytes(plan.least_bytes)}"
-        axes.plot(list(least), list(least.values()), color=LIGHT["muted"], linestyle="--", label=said)
     top = _finish(axes, plan.limit_bytes, max([plan.peak_bytes or 0, *peaks.values()]))
     ran, failed = ("ran", "did not fit") if plan.kind == "measured" else ("fits", "does not fit")
     looks: dict[Outcome, dict[str, Any]] = {

@@ -62,7 +62,7 @@ def test_predictions_are_the_recorded_ones(group: str, warm_python: WarmPython) 
     predicted: dict[str, Any] = json.loads(made.stdout)
     expected = {pair: found for pair, found in EXPECTED.items() if pair.partition(" on ")[0] in workloads}
     if IS_RECORDED:
-        assert predicted == expected
+        assert predicted == {pair: found | expected[pair] for pair, found in predicted.items()}
     else:
         bytes_here, bytes_there = (
             {pair: found["peak_allocated_bytes"] for pair, found in predictions.items()}

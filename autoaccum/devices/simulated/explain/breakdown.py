@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
+from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare
 from autoaccum.devices.simulated.allocator.replayer import SizedTrace
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Role, Trace
 from autoaccum.workload.module_names import distinct_names, mask_numbers
@@ -150,23 +150,13 @@ class MemoryBreakdown:
         return [sum(held) for held in zip(*self.totals.values(), strict=True)]
 
     @cached_property
-    def highest(self) -> Mapping[Phase, int]:
-        """Return for each phase the event at which most is held (a request for memory; the last of equal ones)."""
-        trace, held, sizes = self.labelled.trace, self.held_bytes, self.sized.sizes
-        ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
-        found: dict[Phase, int] = {}
-        for (start, phase), end in zip(trace.phases, ends, strict=True):
-            for at in range(start, end):
-                event = trace.events[at]
-                requests = event >= 0 and (sizes[event] > 0 or not held[at])
-                if requests and held[at] >= held[found.get(phase, at)]:
-                    found[phase] = at
-        return {phase: found[phase] for phase in get_args(Phase) if phase in found}
-
-    @cached_property
     def peak_at(self) -> int:
         """Return the event at which most is held (a request for memory; the last of equal ones)."""
-        return max(self.highest.values(), key=lambda at: (self.held_bytes[at], at))
+        held, sizes = self.held_bytes, self.sized.sizes
+        requests = (
+            at for at, event in enumerate(self.labelled.trace.events) if event >= 0 and (sizes[event] or not held[at])
+        )
+        return max(requests, key=lambda at: (held[at], at))
 
     def alive(self, event: int) -> list[tuple[int, Category]]:
         """Return the blocks that are alive after an event, with their categories."""
@@ -175,22 +165,16 @@ class MemoryBreakdown:
         ]
 
 
-def module_shares(
-    breakdown: MemoryBreakdown, event: int, growth: tuple[SizedTrace, SizedTrace] | None = None
-) -> list[ModuleShare]:
+def module_shares(breakdown: MemoryBreakdown, event: int) -> list[ModuleShare]:
     """Return the share of each module after an event, in the order of the model; equal modules are one record.
 
     An EMA belongs to no module: it is part of the share without one, so that the shares add up.
     """
-    slopes = None if growth is None else _slopes(breakdown, growth)
     categories: dict[int, dict[Category, int]] = {}
-    per_sample: dict[int, float] = {}
     for block, category in breakdown.alive(event):
         module = breakdown.uses[block].module
         held = categories.setdefault(module, {})
         held[category] = held.get(category, 0) + breakdown.sized.sizes[block]
-        if slopes is not None:
-            per_sample[module] = per_sample.get(module, 0.0) + slopes[block]
     return _join_equal(
         ModuleShare(
             name=breakdown.labelled.modules[module].path,
@@ -198,7 +182,6 @@ def module_shares(
             count=1,
             bytes=sum(held.values()),
             categories={category: held[category] for category in CATEGORIES if held.get(category)},
-            bytes_per_sample=None if slopes is None else round(per_sample[module]),
         )
         for module, held in sorted(categories.items())
         if any(held.values())
@@ -208,15 +191,6 @@ def module_shares(
 def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> tuple[ModuleShare, ...]:
     """Return the largest shares, in descending order."""
     return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
-
-
-def _slopes(breakdown: MemoryBreakdown, growth: tuple[SizedTrace, SizedTrace]) -> Sequence[float] | None:
-    """Return for each block the bytes per sample; None if the traces have other events than the breakdown."""
-    one, other = growth
-    samples = other.trace.parts[0] - one.trace.parts[0]
-    if samples == 0 or not all(sized.trace.events == breakdown.labelled.trace.events for sized in growth):
-        return None
-    return [(most - least) / samples for least, most in zip(one.sizes, other.sizes, strict=True)]
 
 
 def _join_equal(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
@@ -229,7 +203,7 @@ def _join_equal(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
             found.append(share)
             continue
         named[share.name] = share
-        key = mask_numbers(share.name), share.kind, tuple(share.categories.items()), share.bytes_per_sample
+        key = mask_numbers(share.name), share.kind, tuple(share.categories.items())
         alike.setdefault(key, []).append(share.name)
     return [*found, *(_multiply(named[names[0]], name, len(names)) for name, names in distinct_names(alike.values()))]
 
@@ -241,7 +215,6 @@ def _multiply(share: ModuleShare, name: str, count: int) -> ModuleShare:
         count=count,
         bytes=share.bytes * count,
         categories={category: held * count for category, held in share.categories.items()},
-        bytes_per_sample=None if share.bytes_per_sample is None else share.bytes_per_sample * count,
     )
 
 
@@ -272,37 +245,12 @@ def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:
     )
 
 
-def phase_peaks(breakdown: MemoryBreakdown) -> tuple[Moment, ...]:
-    """Return the moment of each phase at which most is held, in the order of `Phase`."""
-    found = []
-    for phase, at in breakdown.highest.items():
-        totals = {category: held[at] for category, held in breakdown.totals.items()}
-        if any(totals.values()):
-            found.append(
-                Moment(
-                    phase=phase,
-                    held_bytes=breakdown.held_bytes[at],
-                    categories={category: held for category, held in totals.items() if held},
-                    holdings=holdings_at(breakdown, at),
-                )
-            )
-    return tuple(found)
-
-
-def explain_peak(
-    breakdown: MemoryBreakdown,
-    *,
-    card: str,
-    peak_bytes: int,
-    context_bytes: int,
-    growth: tuple[SizedTrace, SizedTrace] | None = None,
-) -> Explanation:
+def explain_peak(breakdown: MemoryBreakdown, *, card: str, peak_bytes: int, context_bytes: int) -> Explanation:
     """Explain the moment at which most is held; suggested changes are added later."""
     at, trace = breakdown.peak_at, breakdown.labelled.trace
     categories: dict[Category, int] = {category: held[at] for category, held in breakdown.totals.items()}
     categories["unused"] = peak_bytes - sum(categories.values())
     origin = breakdown.labelled.origins[trace.events[at]]
-    shares = module_shares(breakdown, at, growth)
     return Explanation(
         card=card,
         parts=trace.parts,
@@ -312,5 +260,5 @@ def explain_peak(
         phase=breakdown.sized.phase_at(at),
         op=origin.op,
         module=breakdown.labelled.modules[origin.module].path,
-        modules=largest_shares(shares),
+        modules=largest_shares(module_shares(breakdown, at)),
     )

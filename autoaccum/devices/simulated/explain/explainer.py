@@ -17,15 +17,10 @@ from autoaccum.devices.budget import Deadline
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, MemoryReport, Timeline
-from autoaccum.devices.simulated.allocator.replayer import Replayer, SizedTrace
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
-from autoaccum.devices.simulated.explain.breakdown import (
-    MemoryBreakdown,
-    explain_peak,
-    holdings_at,
-    phase_peaks,
-)
+from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at
 from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
     ChangedTrace,
@@ -73,8 +68,7 @@ class Explainer:
             deadline: The time limit of all further traces.
             changes: Also simulate changes that would lower the peak.
             curve: Also compute the peak over the size of the micro-batch.
-            detail: Also list everything held (`MemoryReport.holdings`, `MemoryReport.moments`), for a comparison; the
-                growth of each module with the batch is then left out.
+            detail: Also list everything held (`MemoryReport.holdings`), for a comparison.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The schedule cannot be traced again, or with `detail` takes
@@ -91,7 +85,6 @@ class Explainer:
             card=self.card,
             peak_bytes=self.replayer.peak_bytes(labelled.trace),
             context_bytes=self.context_bytes,
-            growth=None if detail else self._growth(trace, deadline),
         )
         timeline = make_timeline(breakdown, self.replayer.reserved_bytes(labelled.trace))
         found, notes = self._all_changes(trace, labelled, deadline) if changes else ((), ())
@@ -101,7 +94,6 @@ class Explainer:
             curve=self._curve(max(trace.parts), deadline) if curve else (),
             notes=notes,
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
-            moments=phase_peaks(breakdown) if detail else (),
         )
 
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
@@ -134,21 +126,6 @@ class Explainer:
     def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
         """Return the trace of a size by its affine trace; None if there is none, or no time to fit it."""
         return None if deadline.is_over else self.traces.extrapolate(size, limit_seconds=deadline.left_seconds)
-
-    def _growth(self, trace: Trace, deadline: Deadline) -> tuple[SizedTrace, SizedTrace] | None:
-        """Return the events of `trace` with their sizes at two micro-batches; None if that cannot be traced."""
-        size = max(trace.parts)
-        pair: tuple[Trace | None, Trace | None] = None, None
-        with suppress(AutoaccumError):
-            if len(trace.parts) > 1:
-                pair = self._follow(size, deadline=deadline), self._follow(2 * size, deadline=deadline)
-            elif size > max(2, self.traces.step) and not deadline.is_over:
-                # One part has other events than several, because nothing accumulates.
-                pair = self.traces.make((size - self.traces.step,), deadline.left_seconds), trace
-        one, other = pair
-        if one is None or other is None:
-            return None
-        return self.replayer.with_sizes(one), self.replayer.with_sizes(other)
 
     def _all_changes(
         self, trace: Trace, labelled: LabelledTrace, deadline: Deadline
@@ -270,7 +247,6 @@ _TIMELINE_POINTS = 400
 _SAME_PEAK = 0.001
 """The share of the peak by which the last update may differ from it and still be drawn in its place."""
 _CURVE_POINTS = 12
-_EVENTS_FOR_LEAST = 120_000
 _BEYOND = 1.2
 """The multiple of the budget to which the curve extends, so that it is seen to cross the budget."""
 
@@ -323,12 +299,10 @@ def curve_points(
     size: int,
     most: int,
     limit_bytes: int,
-    events_for_least: int = _EVENTS_FOR_LEAST,
 ) -> tuple[CurvePoint, ...]:
-    """Return peaks and least budgets from 2 samples to where the budget is crossed, or to `most`; `size` is one point.
+    """Return peaks from 2 samples to where the budget is crossed, or to `most`; `size` is one point.
 
-    There are no points if `trace_of` returns None: no trace follows from those of other sizes. Each least budget takes
-    several replays; none is computed if the traces of all points have more than `events_for_least` events.
+    There are no points if `trace_of` returns None: no trace follows from those of other sizes.
     """
     low, high = trace_of(2), trace_of(max(size, 3))
     if low is None or high is None:
@@ -337,14 +311,12 @@ def curve_points(
     # The line through both peaks reaches the multiple of the budget there; a minimal slope bounds flat lines.
     slope = max((high_bytes - low_bytes) / (max(size, 3) - 2), high_bytes / (4 * max(size, 3)))
     last = min(most, max(size, 3) + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope)))
-    cheap = _CURVE_POINTS * len(low.events) <= events_for_least
     found = []
     for at in _sizes(size, max(last, size)):
         trace = trace_of(at)
         if trace is None:
             return ()
-        peak_bytes = replayer.peak_bytes(trace)
-        found.append(CurvePoint(at, peak_bytes, replayer.least_bytes([trace], peak_bytes) if cheap else None))
+        found.append(CurvePoint(at, replayer.peak_bytes(trace)))
     return tuple(found)
 
 

@@ -32,20 +32,9 @@ def test_every_point_is_a_replay() -> None:
         trace = follow(point.size)
         assert trace is not None
         assert point.peak_bytes == known.peak_bytes(trace)
-        assert point.least_bytes == known.least_bytes([trace], point.peak_bytes) <= point.peak_bytes
 
 
 def test_the_curve_goes_on_to_where_it_crosses_the_budget() -> None:
     points = curve_points(follow, replayer(), size=20, most=256, limit_bytes=2 * GIB)
     assert points[-2].peak_bytes < 1.2 * 2 * GIB
     assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
-
-
-def test_long_traces_have_no_least_budgets() -> None:
-    def long(size: int) -> Trace:
-        return make_trace((size, size), lambda n: n * MIB, layer_bytes=MIB)
-
-    events = len(long(2).events)
-    assert events < 10_000
-    points = curve_points(long, replayer(), size=8, most=16, limit_bytes=GIB, events_for_least=12 * events - 1)
-    assert {point.least_bytes for point in points} == {None}
