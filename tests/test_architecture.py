@@ -151,7 +151,7 @@ LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') i
         "import autoaccum; dir(autoaccum)",
         "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.plan_record",
         "import autoaccum; autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
-        "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report, autoaccum.reporting.guard_github",
+        "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report",
         "from click.testing import CliRunner; from autoaccum.cli import main; "
         "r = [CliRunner().invoke(main, a) for a in (['--help'], ['plan', '--help'], ['--version'])]; "
         "assert all(x.exit_code == 0 for x in r), r",

@@ -107,7 +107,7 @@ def _write(table: Comparison, output: str | None, plot: str | None, *, force: bo
     if output is not None:
         write_text(Path(output), table.to_json(), force=force)
     if plot is not None:
-        from autoaccum.reporting.figures.comparison_figure import draw_comparison
+        from autoaccum.reporting.figures.plan_figures import draw_comparison
         from autoaccum.reporting.figures.style import picture_format
 
         write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)

@@ -26,8 +26,8 @@ def command(name: str | None, as_json: bool) -> None:
     import json
 
     from autoaccum.devices.simulated.cards import all_cards, find_card, matching_cards
+    from autoaccum.reporting.comparison_table import card_record, print_cards
     from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.gpus_table import card_record, print_cards
 
     cards = all_cards() if name is None else matching_cards(name) or (find_card(name),)
     if as_json:

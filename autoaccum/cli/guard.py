@@ -150,8 +150,7 @@ def _check_output(output: str, project: Project, *, force: bool) -> None:
 @contextmanager
 def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
     from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.guard_github import harmless
-    from autoaccum.reporting.guard_report import GuardProgress
+    from autoaccum.reporting.guard_report import GuardProgress, harmless
 
     stderr = make_console(stderr=True)
     read_by_github = form == "github" or _on_github()
@@ -163,8 +162,7 @@ def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
 
 def _show(report: Report, form: str, project: Project) -> None:
     from autoaccum.reporting.console import make_console, print_labelled
-    from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
-    from autoaccum.reporting.guard_report import print_report, report_text
+    from autoaccum.reporting.guard_report import annotation_lines, harmless, print_report, report_text, write_summary
 
     if form == "text":
         print_report(make_console(), report)
@@ -191,7 +189,7 @@ def _annotating(form: str) -> Iterator[None]:
         yield
     except AutoaccumError as error:
         if form == "github":
-            from autoaccum.reporting.guard_github import error_annotation, harmless
+            from autoaccum.reporting.guard_report import error_annotation, harmless
 
             click.echo(error_annotation(error))
             error.args = (harmless(str(error)),)  # It is printed once more, as every error is.

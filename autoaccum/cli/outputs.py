@@ -124,7 +124,7 @@ class Outputs:
 
     def _write_picture(self, plan: Plan, file: Path) -> None:
         from autoaccum.files import write_bytes
-        from autoaccum.reporting.figures.memory_figure import draw_memory
+        from autoaccum.reporting.figures.plan_figures import draw_memory
         from autoaccum.reporting.figures.style import picture_format
 
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)

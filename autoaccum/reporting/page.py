@@ -16,7 +16,7 @@ from rich.text import Text
 import autoaccum
 from autoaccum.devices.explanation import CATEGORIES, Category
 from autoaccum.reporting.console import make_console, one_line
-from autoaccum.reporting.figures.colours import DARK, LIGHT, label
+from autoaccum.reporting.figures.style import DARK, LIGHT, label
 from autoaccum.units import format_bytes
 
 Tone: TypeAlias = Literal["", "good", "bad", "warn"]

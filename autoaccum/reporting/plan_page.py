@@ -13,9 +13,8 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Throughput
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.explain_report import changes_table, explanation_lines, module_name
-from autoaccum.reporting.figures.colours import label
-from autoaccum.reporting.figures.memory_figure import draw_curve, draw_timeline, plan_title
-from autoaccum.reporting.figures.style import draw_panels
+from autoaccum.reporting.figures.plan_figures import draw_curve, draw_timeline, plan_title
+from autoaccum.reporting.figures.style import draw_panels, label
 from autoaccum.reporting.figures.tuning_figure import draw_throughput
 from autoaccum.reporting.page import (
     Bar,

@@ -18,6 +18,11 @@ def test_all_cards_are_listed_within_80_columns() -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["name", "card", "GiB", "CC", "SMs"]
+    cells = [line.split() for line in lines]
+    assert ["rtx3090", "GeForce", "RTX", "3090", "23.56", "8.6", "82"] in cells
+    assert any(row[:1] == ["l40"] and "~44.40" in row for row in cells), "estimated"
+    assert "memory:" not in result.stdout
     assert not any(line != line.rstrip() for line in lines)
     assert {card.name for card in all_cards()} <= {line.split(" ")[0] for line in lines}
     assert "autoaccum plan WORKLOAD --target-batch N --gpu NAME" in result.stdout

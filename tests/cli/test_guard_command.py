@@ -20,8 +20,7 @@ from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report, Tolerance
 from autoaccum.guarding.project import Project
-from autoaccum.reporting.guard_github import report_markdown
-from autoaccum.reporting.guard_report import report_text
+from autoaccum.reporting.guard_report import report_markdown, report_text
 
 
 class Guard:

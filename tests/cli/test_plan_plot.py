@@ -13,7 +13,7 @@ from pictured_plans import usual
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.figures.memory_figure import draw_memory
+from autoaccum.reporting.figures.plan_figures import draw_memory
 
 MODEL = """
 import torch
@@ -47,7 +47,7 @@ def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Com
     plan, said = Plan.load(folder / "plan.json"), texts(folder / "memory.svg")
     assert f"micro-batch {plan.micro_batch}" in said
     told = {text.split(":")[0] for text in said}
-    assert {"parameters", "activations", "optimizer state", "limit", "peak", "least budget"} <= told
+    assert {"parameters", "activations", "optimizer state", "limit", "peak"} <= told
     assert "forward" in said
     assert plan.explanation is None, "a picture is not --explain"
     page = (folder / "p.html").read_text(encoding="utf-8")

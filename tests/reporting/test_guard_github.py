@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from autoaccum.guarding.guard_result import Verdict
-from autoaccum.reporting.guard_github import (
+from autoaccum.reporting.guard_report import (
     annotation_lines,
     command,
     harmless,
     report_markdown,
+    report_text,
     write_summary,
 )
-from autoaccum.reporting.guard_report import report_text
 
 
 def undone(text: str, *escapes: str) -> str:

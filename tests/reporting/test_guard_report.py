@@ -10,8 +10,7 @@ from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, 
 
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Verdict
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.guard_github import harmless
-from autoaccum.reporting.guard_report import GuardProgress, finished_line, print_report, report_text
+from autoaccum.reporting.guard_report import GuardProgress, finished_line, harmless, print_report, report_text
 
 
 def lines_of(verdict: Verdict) -> list[str]:

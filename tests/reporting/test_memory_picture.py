@@ -16,9 +16,8 @@ from pictured_plans import extremes, plan, trial, usual
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.figures.colours import DARK, LIGHT, label
-from autoaccum.reporting.figures.memory_figure import draw_curve, draw_memory
-from autoaccum.reporting.figures.style import picture_format, picture_settings
+from autoaccum.reporting.figures.plan_figures import draw_curve, draw_memory
+from autoaccum.reporting.figures.style import DARK, LIGHT, label, picture_format, picture_settings
 from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()

@@ -13,7 +13,7 @@ from guard_reports import ALL
 from pictured_plans import trial, usual
 from sample_pages import EVIL, pages, study
 
-from autoaccum.reporting.figures.colours import label
+from autoaccum.reporting.figures.style import label
 from autoaccum.reporting.guard_report import report_text
 from autoaccum.reporting.plan_page import plan_page
 from autoaccum.reporting.tune_report import tune_page

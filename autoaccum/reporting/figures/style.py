@@ -1,25 +1,27 @@
-"""The style of all pictures: their file formats, matplotlib's settings, and writing the file."""
+"""The style of all pictures and pages: colours, file formats, matplotlib's settings, and writing the file.
+
+matplotlib is imported only once a picture is drawn.
+"""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-import matplotlib.style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
-
+from autoaccum.devices.explanation import Category
 from autoaccum.errors import UsageError
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.figures.colours import DARK, LIGHT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
 
 Format = Literal["svg", "png"]
-Panel: TypeAlias = Callable[[SubFigure], None]
+Panel: TypeAlias = "Callable[[SubFigure], None]"
 """Draws one chart, within `picture_settings`."""
 
 _ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
@@ -35,6 +37,53 @@ _TITLE_POINTS, _LONGEST_TITLE = 11.0, 70
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 
+LIGHT: Final[Mapping[str, str]] = {
+    "panel": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "limit": "#cf222e",
+    "ran": "#0b5cad",
+    "room": "#1a7f37",
+    "parameters": "#2270d8",
+    "gradients": "#ad2c0a",
+    "optimizer_state": "#6726c9",
+    "averages": "#b0399f",
+    "gathered_parameters": "#0f6f9c",
+    "communication": "#7a5a00",
+    "activations": "#2f6f64",
+    "outputs": "#5f1118",
+    "temporaries": "#8a7038",
+    "workspace": "#1a3560",
+    "unused": "#6e7781",
+}
+"""Colours by role or category: each has contrast to the panel (WCAG 4.5), and all differ, so they can be replaced."""
+
+DARK: Final[Mapping[str, str]] = {
+    "panel": "#0d1117",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "limit": "#ff7b72",
+    "ran": "#79c0ff",
+    "room": "#56d364",
+    "parameters": "#64b0e8",
+    "gradients": "#e67a22",
+    "optimizer_state": "#9370f0",
+    "averages": "#b56a9f",
+    "gathered_parameters": "#3d8fb5",
+    "communication": "#c9a227",
+    "activations": "#4fd0a1",
+    "outputs": "#e8505e",
+    "temporaries": "#f0d22e",
+    "workspace": "#bfe3f2",
+    "unused": "#8b949e",
+}
+"""The same for a viewer that prefers dark."""
+
+
+def label(category: Category) -> str:
+    """Return the name of a category for people."""
+    return category.replace("_", " ")
+
 
 def picture_format(path: str) -> Format:
     """Return the format of the ending of `path`; raise UsageError for another one."""
@@ -47,6 +96,9 @@ def picture_format(path: str) -> Format:
 
 def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "", height: float = HEIGHT) -> bytes:
     """Draw charts below each other, each of `height` inches, as a file; the same charts give the same bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with picture_settings():
         figure = Figure(figsize=(WIDTH, height * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
@@ -88,6 +140,8 @@ def _finish(svg: str) -> str:
 @contextmanager
 def picture_settings() -> Iterator[None]:
     """Use matplotlib's defaults with our settings, whatever the user has set; restore everything afterwards."""
+    import matplotlib.style
+
     ours = {
         "font.family": "sans-serif",
         "font.sans-serif": _FONTS,

@@ -10,8 +10,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.text import Text
 
 from autoaccum.planning.throughput import Throughput
-from autoaccum.reporting.figures.colours import LIGHT
-from autoaccum.reporting.figures.style import HEIGHT, TEXT_POINTS, WIDTH, picture_bytes, picture_settings
+from autoaccum.reporting.figures.style import HEIGHT, LIGHT, TEXT_POINTS, WIDTH, picture_bytes, picture_settings
 from autoaccum.tuning.study import open_storage, parse_storage_address, storage_errors
 from autoaccum.tuning.tuning_records import Tuning
 

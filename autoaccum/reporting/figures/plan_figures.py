@@ -1,7 +1,8 @@
-"""The pictures of a plan: the memory of an update over time, and the peaks of other sizes."""
+"""The pictures of plans: the memory of an update over time, the peaks of other sizes, and several plans as bars."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,9 +13,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport, Timeline
+from autoaccum.planning.comparison import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.figures.colours import LIGHT, label
-from autoaccum.reporting.figures.style import Format, cut, draw_panels, pointing
+from autoaccum.planning.saver_choice import format_savers
+from autoaccum.reporting.comparison_table import shown_rows
+from autoaccum.reporting.figures.style import LIGHT, Format, cut, draw_panels, label, pointing
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
 _LEAST_SHARE = 0.002
@@ -28,6 +31,9 @@ _NARROWEST = 0.05
 _LONGEST_REMARK = 90
 _PART_OF_NEXT = {"batch": "forward", "clip": "update"}
 """Phases too short to be seen: copying a part to the card, and the norm."""
+_LINE_HEIGHT, _ROW_MARGIN, _MARGIN = 0.15, 0.11, 1.2
+"""Of the bars of several plans, in inches."""
+_LONGEST_NAME = 40
 _PREPARATION = ("start", "load", "model", "optimizer")
 
 
@@ -172,3 +178,44 @@ def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
 
 def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
     return f"{value / unit:g} {name}" if value else "0"
+
+
+def draw_comparison(comparison: Comparison, form: Format) -> bytes:
+    """Draw the rows of the table as a file: the same rows give the same bytes."""
+    rows = shown_rows(comparison.rows)
+    names = [_row_name(row, rows) for row in rows]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    height = _MARGIN + (_ROW_MARGIN + _LINE_HEIGHT * lines) * len(rows)
+    return draw_panels(
+        [partial(_draw_bars, rows=rows, names=names)], form, title=_comparison_title(rows), height=height
+    )
+
+
+def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow], names: Sequence[str]) -> None:
+    axes, places = figure.subplots(), range(len(rows))
+    sizes = [0 if row.plan is None else row.plan.micro_batch for row in rows]
+    fastest = max((row.samples_per_second or 0.0 for row in rows), default=0.0)
+    lengths = [(row.samples_per_second or 0.0) / fastest for row in rows] if fastest else sizes
+    axes.barh(places, lengths, color=LIGHT["ran"])
+    for place, size, length in zip(places, sizes, lengths, strict=True):
+        said = f"micro-batch {size}" if size else "does not fit"
+        axes.annotate(said, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlim(0, 1.5 * max((*lengths, 0.01)))
+    axes.set_xlabel("estimated speed (1: the fastest)" if fastest else "micro-batch")
+
+
+def _row_name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
+    named = [row.card] if len({row.card for row in rows}) > 1 else []
+    named += [f"{row.world_size} ranks"] if len({row.world_size for row in rows}) > 1 else []
+    named += [format_savers(row.savers)] if any(row.savers for row in rows) and row.fits else []
+    return textwrap.fill(", ".join(named) or row.card, _LONGEST_NAME)
+
+
+def _comparison_title(rows: Sequence[ComparisonRow]) -> str:
+    cards = list(dict.fromkeys(row.card for row in rows))
+    where = cards[0] if len(cards) == 1 else f"{len(cards)} cards"
+    targets = [row.plan.target_batch for row in rows if row.plan is not None]
+    return f"{targets[0]} samples per update on {where}" if targets else where
