@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "devices/simulated/allocator/recording.py",
     "devices/simulated/allocator/settings.py",
     "devices/simulated/explain/breakdown.py",
+    "devices/simulated/explain/recorded_update.py",
     "devices/simulated/cards.py",
     "devices/simulated/tracing/trace_scaling.py",
     "devices/simulated/allocator/replay.py",
