@@ -143,7 +143,7 @@ def _check_output(output: str, project: Project, *, force: bool) -> None:
     if Path(output).resolve() == project.lock.resolve():
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
     if output.endswith(".py"):
-        raise UsageError(f"-o names a Python file, {output}", hint="give a report another name, such as report.md")
+        raise UsageError(f"-o names a Python file, {output}", hint="give a report another name, such as report.txt")
     check_output(output, force=force, hint="for a report on stdout, use --format")
 
 

@@ -13,10 +13,10 @@ from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes, parse_size
 
-Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
+Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]
 """`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
-more than the tolerance, which passes. `too_large`: the requested size does not fit, nothing is locked: exit 1.
-`unmeasured`: not measured, exit 3 or the error's. `locked`: written by --update."""
+more than the tolerance, which passes. `unmeasured`: not measured, exit 3 or the error's, which is 1 where the requested
+size does not fit. `locked`: written by --update."""
 
 
 @dataclass(frozen=True)

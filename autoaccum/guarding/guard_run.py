@@ -16,7 +16,6 @@ from autoaccum.checks import check_alone, read_seconds
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import (
     AutoaccumError,
-    DoesNotFitError,
     LockFileError,
     MissingLockError,
     NotMeasuredError,
@@ -220,7 +219,7 @@ class _CaseRunner:
         is_usage = error.exit_code == UsageError.exit_code
         return Verdict(
             case=case,
-            outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
+            outcome="unmeasured",
             exit_code=NotMeasuredError.exit_code if is_usage and not self.is_named else error.exit_code,
             reasons=(error.message,),
             hint=error.hint or "",

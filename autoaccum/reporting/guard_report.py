@@ -40,7 +40,6 @@ from autoaccum.workload.module_names import split_reference
 NONE = "-"
 OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "regressed": ("regressed", "bold red"),
-    "too_large": ("too large", "bold red"),
     "unmeasured": ("not measured", "bold yellow"),
     "improved": ("improved", "bold cyan"),
     "within": ("within tolerance", "bold green"),

@@ -118,8 +118,7 @@ class Messages:
     @classmethod
     def of(cls, messages: Iterable[tuple[str, str]]) -> Messages:
         """Return messages of the terminal."""
-        tones: dict[str, Tone] = {"warning": "warn", "why": "bad"}
-        return cls(tuple((kind, text, tones.get(kind, "")) for kind, text in messages))
+        return cls(tuple((kind, text, "warn" if kind == "warning" else "") for kind, text in messages))
 
 
 @dataclass(frozen=True)
