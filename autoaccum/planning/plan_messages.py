@@ -15,7 +15,6 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes
 
-_SMALLER_EVALUATION = "a smaller evaluation_batch (--evaluation-batch), or more memory"
 _RECORDED_FIELDS = (
     *("name", "digest", "model", "parameters", "parameter_bytes", "precision", "optimizer", "loss", "reduction"),
     *("weight", "recipe", "keeps", "evaluation_batch", "worst_of", "batchnorm", "coupled", "accumulate_in"),
@@ -89,39 +88,27 @@ def too_small_error(
 def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None = None) -> DoesNotFitError:
     """Return the error of the smallest trial, which ran out of memory: bytes needed, bytes available, what to do.
 
-    A real trial that failed has no peak. The bytes needed are then those of an update without a memory limit; if that
-    was not measured, the bytes held at the failure and the parameters are lower bounds.
+    A real trial that failed has no peak: then the bytes held, the parameters and an unlimited update are bounds.
     """
     needs = needs or MemoryNeeds()
-    held, there = peak_bytes(trial), f"{format_bytes(limit_bytes)} are available"
+    held = peak_bytes(trial)
     known = max(held or 0, needs.least_bytes)
-    where = f" in {trial.phase}" if trial.phase else ""
+    subject = f"micro-batch {trial.micro_batch}"
     hint = f"take {_LESS_MEMORY.format(_OF_RANKS.get(needs.parallel, ''))}"
     if trial.phase == "batch":
         hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
     if trial.phase == "evaluation":
-        hint = f"take {_SMALLER_EVALUATION}"
-        taken = f"; it would take {format_bytes(held)} where nothing limits it" if needs.predicted and held else ""
-        message = (
-            f"the evaluation does not fit: after an update of micro-batch {trial.micro_batch} it ran out of memory, "
-            f"{there}{taken}"
-        )
-    elif needs.predicted and held:
-        message = (
-            f"micro-batch {trial.micro_batch} does not fit: it would take {format_bytes(held)} where nothing limits "
-            f"it, {there}"
-        )
-    elif needs.update_bytes is not None and needs.update_bytes > limit_bytes and trial.phase != "batch":
-        samples = "1 sample" if needs.update_samples == 1 else f"{needs.update_samples} samples"
-        message = (
-            f"micro-batch {trial.micro_batch} ran out of memory{where}: one update of {samples} takes "
-            f"{format_bytes(needs.update_bytes)} where nothing limits it, {there}"
-        )
+        subject = f"the evaluation after an update of {subject}"
+        hint = "take a smaller evaluation_batch (--evaluation-batch), or more memory"
+    if needs.predicted and held:
+        reason = f"it would take {format_bytes(held)} where nothing limits it"
     elif known > limit_bytes:
-        message = f"micro-batch {trial.micro_batch} needs at least {format_bytes(known)}, {there}"
+        reason = f"it needs at least {format_bytes(known)}"
+    elif trial.phase not in ("batch", "evaluation") and (needs.update_bytes or 0) > limit_bytes:
+        reason = f"an update of micro-batch {needs.update_samples} takes {format_bytes(needs.update_bytes or 0)}"
     else:
-        so_far = f" with {format_bytes(held)} taken" if held else ""
-        message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
+        reason = f"it ran out of memory in {trial.phase}" if trial.phase else "it ran out of memory"
+    message = f"{subject} does not fit: {reason}, {format_bytes(limit_bytes)} are available"
     if needs.holds_whole_batch:
         message += "; in lock step the CPU keeps what backward needs of the whole batch"
         hint = 'take a smaller target batch, batchnorm="running" or "frozen", or more memory'

@@ -14,7 +14,6 @@ from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.base import Device, Forecast, Inspection, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.options import Reduce
-from autoaccum.planning.memory_explanation import explain_memory
 from autoaccum.planning.plan_events import Inspected, Listener, Loading, TracedAlone, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -34,7 +33,7 @@ from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setu
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, describe_knee, estimate_throughput
-from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
+from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, explain_memory
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
@@ -235,13 +234,12 @@ class _Planner:
         """Return the parts that would confirm the plan, as `devices.explanation.ChooseParts`."""
         request = self.request
         found = search(
-            lambda size, **_: trial(size),
+            lambda size, **_: dataclasses.replace(trial(size), fresh=True),
             request.sizes(self.inspection.least_size),
             limit_bytes=self.setup.device.limit_bytes,
             predict=lambda size: peak_bytes(trial(size)),
             answer=lambda size: request.schedule(size).micro_batch,
-            isolated=False,
-            confirms=False,
+            needs=MemoryNeeds(predicted=True),
         )
         return request.schedule(found.size).trial_parts
 
@@ -342,7 +340,6 @@ class _Planner:
             predict=forecast.peak_bytes,
             known=forecast.trials,
             answer=lambda size: request.schedule(size).micro_batch,
-            isolated=not self.predicts,
             from_largest=self.runner.joined,
         )
 

@@ -90,8 +90,6 @@ def search(
     predict: Predict | None = None,
     known: Sequence[Trial] = (),
     answer: Callable[[int], int] | None = None,
-    isolated: bool = True,
-    confirms: bool = True,
     from_largest: bool = False,
 ) -> SearchResult:
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
@@ -104,7 +102,8 @@ def search(
         trial: Runs one trial.
         sizes: The sizes worth trying, in samples, in ascending order; the first is the least that can be trained.
         limit_bytes: The budget of every trial.
-        needs: What is known of the memory of any size, for the error message and the first estimate.
+        needs: What is known of the memory of any size, for the error message and the first estimate. Where trials are
+            predicted, earlier trials leave nothing behind that a failure could be due to.
         grow: Runs a trial of micro-batches that grow up to the given size while memory allows. The search begins with
             it where nothing else says which size fits. None where trials are predicted.
         predict: The predicted peak in bytes at a size of at least 2 samples. It decides where the search starts and
@@ -112,8 +111,6 @@ def search(
         known: Trials of these sizes that were run before.
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
-        isolated: Whether a failure may be due to what earlier trials left behind in the process; not so if predicted.
-        confirms: Whether the answer has to run in a fresh process.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
 
     Raises:
@@ -122,7 +119,7 @@ def search(
         NotMeasuredError: A trial raised an error of the measurement, or failed with an uncertain out-of-memory error
             and no smaller size ran in a fresh process; or the search was stopped before any size had run.
     """
-    history = _History(trial, sizes, limit_bytes, needs, isolated=isolated, confirms=confirms, answer=answer)
+    history = _History(trial, sizes, limit_bytes, needs or MemoryNeeds(), answer)
     for trial_before in known:
         history.keep(trial_before)
     forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1])
@@ -147,7 +144,7 @@ def search(
         uncertain = history.uncertain_failure
         if confirmed is not None and uncertain is None:
             return _result(history, size, confirmed, tuple(refuted), stop)
-        final = history.run(size, fresh=confirms, unlimited=True)
+        final = history.run(size, fresh=True, unlimited=True)
         if not history.fits(final):
             refuted.append((final, largest))
             history.refute(final)
@@ -193,7 +190,7 @@ def _narrow_down(
             fresh = next_fails or not any(t.fresh for t in history.trials)
         else:
             fresh = estimate is not None and estimate.probability(size) > _UNSURE
-        fresh = history.isolated and (fresh or history.leftovers_matter)
+        fresh = not history.needs.predicted and (fresh or history.leftovers_matter)
         trial = history.run(size, fresh=fresh)
         if estimate is not None:
             widening = estimate.widen(widening, size, fits=history.fits(trial))
@@ -230,14 +227,10 @@ class _History:
         trial: RunTrial,
         sizes: Sequence[int],
         limit_bytes: int,
-        needs: MemoryNeeds | None,
-        *,
-        isolated: bool,
-        confirms: bool,
+        needs: MemoryNeeds,
         answer: Callable[[int], int] | None,
     ) -> None:
-        self._trial, self._limit_bytes, self.confirms = trial, limit_bytes, confirms
-        self.sizes, self.needs, self.isolated = sizes, needs or MemoryNeeds(), isolated
+        self._trial, self._limit_bytes, self.sizes, self.needs = trial, limit_bytes, sizes, needs
         self.answer = answer or (lambda size: sizes[bisect_right(sizes, size) - 1])
         self.trials: list[Trial] = []
         self.has_grown = False
@@ -305,12 +298,12 @@ class _History:
         """True if a size that failed in a used process, or a larger one, ran in a fresh one."""
         refuted = [t.micro_batch for t in self.trials if not t.fresh and not t.ran]
         ran = [t.micro_batch for t in self.trials if t.fresh and t.ran]
-        return self.isolated and bool(refuted) and max(ran, default=0) >= min(refuted)
+        return not self.needs.predicted and bool(refuted) and max(ran, default=0) >= min(refuted)
 
     def may_be_leftovers(self, estimate: Estimate | None) -> bool:
         """Return whether the first failure came from a used process and is none that the estimate expects."""
         first_fail, (_, high) = self.first_fail, self.bracket
-        if not self.isolated or first_fail is None:
+        if self.needs.predicted or first_fail is None:
             return False
         # A growing trial may have failed between two of the sizes: then the larger one is repeated.
         if any(first_fail <= size <= self.sizes[high] for size in self._tried_fresh):
@@ -318,9 +311,9 @@ class _History:
         return estimate is None or estimate.probability(first_fail) > _UNSURE
 
     def confirmation(self, size: int) -> Trial | None:
-        """Return the trial that confirmed `size`, in a fresh process where that counts; None if there is none."""
+        """Return the trial that confirmed `size`, in a fresh process; None if there is none."""
         ran = [t for t in self._decisive if t.micro_batch == size and self.fits(t) and not t.peaks]
-        return ran[0] if ran and (ran[0].fresh or not self.confirms) else None
+        return ran[0] if ran and ran[0].fresh else None
 
     @property
     def uncertain_failure(self) -> Trial | None:

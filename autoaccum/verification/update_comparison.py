@@ -6,13 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult
+from autoaccum.verification.update_run import UpdateResult
 from autoaccum.verification.verification_result import Difference, Quantity
+
+if TYPE_CHECKING:
+    from autoaccum.verification.paired_runs import PairedRuns
 
 _FLOOR = 1e-3
 """The least scale of a buffer, relative to its module's largest (at least 1): a mean that is 0 is all rounding."""
@@ -38,11 +41,10 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class _Gap:
-    """The difference of one tensor or term: relative error, its scale, and the error that rounding explains."""
+    """The difference of one tensor or term: its relative error, and the error that rounding explains."""
 
     where: str
     error: float
-    scale: float
     tolerance: float
 
     @property
@@ -84,12 +86,11 @@ def distance(one: Tensor, two: Tensor) -> float:
 
 
 def _worst(quantity: Quantity, gaps: list[_Gap], tolerance: float) -> Difference:
-    worst = max(gaps, key=lambda gap: gap.severity, default=_Gap("", 0.0, 1.0, tolerance))
+    worst = max(gaps, key=lambda gap: gap.severity, default=_Gap("", 0.0, tolerance))
     return Difference(
         quantity=quantity,
         compared=len(gaps),
         error=worst.error,
-        scale=worst.scale,
         where=worst.where or None,
         first=next((gap.where for gap in gaps if gap.error > gap.tolerance), None),
         tolerance=worst.tolerance,
@@ -102,7 +103,7 @@ def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: fl
     for name in {**full, **other} if other else ():
         one, two = (torch.tensor(terms.get(name, math.inf), dtype=torch.float64) for terms in (full, other))
         known = name in full and name in other
-        yield _Gap(name, distance(one, two) / scale if known else math.inf, scale, tolerance)
+        yield _Gap(name, distance(one, two) / scale if known else math.inf, tolerance)
 
 
 def _gradients(
@@ -113,7 +114,7 @@ def _gradients(
         found = [one for one in (full.get(name), other.get(name)) if one is not None]
         if found:
             one, two = found if len(found) == 2 else (found[0], torch.zeros_like(found[0]))
-            yield _Gap(name, distance(one, two) / scale, scale, tolerance)
+            yield _Gap(name, distance(one, two) / scale, tolerance)
 
 
 def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
@@ -128,7 +129,7 @@ def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance:
         floor = floors.get(name.rpartition(".")[0], _FLOOR) if rounded else 0.0
         scale = max(largest_entry([one]), floor) or 1.0
         error = math.inf if one is None or two is None else distance(one, two) / scale
-        yield _Gap(name, error, scale, tolerance if rounded else 0.0)
+        yield _Gap(name, error, tolerance if rounded else 0.0)
 
 
 def _update(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerances: Tolerances) -> Iterator[_Gap]:
@@ -136,7 +137,7 @@ def _update(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerances:
     for name in {**full, **other}:
         one, two = full.get(name), other.get(name)
         if one is None or two is None or one.shape != two.shape:
-            yield _Gap(name, math.inf, scale, tolerances.relative)
+            yield _Gap(name, math.inf, tolerances.relative)
         else:
             yield _worst_entry(name, _apart(one, two), tolerances.update.get(name), scale, tolerances.relative)
 
@@ -144,12 +145,12 @@ def _update(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerances:
 def _worst_entry(name: str, apart: Tensor, allowed: Tensor | None, scale: float, tolerance: float) -> _Gap:
     """Return the entry of a parameter with the largest error relative to its tolerance."""
     if not apart.numel():
-        return _Gap(name, 0.0, scale, tolerance)
+        return _Gap(name, 0.0, tolerance)
     bound = torch.full_like(apart, tolerance * scale) if allowed is None else allowed.to(apart).reshape(-1)
     limits = torch.finfo(apart.dtype)
     bound = bound.nan_to_num(0.0).clamp(limits.tiny, limits.max)
     index = int((apart / bound).argmax())
-    return _Gap(name, apart[index].item() / scale, scale, bound[index].item() / scale)
+    return _Gap(name, apart[index].item() / scale, bound[index].item() / scale)
 
 
 def _scale(sizes: Iterable[float]) -> float:
@@ -201,16 +202,6 @@ A mistake is larger than these."""
 _MARGIN = 4
 
 
-class _Runs(Protocol):
-    """The methods of `paired_runs.PairedRuns` that are used here."""
-
-    def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult: ...
-
-    def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]: ...
-
-    def initial(self) -> Mapping[str, Tensor]: ...
-
-
 def find_tolerances(precision: str, parameters: Iterable[Tensor]) -> Tolerances:
     """Return how much the runs of a batch may differ by rounding alone, with these parameters of the model."""
     if precision == "fp64":
@@ -224,14 +215,14 @@ def find_tolerances(precision: str, parameters: Iterable[Tensor]) -> Tolerances:
     return Tolerances(relative=relative, rounding=words)
 
 
-def with_move(tolerances: Tolerances, runs: _Runs) -> Tolerances:
+def with_move(tolerances: Tolerances, runs: PairedRuns) -> Tolerances:
     """Return `tolerances` with the largest move of a parameter in the update of `runs` as its scale."""
     initial = runs.initial()
     moves = (exact(after) - exact(initial[name]) for name, after in runs.full().parameters.items())
     return dataclasses.replace(tolerances, largest_move=largest_entry(moves))
 
 
-def with_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: UpdateResult) -> Tolerances:
+def with_optimizer_spread(tolerances: Tolerances, runs: PairedRuns, other: UpdateResult) -> Tolerances:
     """Return `tolerances` widened by what the full batch's optimizer makes of the other run's gradients.
 
     For gradients that are equal to rounding. An optimizer that divides by the gradient's size (Adam) or takes its sign

@@ -36,8 +36,8 @@ class Difference:
     Attributes:
         quantity: What was compared.
         compared: The number of tensors (for the loss: of terms).
-        error: The largest absolute difference over `scale`; infinite where only one side exists or is finite.
-        scale: What errors are relative to; for gradients the largest entry of the full batch's, over the whole model.
+        error: The largest difference, relative to the largest entry; of gradients, of the full batch's whole gradient.
+            Infinite where only one side exists or is finite.
         where: The tensor or term with the largest error; None where there is nothing to compare.
         tolerance: The largest error that rounding explains.
         equal: Whether all errors are within their tolerance.
@@ -47,7 +47,6 @@ class Difference:
     quantity: Quantity
     compared: int
     error: float
-    scale: float
     where: str | None
     tolerance: float
     equal: bool

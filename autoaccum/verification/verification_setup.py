@@ -1,4 +1,4 @@
-"""Set up a verification: resolve the workload, limit memory, and restore random states afterwards."""
+"""Set up a verification: resolve the workload, and restore random states afterwards."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.rng_state import preserve_rng_state
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
-from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
@@ -83,8 +81,7 @@ def run_verification(
 
     with preserve_rng_state(), blame_exit("the workload"):
         tried, reference = _prepare(workload, live or {}, options, accumulate, target)
-        from_file = isinstance(workload, (str, os.PathLike))
-        with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _run(Verifier(tried, reference, options, target, micro, on_event), began)
 
@@ -120,17 +117,6 @@ def _worst_of(workload: Any, options: Options, target: int) -> int | None:
     if options.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
         return _CANDIDATES_PER_SAMPLE * target
     return options.worst_of
-
-
-@contextmanager
-def _limit_memory() -> Iterator[None]:
-    """Make the allocator fail where memory runs out, before the kernel kills this process."""
-    try:
-        limit_bytes = read_process_memory().data_bytes + read_host_memory().free_bytes
-    except NotMeasuredError:
-        limit_bytes = None
-    with data_limit(limit_bytes):
-        yield
 
 
 def _run(verifier: Verifier, began: float) -> Verification:

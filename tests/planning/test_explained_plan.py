@@ -21,12 +21,11 @@ from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.memory_explanation import explain_memory
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.trial_runner import SearchLimits
+from autoaccum.planning.trial_runner import SearchLimits, explain_memory
 from autoaccum.units import GIB, MIB, MemorySize
 
 pytestmark = pytest.mark.usefixtures("warm_children")

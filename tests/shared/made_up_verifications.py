@@ -13,7 +13,6 @@ def _difference(quantity: Quantity, error: float, where: str | None, tolerance: 
         quantity=quantity,
         compared=0 if where is None else 4,
         error=error,
-        scale=1.0,
         where=where,
         tolerance=tolerance,
         equal=error <= tolerance,

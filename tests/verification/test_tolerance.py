@@ -60,8 +60,9 @@ class PairedRuns:
         return dataclasses.replace(self.outcome, gradients=gradients, parameters=self.update_from(gradients))
 
     def compared(self, other: UpdateResult) -> tuple[Difference, ...]:
-        tolerances = with_move(find_tolerances("fp64", []), self)
-        return compare(self.outcome, other, with_optimizer_spread(tolerances, self, other))
+        runs: Any = self
+        tolerances = with_move(find_tolerances("fp64", []), runs)
+        return compare(self.outcome, other, with_optimizer_spread(tolerances, runs, other))
 
 
 class Signs(torch.optim.Optimizer):
@@ -114,7 +115,7 @@ def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> N
 
 
 def test_errors_of_an_update_are_relative_to_how_far_it_moves() -> None:
-    runs = PairedRuns(adamw)
+    runs: Any = PairedRuns(adamw)
     assert with_move(Tolerances(relative=1e-10), runs).largest_move == pytest.approx(0.1, rel=1e-2)
     off = {**runs.outcome.parameters, "3.bias": runs.outcome.parameters["3.bias"] + 0.001}
     update = runs.compared(dataclasses.replace(runs.outcome, parameters=off))[3]

@@ -56,7 +56,6 @@ def test_gradients_are_held_to_the_largest_entry_of_the_whole_model() -> None:
     assert inside.equal
     assert inside.where == "bias"
     assert inside.error == pytest.approx(7e-10 / 8)
-    assert inside.scale == 8
     outside = _gradients(bias=_double(1e-6 + 9e-10))
     assert not outside.equal
     assert outside.tolerance == 1e-10
@@ -97,7 +96,6 @@ def test_floating_buffers_are_held_to_their_own_entries() -> None:
     off = _buffers(running_mean=_double(0.5, 0.25 + 6e-11))
     assert not off.equal
     assert off.where == "norm.running_mean"
-    assert off.scale == 0.5
 
 
 def test_whole_numbers_and_truth_values_are_the_same_or_not() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import resource
 import signal
 import sys
 import warnings
@@ -71,20 +70,6 @@ def test_a_file_is_verified(tmp_path: Path) -> None:
     assert found.workload["reference"] == str(path)
     assert [comparison.method for comparison in found.comparisons] == ["accumulator", "accumulator"]
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_file_may_take_the_memory_there_is_and_no_more(tmp_path: Path) -> None:
-    path = tmp_path / "limited.py"
-    path.write_text(
-        "import resource\nimport torch\nfrom torch import nn\nmodel = nn.Linear(2, 1)\n"
-        "def batch(size): return torch.ones(size, 2)\n"
-        "def loss(model, batch):\n"
-        "    assert resource.getrlimit(resource.RLIMIT_DATA)[0] not in (-1, resource.RLIM_INFINITY)\n"
-        "    return model(batch).mean()\n"
-    )
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    assert verify(path, target_batch=4).equivalent
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_dataset_gives_the_batch_where_there_is_none() -> None:

@@ -32,6 +32,7 @@ from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import ChangedTrace
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
+from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
 
@@ -110,12 +111,11 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
         inspection = device.inspect()
         forecast = device.forecast()
         found = search(
-            lambda size, **_: device.trial((size, size)),
+            lambda size, **_: dataclasses.replace(device.trial((size, size)), fresh=True),
             range(inspection.least_size, TARGET // 2 + 1),
             limit_bytes=device.limit_bytes,
             predict=forecast.peak_bytes,
-            isolated=False,
-            confirms=False,
+            needs=MemoryNeeds(predicted=True),
         )
         schedule = make_schedule(TARGET, found.largest_fit)
         proof = device.trial(schedule.micro_batches, fresh=True)
