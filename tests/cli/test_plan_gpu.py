@@ -8,24 +8,11 @@ from pathlib import Path
 
 import pytest
 from command_line import Command, autoaccum
+from small_classifier import LONG
 
 from autoaccum.planning.plan_record import Plan
 
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
-
-def batch(size):
-    return torch.randn(size, 256, 1024), torch.randint(0, 10, (size, 256))
-
-def loss(model, batch):
-    outputs = model(batch[0])
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
-"""
-
+MODEL = LONG
 MASKED = """
 import torch
 from torch import nn

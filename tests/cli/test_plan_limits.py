@@ -8,23 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from command_line import Command
+from small_classifier import MODEL
 
 from autoaccum.cli import main
 from autoaccum.planning.plan_record import Plan
-
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-def batch(size):
-    return torch.randn(size, 64), torch.randint(0, 10, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
-
 
 WORDS = ("plan", "model.py", "--memory", "64MiB", "--target-batch", "40000")
 

@@ -9,27 +9,14 @@ from xml.etree import ElementTree
 import pytest
 from command_line import Command
 from pictured_plans import usual
+from small_classifier import LONG
 
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.figures.plan_figures import draw_memory
 
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
-
-def batch(size):
-    return torch.randn(size, 256, 1024), torch.randint(0, 10, (size, 256))
-
-def loss(model, batch):
-    outputs = model(batch[0])
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
-"""
-
+MODEL = LONG
 GPU = ("--target-batch", "64", "--gpu", "rtx3090", "--memory", "1GiB")
 
 
