@@ -14,7 +14,7 @@ from state_digests import state_digest
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -78,13 +78,6 @@ def test_nothing_is_said_where_all_is_well_and_plans_of_before_still_load() -> N
     assert old.digest() == well.digest()
 
 
-def test_nothing_is_said_where_one_micro_batch_is_the_batch() -> None:
-    whole = plan(small.Centring(), small.mean_square, target_batch=4)
-    assert whole.iter_size == 1
-    assert whole.coupling == Coupling((WHOLE_MODEL,), False, None)
-    assert not any("depends on the others" in said for said in whole.warnings)
-
-
 def test_a_batchnorm_and_a_loss_that_mixes_are_warned_of_once_each() -> None:
     found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.root_loss)
     normed, mixed = found.accumulation_warnings
@@ -105,15 +98,6 @@ def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
 
     assert plan(small.mlp(), single_only).coupling == Coupling((), False, None)
     assert plan(Kept(small.WIDTH, 3), small.mean_square).coupling == Coupling(reason="the model cannot be copied")
-
-
-@pytest.mark.parametrize("limit", ["accumulation.coupling_probe._MOST_WORK", "workload.model_copies._LARGE"])
-def test_what_takes_too_much_work_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"autoaccum.{limit}", 0)
-    found = inspect(small.Centring)
-    assert found.coupling is not None
-    assert (found.coupling.found, found.coupling.reason is None) == (False, False)
-    assert found.accumulation_warnings == ()
 
 
 @pytest.mark.parametrize(("cut", "looked"), [(3, False), (3, True), (8, False)])

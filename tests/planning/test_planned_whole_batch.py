@@ -124,13 +124,6 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-def test_a_loss_that_is_not_joined_is_still_told_of_beside_exact_batchnorm() -> None:
-    found = inspect_workload(dataclasses.replace(EXACT, criterion=similarity), share=8)
-    assert found.coupling is not None
-    assert found.coupling.modules == ()
-    assert any("coupled=True" in said for said in found.accumulation_warnings)
-
-
 @pytest.mark.slow
 def test_in_lock_step_the_cpu_holds_the_whole_batch_and_the_error_says_what_helps() -> None:
     def rows(size: int) -> tuple[torch.Tensor, torch.Tensor]:

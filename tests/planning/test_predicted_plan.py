@@ -282,21 +282,6 @@ def test_a_time_limit_ends_a_trace_of_a_forecast_and_leaves_the_least_size() -> 
     assert tracer.closed <= 1, "no process is started after the limit"
 
 
-def test_half_of_the_time_is_left_for_the_plans_own_parts() -> None:
-    """Small sizes that take long are no reason to end a process that is needed for the answer."""
-
-    class Slower(SyntheticTracer):
-        def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:
-            time.sleep(0.35 if parts[0] > 1 else 0.0)
-            return super()._trace(parts, limit_seconds)
-
-    tracer = Slower()
-    plan = predict(tracer, 64, time_limit=0.6, gib=20.0)
-    assert tracer.traced[:2] == [(1, 1), (2, 2)]
-    assert tracer.closed == 1
-    assert plan.largest_fit >= 1
-
-
 def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
     events: list[Event] = []
     asked = make_request(64)

@@ -141,16 +141,6 @@ def test_peaks_that_have_nothing_to_do_with_it_end_the_forecast() -> None:
 # --- what it may never do -------------------------------------------------------------------------------------------
 
 
-def test_brute_force_over_monotone_sizes() -> None:
-    for ceiling in range(1, 60):
-        for target in {1, ceiling, ceiling + 1, 2 * ceiling, 100}:
-            memory = SyntheticMemory(ceiling, 0.3)
-            result = memory.search(target)
-            check(result, part_sizes(target, target))
-            assert result.size == max(size for size in part_sizes(target, target) if size <= ceiling)
-            assert not result.warnings
-
-
 @given(
     outcomes=st.lists(st.sampled_from(["ok", "tight", "oom"]), min_size=1, max_size=40),
     target=st.integers(1, 60),
@@ -320,12 +310,6 @@ def test_a_growing_trial_confirms_no_answer(ceiling: int, size: int, first_fail:
     memory, sizes = SyntheticMemory(ceiling), part_sizes(80, 80)
     result = search(trial, sizes, limit_bytes=LIMIT, grow=optimistic)
     assert (result.size, result.first_fail, result.trial.peaks) == (size, first_fail, ())
-
-
-def test_one_size_is_tried_as_it_is() -> None:
-    memory = SyntheticMemory(1)
-    result = memory.search(1)
-    assert [(t.micro_batch, t.fresh, t.peaks) for t in result.trials] == [(1, True, ())]
 
 
 def test_a_failure_of_the_least_size_is_repeated_in_a_fresh_process() -> None:
