@@ -70,7 +70,7 @@ def test_no_part_is_smaller_than_can_be_trained() -> None:
     assert run(ScriptedDevice(lambda size: "ok" if size <= 2 else "oom", least_size=2), 6).micro_batches == (2, 2, 2)
     with pytest.raises(DoesNotFitError, match="7 samples in micro-batches of at most 2 leave one of 1"):
         run(ScriptedDevice(lambda size: "ok" if size <= 2 else "oom", least_size=2), 7)
-    with pytest.raises(DoesNotFitError, match="micro-batch 2 needs"):
+    with pytest.raises(DoesNotFitError, match="micro-batch 2 does not fit"):
         run(ScriptedDevice(lambda size: "oom", least_size=2), 7)
 
 
