@@ -19,8 +19,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.saver_choice import Parts, Words, find_front
-from autoaccum.planning.saver_trials import SaverTrials
+from autoaccum.planning.saver_trials import Parts, SaverTrials, Words, find_front
 from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.serialization import to_plain

@@ -16,7 +16,7 @@ from autoaccum.checks import join_words
 from autoaccum.devices.base import Trial
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.saver_choice import format_savers
+from autoaccum.planning.saver_trials import format_savers
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, print_labelled
 from autoaccum.units import format_bytes
 

@@ -65,14 +65,6 @@ def test_json_alone_on_stdout_and_quiet(folder: Path, command: Command) -> None:
     assert all(line.startswith("warning: ") for line in done.stderr.splitlines())
 
 
-def test_memory_that_is_really_out(folder: Path, command: Command) -> None:
-    (folder / "model.py").write_text(MODEL.replace("size, 64)", "size, 16384)[:, :64]"))
-    done = command(folder, *WORDS, "--target-batch", "8192")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: micro-batch 1 does not fit: ")
-
-
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """`plan` answers at once; what it was asked for."""

@@ -71,14 +71,6 @@ finally:
     assert Plan.from_json(done.stdout).micro_batches == (16,)
 
 
-def test_a_card_too_small_for_the_model(folder: Path, command: Command) -> None:
-    done = command(folder, "plan", "model.py", "--target-batch", "16", "--gpu", "rtx4090", "--memory", "20MiB")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: micro-batch 1 does not fit: ")
-
-
 def test_a_model_that_reads_values_is_planned_with_those_of_the_cpu(folder: Path, command: Command) -> None:
     """The rows that a mask lets through do not grow evenly with the batch, so each size is traced by itself."""
     (folder / "model.py").write_text(MASKED)
