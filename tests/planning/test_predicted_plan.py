@@ -34,6 +34,7 @@ def predict(
     gib: float = 2.0,
     expandable: bool = False,
     device: type[SimulatedDevice] = SimulatedDevice,
+    on_event: Callable[[Event], None] | None = None,
     **request: Any,
 ) -> Plan:
     asked = make_request(target, **request)
@@ -48,7 +49,7 @@ def predict(
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
     )
     with card:
-        return plan_on_device(PlanSetup(card, "model.py"), asked)
+        return plan_on_device(PlanSetup(card, "model.py"), asked, on_event=on_event)
 
 
 def test_a_predicted_plan() -> None:
@@ -284,17 +285,7 @@ def test_a_time_limit_ends_a_trace_of_a_forecast_and_leaves_the_least_size() -> 
 
 def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
     events: list[Event] = []
-    asked = make_request(64)
-    card = SimulatedDevice(
-        find_card("rtx3090"),
-        lambda: SyntheticTracer(lambda size: MIB * size**3),
-        share=asked.share,
-        torch_version=(2, 13),
-        memory=MemorySize(bytes=2 * GIB),
-        environment={},
-    )
-    with card:
-        plan_on_device(PlanSetup(card, "model.py"), asked, on_event=events.append)
+    predict(SyntheticTracer(lambda size: MIB * size**3), 64, on_event=events.append)
     names = [type(event).__name__ for event in events]
     assert names.index("TracedAlone") < names.index("TrialStarted")
     (alone,) = (event for event in events if isinstance(event, TracedAlone))
