@@ -131,13 +131,6 @@ REFUSED = {
         ["twice", "register_fake", "model.py:21"],
     ),
     "an address": (module("x.data_ptr()\nreturn self.layer(x)"), ["the address of a tensor", "model.py:18"]),
-    "sparse gradients": (
-        "class M(nn.Module):\n"
-        "    def __init__(self): super().__init__(); self.e = nn.Embedding(9, 4, sparse=True)\n"
-        "    def forward(self, x): return self.e(x[:, 0].long() * 0)\n"
-        "model = M\n",
-        ["a tensor of layout sparse_coo is made", "leave out sparse=True"],
-    ),
     "a batch on the card": (
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",
         ["batch(2) is on the card", "make the batch on the CPU"],

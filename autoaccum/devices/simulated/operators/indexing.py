@@ -2,7 +2,8 @@
 
 Sources: ATen/native/cuda/EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`), cuda/Indexing.cu
 (`index_put_with_sort_kernel`), cuda/Sort.cpp (`launch_stable_sort_kernel`) with CUB's DeviceRadixSort,
-cuda/ScanUtils.cuh (`scan_dim`) with CUB's DeviceScan.
+cuda/ScanUtils.cuh (`scan_dim`) with CUB's DeviceScan. Gradients of `nn.Embedding(sparse=True)` are in
+sparse_gradients.py.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from autoaccum.devices.simulated.operators import (
     matmul,
     reductions,
     rnn,
+    sparse_gradients,
 )
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
 from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic, patch_optimizers
@@ -38,6 +39,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
         **losses_and_dropout.KERNELS,
         **layers.KERNELS,
         **rnn.KERNELS,
+        **sparse_gradients.KERNELS,
     }
     register: Any = library.impl
     for name, kernel in kernels.items():

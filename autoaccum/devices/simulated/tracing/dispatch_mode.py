@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.torch_patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.cpu_values import CpuValues
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
@@ -28,7 +29,7 @@ from autoaccum.devices.simulated.tracing.known_values import (
 )
 from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.value_reads import read_scalar, reads_for_user
+from autoaccum.devices.simulated.tracing.value_reads import locate_read, read_scalar, reads_for_user
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -70,6 +71,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on differences between the simulation and a real run.
         checks: Sentences on checks of values that were assumed to pass.
+        read_at: The first line that has read known values; empty if none has.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
@@ -92,6 +94,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self.checks: dict[str, None] = {}
+        self.read_at = ""
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
@@ -99,6 +102,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.cpu_values: CpuValues | None = None
         self._keep_values = propagate_values
         self._depth = 0
+        self._has_sparse = False
         self._cache = OperatorCache(self._make)
         self._observer = WorkspaceObserver(torch_release())
         self._memory: dict[Any, OperatorMemory] = {}
@@ -139,6 +143,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if known is not None:
                     self._record(None, func, args, kwargs, known)
                     return known
+        if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
+            self._has_sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
         if func is _TO_COPY and (host_copy := self._host_copy(args[0], kwargs)) is not None:
@@ -199,8 +206,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return values.to(kwargs.get("dtype") or values.dtype, copy=True)
 
     def count_read(self) -> None:
-        """Count a read of values, where they are computed."""
+        """Count a read of values, where they are computed, and keep the line of the first one."""
         self.recorder.reads += self.cpu_values is not None
+        self.read_at = self.read_at or locate_read()
 
     def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator with a value-dependent shape; None if the values are not known."""
@@ -286,6 +294,15 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes)
         return fake
+
+    def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
+        """Make a sparse tensor on the card without its indices and values."""
+        sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made = _aten._sparse_coo_tensor_with_dims.default(
+                sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
+            )
+        return FakeTensor(self, made, DEVICE)
 
     def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""

@@ -19,8 +19,6 @@ OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
 """Called before each allocation with the phase, whether the block is a workspace (of a kernel or library), and for a
 tensor's storage the dtype of its first tensor."""
 
-_DENSE = "leave out sparse=True of embeddings, or plan where it can run: --device cuda on a card, or --device cpu here"
-
 _Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
 """A live storage, the number and size of its block (0: it was emptied, and its block freed), and its dtype."""
 
@@ -62,9 +60,7 @@ class Recorder:
             if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
-                    raise UnsupportedError(
-                        f"a tensor of layout {layout} is made, but only dense ones can be simulated", hint=_DENSE
-                    )
+                    raise UnsupportedError(f"a tensor of layout {layout} is made, but only dense ones can be simulated")
                 self._record_storage(tensor.untyped_storage(), tensor.dtype)
 
     def record_resized(self, storage: torch.UntypedStorage) -> None:
