@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ def pictures(size: int) -> dict[str, Tensor]:
     return {"pictures": torch.randn(size, 1, 8, 8), "steps": torch.randint(0, 10, (size,))}
 
 
-@cache
 def noising() -> Any:
     from diffusers import DDPMScheduler
 
