@@ -35,6 +35,7 @@ def pictures(size: int) -> dict[str, Tensor]:
 
 
 def noising() -> Any:
+    """Made anew at each call: a cached function cannot be sent to a child by value."""
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(num_train_timesteps=10)
