@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from autoaccum.api_training import tune as tune
     from autoaccum.planning.comparison import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
+    from autoaccum.sources.spec import Workload as Workload
     from autoaccum.training.fit_events import FitResult as FitResult
     from autoaccum.tuning.tuning_records import Tuning as Tuning
     from autoaccum.verification.verification_result import Verification as Verification
-    from autoaccum.workload.spec import Workload as Workload
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "FitResult": "autoaccum.training.fit_events",
     "Tuning": "autoaccum.tuning.tuning_records",
     "Verification": "autoaccum.verification.verification_result",
-    "Workload": "autoaccum.workload.spec",
+    "Workload": "autoaccum.sources.spec",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -52,7 +52,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 def _find(workload: str, root: Path, beside: Path) -> str:
     """Return the reference with its file's absolute path, a module unchanged; raise WorkloadError for no such file."""
     from autoaccum.errors import WorkloadError
-    from autoaccum.workload.module_names import split_reference
+    from autoaccum.sources.module_names import split_reference
 
     file, colon, name = split_reference(workload)
     for folder in (root, beside):

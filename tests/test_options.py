@@ -16,8 +16,8 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import WORKLOAD_OPTIONS, Command, OptionArguments, Options, read_savers
 from autoaccum.planning import plan_setup
+from autoaccum.sources.spec import Workload
 from autoaccum.units import MemorySize
-from autoaccum.workload.spec import Workload
 
 OPTIONS: Mapping[str, tuple[str, Any]] = {
     "optimizer": ("sgd", "sgd"),

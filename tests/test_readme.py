@@ -17,12 +17,12 @@ from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.devices.base import Trial
-from autoaccum.devices.simulated.cards import all_cards
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.project import find_project
 from autoaccum.planning.plan_record import Plan
-from autoaccum.workload.loading import load_workload
+from autoaccum.simulation.cards import all_cards
+from autoaccum.sources.loading import load_workload
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

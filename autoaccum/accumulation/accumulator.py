@@ -60,8 +60,8 @@ from autoaccum.options import (
     read_accumulate_in,
     read_savers,
 )
-from autoaccum.workload.batches import batch_size, read_batching
-from autoaccum.workload.objective import read_coupled_loss, with_coupling
+from autoaccum.sources.batches import batch_size, read_batching
+from autoaccum.sources.objective import read_coupled_loss, with_coupling
 
 
 class Accumulator:

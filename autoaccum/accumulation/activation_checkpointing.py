@@ -22,7 +22,7 @@ from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
-from autoaccum.workload.module_names import distinct_names, mask_numbers
+from autoaccum.sources.module_names import distinct_names, mask_numbers
 
 _MOST_NAMED = 3
 

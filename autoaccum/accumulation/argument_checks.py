@@ -17,8 +17,8 @@ from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
-from autoaccum.workload.objective import Objective, Reduction, resolve_objective
-from autoaccum.workload.optimizers import closure_refusal, needs_closure
+from autoaccum.sources.objective import Objective, Reduction, resolve_objective
+from autoaccum.sources.optimizers import closure_refusal, needs_closure
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")

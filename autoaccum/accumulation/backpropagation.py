@@ -21,9 +21,9 @@ from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, join_batches, move_batch
-from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
-from autoaccum.workload.pytree import tensors
+from autoaccum.sources.batches import batch_size, join_batches, move_batch
+from autoaccum.sources.objective import Objective, Reduction, Weights, match_weights
+from autoaccum.sources.pytree import tensors
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.sharded import ShardedParts

@@ -27,8 +27,8 @@ from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
-from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.model_copies import (
+from autoaccum.sources.batches import batch_size, move_batch, split_batch
+from autoaccum.sources.model_copies import (
     cast_batch,
     copy_model,
     copy_module,
@@ -40,9 +40,9 @@ from autoaccum.workload.model_copies import (
     one_thread,
     prepare_copy,
 )
-from autoaccum.workload.objective import Objective
-from autoaccum.workload.samples import take_small_batch
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.samples import take_small_batch
+from autoaccum.sources.spec import Workload
 
 SAMPLES = 4
 _HALF = 2

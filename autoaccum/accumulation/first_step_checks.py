@@ -21,12 +21,12 @@ from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
 from autoaccum.accumulation.transaction import AttributesCopy, ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, join_batches, split_batch
-from autoaccum.workload.model_loss import IGNORED
-from autoaccum.workload.objective import AS_ONE_MODULE, Objective
-from autoaccum.workload.pytree import CustomBatch
-from autoaccum.workload.weight_candidates import find_leaves, ignored_labels_warning, is_integer
-from autoaccum.workload.weight_check import Advice, BatchLosses, Unchecked, compare_losses
+from autoaccum.sources.batches import batch_size, join_batches, split_batch
+from autoaccum.sources.model_loss import IGNORED
+from autoaccum.sources.objective import AS_ONE_MODULE, Objective
+from autoaccum.sources.pytree import CustomBatch
+from autoaccum.sources.weight_candidates import find_leaves, ignored_labels_warning, is_integer
+from autoaccum.sources.weight_check import Advice, BatchLosses, Unchecked, compare_losses
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.backpropagation import Backpropagation

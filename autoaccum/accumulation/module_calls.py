@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autoaccum.workload import pytree
+from autoaccum.sources import pytree
 
 Key: TypeAlias = "tuple[str, str, int]"
 """A module's name, `in` or `out`, and the number of its calls before this one."""

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from autoaccum.accumulation.rng_state import GENERATORS, Generator
-from autoaccum.workload.module_names import module_files
-from autoaccum.workload.tracebacks import is_user_file
+from autoaccum.sources.module_names import module_files
+from autoaccum.sources.tracebacks import is_user_file
 
 if TYPE_CHECKING:
-    from autoaccum.workload.objective import Objective
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.objective import Objective
+    from autoaccum.sources.spec import Workload
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, deque, set)

@@ -19,8 +19,8 @@ from autoaccum.accumulation.gradients import restore_scaler
 from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES
 from autoaccum.accumulation.rng_state import Generator, RngState
 from autoaccum.accumulation.sharded_tensors import local_part
+from autoaccum.sources import pytree
 from autoaccum.units import MIB
-from autoaccum.workload import pytree
 
 _SMALL_BYTES = MIB
 """Buffers up to this size are copied on their own device, without a synchronisation; larger ones to the host, so that a

@@ -43,8 +43,8 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
-from autoaccum.workload.batches import split_batch
-from autoaccum.workload.objective import Weights
+from autoaccum.sources.batches import split_batch
+from autoaccum.sources.objective import Weights
 
 
 class Progress:

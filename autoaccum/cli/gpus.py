@@ -25,9 +25,9 @@ def command(name: str | None, as_json: bool) -> None:
     """
     import json
 
-    from autoaccum.devices.simulated.cards import all_cards, find_card, matching_cards
     from autoaccum.reporting.comparison_table import card_record, print_cards
     from autoaccum.reporting.console import make_console
+    from autoaccum.simulation.cards import all_cards, find_card, matching_cards
 
     cards = all_cards() if name is None else matching_cards(name) or (find_card(name),)
     if as_json:

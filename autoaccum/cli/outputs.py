@@ -163,7 +163,7 @@ def check_names(files: Mapping[str, str]) -> None:
 
 def check_apart(option: str, file: str, workload: str) -> None:
     """Raise UsageError if `file`, which `option` names, is the workload's own source."""
-    from autoaccum.workload.module_names import split_reference
+    from autoaccum.sources.module_names import split_reference
 
     source, _, _ = split_reference(workload)
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))

@@ -15,9 +15,9 @@ from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.cards import Card
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.simulation.cards import Card
 
 _MOST_NAMED = 5
 
@@ -97,8 +97,8 @@ class CudaDevice(ChildDevice):
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""
         from autoaccum.devices.environment import read_torch_release
-        from autoaccum.devices.simulated.cards import context_memory, installed_card
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+        from autoaccum.simulation.cards import context_memory, installed_card
 
         limit_bytes = self.limit_bytes
         assert self._report is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 from autoaccum.accumulation import rng_state
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable, find_user_methods
-from autoaccum.workload.objective import Objective
+from autoaccum.sources.objective import Objective
 
 _GLOBAL: Final = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _WORDS: Final = {"numbers near 1": 0x12DD9BB3, "numbers near 0": 0x953CF161}

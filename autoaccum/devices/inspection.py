@@ -31,12 +31,12 @@ from autoaccum.devices.host_draws import find_draw, find_own_generators, generat
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.workload.batches import move_batch
-from autoaccum.workload.model_loss import ignores_items
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.step_recipe import describe_recipe
-from autoaccum.workload.transformers_trainer import PreparedLoss
-from autoaccum.workload.weight_check import Advice, check_weighting
+from autoaccum.sources.batches import move_batch
+from autoaccum.sources.model_loss import ignores_items
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.step_recipe import describe_recipe
+from autoaccum.sources.transformers_trainer import PreparedLoss
+from autoaccum.sources.weight_check import Advice, check_weighting
 
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""

@@ -19,8 +19,8 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import (
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import (
     BatchReader,
     batch_size,
     join_batches,
@@ -29,10 +29,10 @@ from autoaccum.workload.batches import (
     split_batch,
     wrap_batch,
 )
-from autoaccum.workload.objective import read_coupled_loss, resolve_objective
-from autoaccum.workload.optimizers import OptimizerLike
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import blame_workload
+from autoaccum.sources.objective import read_coupled_loss, resolve_objective
+from autoaccum.sources.optimizers import OptimizerLike
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
 _MORE = f"return as many as asked, or {_SAMPLE}"

@@ -18,11 +18,11 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import move_batch
-from autoaccum.workload.objective import Objective
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import user_code
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import move_batch
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import user_code
 
 EMA_DECAY = 0.999
 """The default of torch.optim.swa_utils.get_ema_multi_avg_fn."""

@@ -27,9 +27,9 @@ from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTri
 from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.samples import apply_settings
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.samples import apply_settings
+from autoaccum.sources.spec import Workload
 
 
 class TrialChild:

@@ -15,7 +15,7 @@ from autoaccum.options import Reduce
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.spec import Workload
 
 _MOST_GROWN_SHARE, _LEAST_GROWTH = 0.75, 1.25
 """Sizes grow to three quarters of the expected ceiling, each by a quarter at least."""

@@ -42,9 +42,9 @@ from autoaccum.devices.trial_record import (
 )
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Joining, Reduce
-from autoaccum.workload.batches import split_batch
-from autoaccum.workload.objective import Objective
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.batches import split_batch
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.spec import Workload
 
 _GROWING_SHARE = 0.25
 """The part of a trial's time after which sizes grow no more."""

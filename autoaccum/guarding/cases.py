@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.checks import read_count
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, coupled_word
-from autoaccum.workload.module_names import split_reference
+from autoaccum.simulation.cards import find_card
+from autoaccum.sources.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
 

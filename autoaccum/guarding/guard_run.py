@@ -38,8 +38,8 @@ from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import describe_shortfall, measure, request_of
 from autoaccum.guarding.project import Project, checked_out, find_project, select_cases
 from autoaccum.guarding.verdict import compare
+from autoaccum.sources.module_names import mask_numbers
 from autoaccum.units import precise_bytes
-from autoaccum.workload.module_names import mask_numbers
 
 _MOST_LINES = 5
 """Lines of a message for each table."""

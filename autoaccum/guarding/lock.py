@@ -18,7 +18,7 @@ from autoaccum.files import write_text
 from autoaccum.guarding.cases import Case, case_name, make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, read_record, to_plain
-from autoaccum.workload.module_names import compact_names, expand_name
+from autoaccum.sources.module_names import compact_names, expand_name
 
 SCHEMA: Final = 3
 _SCHEMA: Final = re.compile(r'\{"autoaccum-lock": (\d{1,9})\b', re.ASCII)

@@ -20,7 +20,7 @@ from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
 from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
-from autoaccum.workload.module_names import split_reference
+from autoaccum.sources.module_names import split_reference
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
-from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Growth, Measurement, Outcome, Tolerance, Verdict
 from autoaccum.guarding.measuring import describe_shortfall
+from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
+from autoaccum.sources.module_names import common_name, compact_names, mask_numbers
 from autoaccum.units import percent, precise_bytes, signed_bytes
-from autoaccum.workload.module_names import common_name, compact_names, mask_numbers
 
 _ROUNDING: Final = 1e-9
 _HINTS: Final[Mapping[Outcome, str]] = {"regressed": "if it is meant, lock it in", "improved": "lock it in"}

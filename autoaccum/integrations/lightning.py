@@ -22,9 +22,9 @@ from autoaccum.checks import counted
 from autoaccum.errors import UsageError
 from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running
 from autoaccum.planning.plan_record import Plan
-from autoaccum.workload.batches import batch_size
-from autoaccum.workload.lightning_module import PRECISIONS
-from autoaccum.workload.objective import read_weight
+from autoaccum.sources.batches import batch_size
+from autoaccum.sources.lightning_module import PRECISIONS
+from autoaccum.sources.objective import read_weight
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

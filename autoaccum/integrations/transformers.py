@@ -21,8 +21,8 @@ from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
 from autoaccum.options import RECOMPUTE
 from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
-from autoaccum.workload.model_loss import ignores_items
-from autoaccum.workload.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
+from autoaccum.sources.model_loss import ignores_items
+from autoaccum.sources.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""

@@ -26,7 +26,7 @@ from autoaccum.serialization import to_plain
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.card_fleet import CardFleet
-    from autoaccum.devices.simulated.cards import Card
+    from autoaccum.simulation.cards import Card
 
 _MILLION = 1_000_000
 _SHARES_TRACES = (

@@ -17,7 +17,7 @@ from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.cards import Card
+    from autoaccum.simulation.cards import Card
 
 ALL: Final = "all"
 """In place of savers: sets of them are compared."""
@@ -68,7 +68,7 @@ class ComparisonRequest:
     @cached_property
     def cards(self) -> tuple[Card, ...]:
         """The cards."""
-        from autoaccum.devices.simulated.cards import find_cards
+        from autoaccum.simulation.cards import find_cards
 
         return find_cards(self.gpu)
 
@@ -125,7 +125,7 @@ def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
         UsageError: The file cannot be read or has other columns, or a line has no price above 0, no card, or one that
             was there before.
     """
-    from autoaccum.devices.simulated.cards import find_card
+    from autoaccum.simulation.cards import find_card
 
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()

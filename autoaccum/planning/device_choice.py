@@ -46,9 +46,9 @@ def make_device(settings: TrialSettings) -> Device:
 
 def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
     """Return the simulated card `gpu`, without importing torch in this process."""
-    from autoaccum.devices.simulated.cards import find_card
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.simulation.cards import find_card
 
     card = find_card(gpu)
     return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))

@@ -21,7 +21,7 @@ from autoaccum.planning.plan_request import PlanRequest
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import Checkout
     from autoaccum.devices.live_tensors import LiveTensors
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.spec import Workload
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def resolve_workload(
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
     """Return the Workload of a Trainer, whose model shares the tensors of the Trainer's."""
-    from autoaccum.workload.trainers import workload_of
+    from autoaccum.sources.trainers import workload_of
 
     trainer = live["trainer"]
     workload = workload_of(trainer, live=True, **{name: live[name] for name in given if name != "trainer"})
@@ -212,8 +212,8 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
 
 def _with_options(workload: Any, options: Options, share: int, verb: str) -> Workload:
     """Return the Workload with the options in place of its own."""
-    from autoaccum.workload.samples import apply_settings
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.samples import apply_settings
+    from autoaccum.sources.spec import Workload
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))

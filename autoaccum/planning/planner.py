@@ -37,7 +37,7 @@ from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, explain_m
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.spec import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
 _FORECAST_TIME_SHARE = 0.25

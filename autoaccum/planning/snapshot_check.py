@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum.devices.simulated.allocator.recording import (
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.errors import UsageError
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import make_setup
+from autoaccum.simulation.allocator.recording import (
     ReplayDifference,
     read_recording,
     replay_recording,
     why_not_replayed,
 )
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.errors import UsageError
-from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import make_setup
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted, join_words
-from autoaccum.devices.simulated.cards import Card, card_rates, context_memory
 from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.planning.throughput import BAND, RATIO_BAND
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
+from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
 _NONE, _SPEED = "-", ">speed"

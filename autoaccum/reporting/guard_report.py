@@ -34,8 +34,8 @@ from autoaccum.guarding.guard_result import (
 from autoaccum.reporting.console import PlainConsole, make_console, one_line, row_lines
 from autoaccum.reporting.page import Page, report_page
 from autoaccum.reporting.progress import Progress
+from autoaccum.sources.module_names import split_reference
 from autoaccum.units import percent, precise_bytes, signed_bytes
-from autoaccum.workload.module_names import split_reference
 
 NONE = "-"
 OUTCOMES: dict[Outcome, tuple[str, str]] = {

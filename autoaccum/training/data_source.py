@@ -20,6 +20,9 @@ from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import batch_size, split_batch, wrap_batch
+from autoaccum.sources.readings import is_samples
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data_windows import (
     END,
@@ -32,9 +35,6 @@ from autoaccum.training.data_windows import (
 )
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.map_style_data import MapStyleSource
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
-from autoaccum.workload.readings import is_samples
 
 _DATA_HINT = "give a Dataset, a DataLoader, or an iterable of batches"
 

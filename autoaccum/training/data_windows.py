@@ -21,10 +21,10 @@ from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import DataWorkerError, UsageError, WorkloadError
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import BatchReader, batch_size, join_batches, read_batch
-from autoaccum.workload.readings import is_samples
-from autoaccum.workload.samples import LongestBatches, longest_first
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import BatchReader, batch_size, join_batches, read_batch
+from autoaccum.sources.readings import is_samples
+from autoaccum.sources.samples import LongestBatches, longest_first
 
 END: Final = object()
 """Returned after the last entry."""

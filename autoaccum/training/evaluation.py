@@ -23,6 +23,9 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.whole_batch.parts_runners import LossOfAll
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
+from autoaccum.sources.batches import batch_size, move_batch, split_batch
+from autoaccum.sources.objective import Objective, match_weights
+from autoaccum.sources.pytree import unwrap_batch
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_windows import Reader
 from autoaccum.training.fit_events import Evaluated
@@ -30,9 +33,6 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.stopping import TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
-from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.objective import Objective, match_weights
-from autoaccum.workload.pytree import unwrap_batch
 
 
 class EvaluationData:

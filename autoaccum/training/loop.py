@@ -15,6 +15,7 @@ from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
+from autoaccum.sources.batches import batch_size
 from autoaccum.training.checkpoints import CheckpointWriter
 from autoaccum.training.data_source import Source
 from autoaccum.training.data_windows import Window
@@ -33,7 +34,6 @@ from autoaccum.training.training_state import (
     capture_training,
     restore_training,
 )
-from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")
 

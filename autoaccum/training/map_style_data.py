@@ -18,6 +18,8 @@ from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rn
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
+from autoaccum.sources.model_copies import fixed_seeds
+from autoaccum.sources.samples import spread_indices
 from autoaccum.training.data_windows import (
     END,
     DataSettings,
@@ -29,8 +31,6 @@ from autoaccum.training.data_windows import (
     worker_options,
 )
 from autoaccum.training.fit_events import Notice
-from autoaccum.workload.model_copies import fixed_seeds
-from autoaccum.workload.samples import spread_indices
 
 
 class MapStyleSource(WindowSource):

@@ -50,14 +50,14 @@ from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
+from autoaccum.sources.batches import read_batching
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.objective import Objective, read_coupled_loss, with_coupling
+from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
+from autoaccum.sources.samples import replace_fields
+from autoaccum.sources.spec import Workload, no_batch
 from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.workload.batches import read_batching
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.objective import Objective, read_coupled_loss, with_coupling
-from autoaccum.workload.optimizers import make_optimizer, set_learning_rate
-from autoaccum.workload.samples import replace_fields
-from autoaccum.workload.spec import Workload, no_batch
 
 _OF_THE_LOSS = ("loss", "criterion", "outputs", "coupled_loss", "weight")
 

@@ -22,15 +22,15 @@ from autoaccum.devices.inspection import name_dtype
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
+from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
+from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.tracebacks import blame_exit
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.fit_events import Evaluated, Started, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
 from autoaccum.tuning.tuning_records import MILESTONES, FinalState, Outcome, Setting, WorkloadFacts
-from autoaccum.workload.optimizers import get_learning_rate, scheduler_follows_rate
-from autoaccum.workload.spec import Workload, no_batch
-from autoaccum.workload.tracebacks import blame_exit
 
 ShouldContinue = Callable[[int, float], bool]
 """Called with a milestone (percent of the budget) and the held-out loss; returns whether to continue."""

@@ -23,7 +23,7 @@ from autoaccum.tuning.tuning_records import (
 )
 
 if TYPE_CHECKING:
-    from autoaccum.workload.spec import Workload
+    from autoaccum.sources.spec import Workload
 
 
 class TuningChild:
@@ -51,8 +51,8 @@ class TuningChild:
         """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""
         request.paths.use()
         from autoaccum.devices.trial_run import seed_everything
-        from autoaccum.workload.loading import load_workload
-        from autoaccum.workload.samples import replace_fields
+        from autoaccum.sources.loading import load_workload
+        from autoaccum.sources.samples import replace_fields
 
         seed_everything()
         options = Options(**request.options)

@@ -16,13 +16,13 @@ from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
+from autoaccum.sources.batches import split_batch
+from autoaccum.sources.weight_check import BatchLosses, LossComparison, advise, find_weights
 from autoaccum.verification.loop_causes import explain_loop
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances, compare
 from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Cause, Comparison
-from autoaccum.workload.batches import split_batch
-from autoaccum.workload.weight_check import BatchLosses, LossComparison, advise, find_weights
 
 _SLACK = 16.0
 """The rounding in a combination of several runs, in units of that in one comparison."""

@@ -23,12 +23,12 @@ from autoaccum.accumulation.transaction import ModulesCopy
 from autoaccum.checks import type_name
 from autoaccum.devices.budget import Deadline
 from autoaccum.errors import WorkloadError
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import move_batch
-from autoaccum.workload.model_copies import copy_module, copy_objective
-from autoaccum.workload.objective import Objective
-from autoaccum.workload.pytree import map_tensors
-from autoaccum.workload.spec import Workload
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import move_batch
+from autoaccum.sources.model_copies import copy_module, copy_objective
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.pytree import map_tensors
+from autoaccum.sources.spec import Workload
 
 Precision = Literal["fp64", "fp32"]
 OUTSIDE = "<"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from autoaccum.accumulation.backpropagation import make_shares
 from autoaccum.errors import AutoaccumError
+from autoaccum.sources.objective import match_weights
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import Ablation, UpdateResult
 from autoaccum.verification.verification_result import Cause, Window
-from autoaccum.workload.objective import match_weights
 
 LoopMistake = Literal["undivided", "divided twice", "mean of means", "last window", "weights"]
 

@@ -20,11 +20,11 @@ from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
+from autoaccum.sources.batches import batch_size, join_batches, split_batch
+from autoaccum.sources.objective import Objective
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.update_comparison import distance, largest_entry
 from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult, UpdateRun
-from autoaccum.workload.batches import batch_size, join_batches, split_batch
-from autoaccum.workload.objective import Objective
 
 _ANY_ORDER = ReplayMismatch("a loop may draw in any order")
 _KEPT = 3

@@ -18,10 +18,10 @@ from autoaccum.accumulation.schedule import slices
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.trial_run import seed_everything
+from autoaccum.sources.batches import split_batch
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Method
-from autoaccum.workload.batches import split_batch
 
 _PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others within a collective."""

@@ -24,11 +24,11 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import WorkloadError
 from autoaccum.options import BatchNormMode
+from autoaccum.sources.batches import batch_size
+from autoaccum.sources.objective import CoupledLoss, Objective, match_weights, with_coupling
+from autoaccum.sources.pytree import unwrap_batch
+from autoaccum.sources.tracebacks import user_code
 from autoaccum.verification.fixture import Fixture, TrainingCopy
-from autoaccum.workload.batches import batch_size
-from autoaccum.workload.objective import CoupledLoss, Objective, match_weights, with_coupling
-from autoaccum.workload.pytree import unwrap_batch
-from autoaccum.workload.tracebacks import user_code
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
 

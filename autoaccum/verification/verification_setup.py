@@ -16,13 +16,13 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.plan_setup import resolve_workload
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.optimizers import check_optimizer
+from autoaccum.sources.samples import apply_settings, replace_fields
+from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.tracebacks import blame_exit
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.optimizers import check_optimizer
-from autoaccum.workload.samples import apply_settings, replace_fields
-from autoaccum.workload.spec import Workload, no_batch
-from autoaccum.workload.tracebacks import blame_exit
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,6 +20,11 @@ from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
+from autoaccum.sources.batches import split_batch
+from autoaccum.sources.samples import take_small_batch
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import user_code
+from autoaccum.sources.weight_candidates import shorten
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
@@ -43,11 +48,6 @@ from autoaccum.verification.verification_result import (
     VerificationStarted,
     Window,
 )
-from autoaccum.workload.batches import split_batch
-from autoaccum.workload.samples import take_small_batch
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import user_code
-from autoaccum.workload.weight_candidates import shorten
 
 _NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
 _SINGLE = "if BatchNorm cannot run a single sample, give --batchnorm exact, or --micro-batch 2"

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.workload.objective import resolve_objective
+from autoaccum.sources.objective import resolve_objective
 
 MODEL = nn.Linear(3, 3)
 SGD = torch.optim.SGD(MODEL.parameters())

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling, probe_model, probe_workload
-from autoaccum.workload.objective import resolve_objective
-from autoaccum.workload.pytree import map_tensors
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.objective import resolve_objective
+from autoaccum.sources.pytree import map_tensors
+from autoaccum.sources.spec import Workload
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[[int], Any]]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as torch's documentation has it
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.workload.criteria import CLASSES
+from autoaccum.sources.criteria import CLASSES
 
 SAMPLES = 7
 SPLITS = {"all": 7, "one": 1, "uneven": 3, "almost": 6, "even-of-8": 4}

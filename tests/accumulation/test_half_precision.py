@@ -19,7 +19,7 @@ from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, clip_
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.spec import Workload
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

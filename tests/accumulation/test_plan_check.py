@@ -15,9 +15,9 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
+from autoaccum.sources.objective import resolve_objective
+from autoaccum.sources.spec import Workload
 from autoaccum.units import GIB
-from autoaccum.workload.objective import resolve_objective
-from autoaccum.workload.spec import Workload
 
 CARD = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA A100-SXM4-40GB", "total_bytes": 40 * GIB}
 HERE = {"model": "GPT", "parameters": 10, "parameter_bytes": 40, "optimizer": "AdamW", "precision": "bf16"} | {

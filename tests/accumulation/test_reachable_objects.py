@@ -23,8 +23,8 @@ from autoaccum.accumulation.reachable_objects import (
     is_user_class,
 )
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.objective import resolve_objective
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.objective import resolve_objective
 
 
 class Own(nn.Module):

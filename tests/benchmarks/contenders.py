@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import autoaccum
 from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.spec import Workload
 
 _ENOUGH_UPDATES = 2
 """In the second one the optimizer has its state: more of them tell no more."""

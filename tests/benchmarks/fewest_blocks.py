@@ -14,9 +14,6 @@ from measuring import ROOT, format_markdown
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_record import Inspect
@@ -24,6 +21,9 @@ from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MemorySize, format_bytes
 
 CARD = "rtx3090"

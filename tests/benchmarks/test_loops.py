@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.loops import Loop, predict_loop, trace_loop
 
-from autoaccum.devices.simulated.cards import find_card
+from autoaccum.simulation.cards import find_card
 
 pytestmark = pytest.mark.usefixtures("frozen")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.workload.loading import load_workload
+from autoaccum.sources.loading import load_workload
 
 OF_TRANSFORMERS = ("bert_base", "resnet50")
 """They need that library, and the benchmark itself counts their samples."""

@@ -8,9 +8,9 @@ from published_ranks import CARD, PUBLISHED, WORKLOAD
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.options import Options
+from autoaccum.simulation.cards import find_card
 
 
 @pytest.mark.slow

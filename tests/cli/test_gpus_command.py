@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autoaccum.cli import main
-from autoaccum.devices.simulated.cards import all_cards
+from autoaccum.simulation.cards import all_cards
 
 
 def invoke(*words: str) -> Result:

@@ -16,10 +16,10 @@ from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import WorkloadError
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MIB
 
 UNLUCKY_SIZE = 7

@@ -14,7 +14,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.spec import Workload
 
 
 def linear() -> nn.Module:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from autoaccum.devices.live_objects import make_batches, workload_of_objects
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.workload.batches import batch_size
-from autoaccum.workload.objective import resolve_objective
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.batches import batch_size
+from autoaccum.sources.objective import resolve_objective
+from autoaccum.sources.spec import Workload
 
 
 def live(model: Any, **given: Any) -> Workload:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.objective import resolve_objective
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.objective import resolve_objective
+from autoaccum.sources.spec import Workload
 
 SIZE = 4
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
-from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.errors import NotMeasuredError
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import read_settings
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB
 from tests.gpu.cases import Case
 

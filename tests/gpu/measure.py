@@ -21,7 +21,7 @@ import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
 from autoaccum.devices.card_meter import read_card
-from autoaccum.devices.simulated.cards import Card, find_card, installed_card
+from autoaccum.simulation.cards import Card, find_card, installed_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table

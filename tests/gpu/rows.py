@@ -11,9 +11,9 @@ import torch
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import make_device
+from autoaccum.simulation.cards import Card
 from autoaccum.units import GIB, MemorySize
 from tests.gpu.cases import CASES, Case
 from tests.gpu.comparison import measure, predict, trace_case

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from autoaccum.devices.child.process import PACKAGE_ROOT
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.workspace_rules import estimate
-from autoaccum.devices.simulated.torch_patches import torch_release
-from autoaccum.devices.simulated.trace_records import Workspace
-from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
-from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.operators.workspace_rules import estimate
+from autoaccum.simulation.torch_patches import torch_release
+from autoaccum.simulation.trace_records import Workspace
+from autoaccum.simulation.tracing.fake_cuda import DEVICE
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.simulation import simulate
 from tests.gpu.alignment import TENSOR, Expected, peak_bytes
 from tests.gpu.operation import Operation
 from tests.gpu.operations import all_operations

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MIB
 from tests.gpu.cases import Case
 from tests.gpu.comparison import GRAIN_BYTES, MOST_TRIALS, TOLERANCE, find_least, measure, predict, trace_case

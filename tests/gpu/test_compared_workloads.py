@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.trial_record import Loaded
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
 from tests.gpu.cases import CASES, FOLDER
 
 NAMES = {file: sorted({case.name for case in CASES if case.file == file}) for file in {case.file for case in CASES}}

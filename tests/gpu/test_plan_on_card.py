@@ -55,7 +55,7 @@ def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, referenc
 
 def train(made: Any, reference: str, place: torch.device) -> None:
     """Two updates by the plan, under its own budget and not by retries."""
-    from autoaccum.workload.loading import load_workload
+    from autoaccum.sources.loading import load_workload
 
     workload = load_workload(reference)
     model = workload.build_model().to(place)

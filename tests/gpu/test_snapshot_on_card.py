@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.devices.simulated.allocator.recording import read_recording, replay_recording
+from autoaccum.simulation.allocator.recording import read_recording, replay_recording
 
 SHARED = Path(__file__).parents[1] / "shared"
 RECORD, WORKLOAD = SHARED / "real_allocator" / "record_snapshot.py", SHARED / "workloads" / "recorded_net.py"

@@ -14,14 +14,14 @@ import torch
 
 from autoaccum.api import plan
 from autoaccum.options import Options
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.spec import Workload
 from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tuning_records import BatchSizeRange, Outcome, Setting, TuneRequest
-from autoaccum.workload.loading import load_workload
-from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05

@@ -16,7 +16,6 @@ from synthetic_traces import Sizes, SyntheticTracer, linear
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding import measuring
@@ -27,6 +26,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MIB, MemorySize
 
 ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}

@@ -18,7 +18,6 @@ from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import Growth, Measurement, Tolerance, Verdict
@@ -26,6 +25,7 @@ from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
 from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.simulation.cards import find_card
 
 CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=2)
 """Two micro-batches of two samples, which is what inspecting traces, on a card that has room for far more."""

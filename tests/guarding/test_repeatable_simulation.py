@@ -10,9 +10,9 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.simulation.cards import find_card
 
 PARTS = (3000, 3000)
 UNRULY = """

@@ -20,7 +20,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.workload.objective import resolve_objective
+from autoaccum.sources.objective import resolve_objective
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoaccum
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import move_batch
+from autoaccum.sources.batches import move_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")  # Of its import: a FutureWarning from torch 2.15 on.
 

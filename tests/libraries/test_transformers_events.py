@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.tracing.simulation import simulate
 
 Event = tuple[Any, ...]
 Batch = Mapping[str, Tensor]

@@ -18,7 +18,7 @@ from torch.optim import SGD
 import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.workload.weight_check import check_weighting
+from autoaccum.sources.weight_check import check_weighting
 
 IMPORTED = ("transformers.models.llama.modeling_llama",)
 SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}

@@ -23,9 +23,9 @@ from warm_children import WarmRanks
 import autoaccum
 from autoaccum import Plan
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
+from autoaccum.sources.model_copies import REPLACED_BY
+from autoaccum.sources.trainers import free_card, workload_of
 from autoaccum.units import GIB, MIB
-from autoaccum.workload.model_copies import REPLACED_BY
-from autoaccum.workload.trainers import free_card, workload_of
 
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}

@@ -8,10 +8,10 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
 
 DETR = """
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig

@@ -22,8 +22,8 @@ from autoaccum.devices.inspection import inspect_workload
 from autoaccum.planning.plan_messages import all_notes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.sources.spec import Workload
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.spec import Workload
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

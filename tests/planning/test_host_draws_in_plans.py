@@ -11,11 +11,11 @@ from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import MIB, MemorySize
 
 MODEL = """

@@ -14,7 +14,7 @@ from autoaccum.api import plan
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_setup import make_setup
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.spec import Workload
 
 PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
 

@@ -10,7 +10,6 @@ from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.trial_record import PartsRequest
 from autoaccum.errors import DoesNotFitError, WorkloadError
@@ -19,6 +18,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.reporting.plan_report import accumulator_line, answer_rows
+from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MIB, MemorySize
 
 

@@ -14,16 +14,16 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 from typing_extensions import Unpack
 
 from autoaccum.devices.base import ChooseParts, Device, Forecast, Inspection, Trial, TrialOptions
-from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.allocator.replay import least_capacity, replay
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import GIB, MIB, MemorySize
 
 

@@ -35,7 +35,7 @@ import torch._dynamo  # As torch.utils.checkpoint does: it is not the model's me
 from autoaccum import Accumulator
 from autoaccum.devices.host_memory import data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
-from autoaccum.workload.loading import load_workload
+from autoaccum.sources.loading import load_workload
 
 reference, savers, budget = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 warm_up()

@@ -20,8 +20,8 @@ from autoaccum.api import plan as plan_by_trials
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
+from autoaccum.sources.loading import load_workload
 from autoaccum.units import GIB
-from autoaccum.workload.loading import load_workload
 
 ROOT = Path(__file__).parents[2]
 

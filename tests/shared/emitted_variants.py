@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from autoaccum.devices.inspection import describe_model
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.step_recipe import describe_recipe
 from autoaccum.units import MIB
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.step_recipe import describe_recipe
 
 
 def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) -> Plan:

@@ -15,10 +15,10 @@ from autoaccum.devices.child.requests import (
     request_message,
     to_json,
 )
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, Tracer
 from autoaccum.errors import WorkloadError
+from autoaccum.simulation.cards import Card
 
 
 class InProcessTracer(Tracer):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.simulation import simulate
 
 
 def make_card(capability: tuple[int, int] = (8, 6), multiprocessors: int = 82, name: str = "c") -> Card:

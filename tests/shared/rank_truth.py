@@ -8,10 +8,10 @@ from typing import Any
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import LabelParts
-from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.options import Options, Parallel, Reduce
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import LabelledTrace
 
 ONE_NUMBER = 8
 """The most bytes of a loss or a count, which the loop keeps."""

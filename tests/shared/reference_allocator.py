@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.simulation.allocator.settings import AllocatorSettings
 
 MIB = 1 << 20
 

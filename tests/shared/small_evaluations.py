@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from autoaccum.sources.objective import resolve_objective
 from autoaccum.training.evaluation import Evaluation, EvaluationData
-from autoaccum.workload.objective import resolve_objective
 
 SAMPLES, CLASSES = 23, 3
 CRITERION = nn.CrossEntropyLoss()

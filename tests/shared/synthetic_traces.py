@@ -17,7 +17,8 @@ from autoaccum.devices.simulated.simulation_requests import (
     TraceParts,
     Tracer,
 )
-from autoaccum.devices.simulated.trace_records import (
+from autoaccum.devices.trial_record import Inspect
+from autoaccum.simulation.trace_records import (
     NO_MODULE,
     LabelledTrace,
     ModuleName,
@@ -26,7 +27,6 @@ from autoaccum.devices.simulated.trace_records import (
     Trace,
     Workspace,
 )
-from autoaccum.devices.trial_record import Inspect
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]

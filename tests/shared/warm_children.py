@@ -239,8 +239,8 @@ def _import(kind: str, imports: Sequence[str]) -> None:
         if kind != "measured":
             for name in ("devices.simulated.simulated_child", "tuning.tuning_child", "tuning.trial_training"):
                 import_module(f"autoaccum.{name}")
-            from autoaccum.devices.simulated.cards import find_card
-            from autoaccum.devices.simulated.tracing.simulation import simulate
+            from autoaccum.simulation.cards import find_card
+            from autoaccum.simulation.tracing.simulation import simulate
 
             stack.enter_context(simulate(find_card("t4")))  # As SimulatedChild.prepare, without threads of backward.
             torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")

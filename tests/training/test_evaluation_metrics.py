@@ -25,9 +25,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.errors import WorkloadError
+from autoaccum.sources.objective import resolve_objective
 from autoaccum.training.evaluation import Evaluation, EvaluationData
 from autoaccum.training.fit_events import Evaluated
-from autoaccum.workload.objective import resolve_objective
 
 
 @pytest.mark.parametrize(

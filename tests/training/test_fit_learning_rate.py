@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
+from autoaccum.sources.spec import Workload
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
-from autoaccum.workload.spec import Workload
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
 DATA = TensorDataset(INPUTS, INPUTS[:, :2].clone())

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.sources.spec import Workload
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingSetup
-from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
 FILE = """

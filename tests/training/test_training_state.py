@@ -20,10 +20,10 @@ from torch.optim import lr_scheduler as schedules
 
 from autoaccum.accumulation.out_of_memory import shrink
 from autoaccum.errors import UsageError
+from autoaccum.sources.objective import resolve_objective
 from autoaccum.training.checkpoints import portable
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Ceiling, capture_settings, capture_training, restore_training
-from autoaccum.workload.objective import resolve_objective
 
 
 class Net(nn.Module):

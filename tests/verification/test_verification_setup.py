@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.sources.spec import Workload
 from autoaccum.verification.verification_result import Compared, VerificationStarted
-from autoaccum.workload.spec import Workload
 
 
 def _model() -> nn.Module:

@@ -21,9 +21,9 @@ from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, re
 from autoaccum.accumulation.transaction import buffer_restorer
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.options import Reduce
-from autoaccum.workload.batches import batch_size, move_batch
-from autoaccum.workload.objective import Weights
-from autoaccum.workload.pytree import tensors
+from autoaccum.sources.batches import batch_size, move_batch
+from autoaccum.sources.objective import Weights
+from autoaccum.sources.pytree import tensors
 
 _SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
 """What is set for a step: attributes of FSDP2's parameter groups (_fully_shard/_fsdp_param_group.py), which has methods

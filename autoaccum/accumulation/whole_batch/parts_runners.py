@@ -23,9 +23,9 @@ from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, Lockstep, p
 from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings, RankOutputs
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import BatchNormMode
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
-from autoaccum.workload.objective import Weights
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import batch_size, join_batches, move_batch, split_batch
+from autoaccum.sources.objective import Weights
 
 _Parts: TypeAlias = Sequence[Any]
 """The parts of the batch, each a nest of tensors."""

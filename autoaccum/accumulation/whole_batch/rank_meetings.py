@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from autoaccum.accumulation.ranks.group import Ranks, TensorPickler
 from autoaccum.accumulation.rng_state import RngState, capture_rng_state, initialized_cuda_devices, restore_rng_state
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.workload import pytree
-from autoaccum.workload.pytree import CustomBatch
+from autoaccum.sources import pytree
+from autoaccum.sources.pytree import CustomBatch
 
 Shares: TypeAlias = list[tuple[Any, list[Tensor]]]
 """The note and the tensors of each rank that has parts."""

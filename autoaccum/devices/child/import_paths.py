@@ -9,7 +9,7 @@ from pathlib import Path
 
 import autoaccum
 from autoaccum.errors import NotMeasuredError
-from autoaccum.workload.module_names import module_files, split_reference
+from autoaccum.sources.module_names import module_files, split_reference
 
 _OWN = Path(autoaccum.__file__).resolve().parent
 """autoaccum's own modules, which are never taken from a checkout."""

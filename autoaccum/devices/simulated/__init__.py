@@ -1,1 +1,1 @@
-"""A GPU that is not there: a training step on fake tensors, and its allocations replayed through an allocator."""
+"""The device of a simulated card: trials that are traced in a child and replayed."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.allocator.replayer import Replays
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import ListAlike, Tracer, UseCard
-from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
+from autoaccum.devices.simulated.trace_cache import TraceCache
+from autoaccum.simulation.allocator.replayer import Replays
+from autoaccum.simulation.cards import Card
 
 _Result = TypeVar("_Result")
 

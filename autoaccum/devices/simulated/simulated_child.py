@@ -34,7 +34,6 @@ from autoaccum.devices.inspection import (
     find_worst_draw,
     probe_size,
 )
-from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,
@@ -48,21 +47,22 @@ from autoaccum.devices.simulated.simulation_requests import (
     TraceParts,
     UseCard,
 )
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
-from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
-from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
-from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
-from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
-from autoaccum.devices.simulated.tracing.recorder import OnAllocation
-from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.options import Options, Parallel
-from autoaccum.workload.spec import Workload
+from autoaccum.simulation.cards import Card, CardInUse
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
+from autoaccum.simulation.tracing.cost_counter import CostCounter
+from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.simulation.tracing.fake_cuda import DEVICE
+from autoaccum.simulation.tracing.labelling import BlockLabeller
+from autoaccum.simulation.tracing.one_rank import prepare_ranks, simulate_ranks
+from autoaccum.simulation.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
+from autoaccum.simulation.tracing.recorder import OnAllocation
+from autoaccum.simulation.tracing.simulation import simulate
+from autoaccum.simulation.unsupported import as_workload_error, reads_missing_host_value
+from autoaccum.sources.spec import Workload
 
 T = TypeVar("T")
 

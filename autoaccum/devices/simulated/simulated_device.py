@@ -24,21 +24,21 @@ from autoaccum.devices.base import (
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import CardRates, MemoryReport, UpdateCost
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
-from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
 from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
-from autoaccum.devices.simulated.trace_records import Trace
-from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Reduce
+from autoaccum.simulation.allocator.settings import AllocatorSettings, read_settings
+from autoaccum.simulation.cards import Card, ContextMemory, all_cards, card_rates, context_memory
+from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from autoaccum.devices.simulated.allocator.recording import Recording
-    from autoaccum.devices.simulated.allocator.replayer import Replayer, Replays, SizedTrace
     from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
+    from autoaccum.simulation.allocator.recording import Recording
+    from autoaccum.simulation.allocator.replayer import Replayer, Replays, SizedTrace
 
 
 _NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
@@ -282,9 +282,9 @@ class SimulatedDevice(Device):
             WorkloadError, NotMeasuredError: The parts cannot be traced.
             UsageError: The record does not end with such an update.
         """
-        from autoaccum.devices.simulated.allocator.replayer import Replayer
         from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
         from autoaccum.devices.simulated.explain.recorded_update import compare_update
+        from autoaccum.simulation.allocator.replayer import Replayer
 
         labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)
         settings = recording.settings.for_card(self._card.total_bytes)  # Those of this process may be others.
@@ -301,7 +301,7 @@ class SimulatedDevice(Device):
 
     @cached_property
     def _replayer(self) -> Replayer:
-        from autoaccum.devices.simulated.allocator.replayer import Replayer  # Later, so that the tracer starts sooner.
+        from autoaccum.simulation.allocator.replayer import Replayer  # Later, so that the tracer starts sooner.
 
         return Replayer(self._card, self._settings, self._torch_version, self._replays)
 

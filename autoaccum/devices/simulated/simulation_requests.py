@@ -12,9 +12,9 @@ from autoaccum.devices.child.process import start_child
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.explanation import UpdateCost
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that runs blocks again in backward."""
@@ -104,7 +104,7 @@ class Tracer(LoadedChild):
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
         process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
-        import_module("autoaccum.devices.simulated.allocator.replayer")  # While the process imports PyTorch.
+        import_module("autoaccum.simulation.allocator.replayer")  # While the process imports PyTorch.
         paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
         load = LoadOnCard(card=card, others=others, device=device, paths=paths, **settings.to_request())
         super().__init__(settings, load, process)

@@ -13,7 +13,7 @@ from torch import nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.ranks.group import join_ranks
-from autoaccum.workload.batches import split_batch
+from autoaccum.sources.batches import split_batch
 
 SIZES = (0, *range(1980, 2060), 100_000)
 

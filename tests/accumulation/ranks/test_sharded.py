@@ -22,7 +22,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import UsageError
 from autoaccum.options import Reduce
-from autoaccum.workload.objective import resolve_objective
+from autoaccum.sources.objective import resolve_objective
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.scores import Predicted
 
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card, ContextMemory, context_memory
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.devices.simulated.torch_patches import torch_release
-from autoaccum.devices.simulated.trace_records import Trace
-from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import read_settings
+from autoaccum.simulation.cards import Card, ContextMemory, context_memory
+from autoaccum.simulation.torch_patches import torch_release
+from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.simulation import simulate
+from autoaccum.sources.batches import move_batch
 from autoaccum.units import MIB
-from autoaccum.workload.batches import move_batch
 
 _EAGER_MIB = {
     # Beside a tensor of one element: torch 1.8.2+cu111 (pytorch/pytorch#55277), and Hugging Face on a model's training.

@@ -14,7 +14,7 @@ from truths.loops import Loop, predict_loop
 from truths.scores import Case, Predicted, Verdict
 from truths.trainer import trainer_loop
 
-from autoaccum.devices.simulated.cards import find_card
+from autoaccum.simulation.cards import find_card
 
 _GIB: Final = 1 << 30
 _ZERO_GRAD: Final = ("start", "before backward", "after step")

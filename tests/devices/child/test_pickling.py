@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from autoaccum.devices.child.pickling import pack, unpack
 from autoaccum.errors import UsageError
-from autoaccum.workload.optimizers import OptimizerLike
-from autoaccum.workload.spec import Workload
+from autoaccum.sources.optimizers import OptimizerLike
+from autoaccum.sources.spec import Workload
 
 
 class Tied(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from asking import make_settings
 
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.simulation.cards import find_card
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import match_replacements
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.simulated.trace_records import EMPTY_CACHE, Trace, Workspace
-from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
+from autoaccum.simulation.allocator.replay import match_replacements
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import EMPTY_CACHE, Trace, Workspace
+from autoaccum.simulation.tracing.trace_scaling import fit_affine_trace
 from autoaccum.units import MIB
 
 EMPTIES = Workspace("empty_cache", (EMPTY_CACHE,))

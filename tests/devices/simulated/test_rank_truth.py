@@ -10,8 +10,8 @@ from math import prod
 import pytest
 from rank_truth import ONE_NUMBER, label, live, start_of
 
-from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.options import Parallel, Reduce
+from autoaccum.simulation.trace_records import LabelledTrace
 
 TOKENS, WIDTH, INNER, BLOCKS, LENGTH = 37, 24, 50, 3, 5
 EDGES = [(TOKENS, WIDTH)]

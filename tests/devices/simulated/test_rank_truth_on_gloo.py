@@ -57,7 +57,7 @@ def count_storages(reference: str, reduce: Reduce) -> dict[str, Counter[int]]:
     """
     from autoaccum import Accumulator
     from autoaccum.accumulation.ranks.launch import shard_model
-    from autoaccum.workload.loading import load_workload
+    from autoaccum.sources.loading import load_workload
 
     workload = load_workload(reference)
     model = shard_model(workload.build_model(), torch.device("cpu"), (RANKS,), workload.parallelize)

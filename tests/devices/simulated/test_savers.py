@@ -10,9 +10,9 @@ import pytest
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.options import Options
+from autoaccum.simulation.cards import find_card
 
 WORKLOAD = """
 import torch

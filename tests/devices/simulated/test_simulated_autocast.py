@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.devices.simulated.tracing import autocast
-from autoaccum.devices.simulated.tracing.autocast import POLICIES, Policy
-from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.simulation.tracing import autocast
+from autoaccum.simulation.tracing.autocast import POLICIES, Policy
+from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.simulation.tracing.simulation import simulate
 
 CARD = make_card()
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

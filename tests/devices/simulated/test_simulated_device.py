@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from synthetic_traces import LAYERS, SyntheticTracer, linear
 
-from autoaccum.devices.simulated.cards import Card, context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.simulation.cards import Card, context_memory, find_card
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = find_card("rtx3090")

@@ -11,7 +11,7 @@ import pytest
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.simulation.trace_records import Trace
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES

@@ -10,8 +10,8 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import Inspect
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
 
 Ask = Callable[[Any], Any]
 Simulated = Callable[..., Ask]

@@ -10,8 +10,8 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.trial_record import Inspect
+from autoaccum.simulation.trace_records import Trace
 
 SIZE, WIDTH, CHANNELS = 4, 32, 64
 WAITING = SIZE * CHANNELS * WIDTH * WIDTH * 4

@@ -1,7 +1,7 @@
 """Write the histories that an installed CUDA build of torch records of its allocator, without a card.
 
 `PYTHONPATH=.:tests/shared python tests/shared/real_allocator/record_history.py SITE_PACKAGES -o FILE` writes those that
-tests/devices/simulated/allocator/test_recorded_replay.py replays. It needs what `record_statistics.py` needs.
+tests/simulation/allocator/test_recorded_replay.py replays. It needs what `record_statistics.py` needs.
 """
 
 from __future__ import annotations

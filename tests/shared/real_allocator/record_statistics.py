@@ -2,7 +2,7 @@
 
 `python tests/shared/real_allocator/record_statistics.py SITE_PACKAGES` needs g++ and the headers of CUDA (in
 CUDA_INCLUDE, else /usr/local/cuda/include). It prints the table of
-tests/devices/simulated/allocator/test_real_allocator.py.
+tests/simulation/allocator/test_real_allocator.py.
 """
 
 from __future__ import annotations

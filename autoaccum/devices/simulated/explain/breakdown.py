@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare
-from autoaccum.devices.simulated.allocator.replayer import SizedTrace
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Role, Trace
-from autoaccum.workload.module_names import distinct_names, mask_numbers
+from autoaccum.simulation.allocator.replayer import SizedTrace
+from autoaccum.simulation.trace_records import LabelledTrace, Role, Trace
+from autoaccum.sources.module_names import distinct_names, mask_numbers
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2

@@ -17,9 +17,6 @@ from autoaccum.devices.budget import Deadline
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, MemoryReport, Timeline
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at
 from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
@@ -30,9 +27,12 @@ from autoaccum.devices.simulated.simulation_requests import (
     TraceChanged,
     Tracer,
 )
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import read_settings
+from autoaccum.simulation.cards import Card, context_memory, installed_card
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
 from autoaccum.units import format_bytes
 
 _EXPANDABLE_SEGMENTS = SuggestedChange(

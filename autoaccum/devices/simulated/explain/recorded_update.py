@@ -10,12 +10,12 @@ from operator import eq
 from typing import Final
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
-from autoaccum.devices.simulated.allocator.recording import Recording
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
 from autoaccum.errors import UsageError
+from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
+from autoaccum.simulation.allocator.recording import Recording
+from autoaccum.sources.module_names import mask_numbers
 from autoaccum.units import KIB
-from autoaccum.workload.module_names import mask_numbers
 
 _BAND_SHARE: Final = 100
 """The hundredth of a peak by which it may be off, beside the workspaces that were not measured."""

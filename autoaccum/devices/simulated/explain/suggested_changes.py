@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.activation_checkpointing import Recompute, describe_blocks
 from autoaccum.checks import type_name
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, SuggestedChange
 from autoaccum.errors import UsageError
 from autoaccum.options import RECOMPUTE
-from autoaccum.workload.optimizers import call_factory
-from autoaccum.workload.spec import Workload
+from autoaccum.simulation.cards import Card
+from autoaccum.sources.optimizers import call_factory
+from autoaccum.sources.spec import Workload
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_LISTS, _FUSED, _PLAIN_SGD = "foreach=False", "fused=True", "SGD"

@@ -14,7 +14,6 @@ from made_up_card import most_held
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
-from autoaccum.devices.simulated.allocator.replayer import SizedTrace
 from autoaccum.devices.simulated.explain.breakdown import (
     MemoryBreakdown,
     classify_blocks,
@@ -24,7 +23,8 @@ from autoaccum.devices.simulated.explain.breakdown import (
     module_shares,
 )
 from autoaccum.devices.simulated.explain.explainer import make_timeline
-from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.simulation.allocator.replayer import SizedTrace
+from autoaccum.simulation.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 from synthetic_traces import make_trace
 
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.explainer import curve_points
-from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import GIB, MIB
 
 

@@ -15,8 +15,8 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
-from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.simulation.trace_records import LabelledTrace
 from autoaccum.units import GIB, MIB
 
 CARD = CardMemory(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.simulated.allocator.replayer import Replayer
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
 from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceChanged, TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
-from autoaccum.workload.spec import Workload
+from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
+from autoaccum.sources.spec import Workload
 
 CARD = find_card("rtx3090")
 PARTS = (6, 5)

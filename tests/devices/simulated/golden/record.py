@@ -28,12 +28,12 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import ChangedTrace
-from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import search
+from autoaccum.simulation.cards import Card, find_card
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
 from autoaccum.units import parse_size
 
 HERE = Path(__file__).resolve().parent

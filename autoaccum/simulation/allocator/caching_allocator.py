@@ -1,0 +1,220 @@
+"""PyTorch's CUDACachingAllocator in Python: the memory that PyTorch reserves on a card, and whether a request fits.
+
+Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The rules are the same from
+torch 2.11 to 2.15, without captured graphs: the libraries of both releases do the same on one stream, and that of 2.15
+on several, request by request (tests/simulation/allocator/test_real_allocator.py). A free block is used again on
+the stream that it was made on only: the original orders the free blocks of all streams by stream first, and so a stream
+has pools of its own here. Two things that CUDA decides are assumed: segments lie in memory in the order of their
+allocation, and a capacity can be used to its last byte.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from autoaccum.simulation.allocator.blocks import Block, BlockPool, ExpandableSegments
+from autoaccum.simulation.allocator.settings import AllocatorSettings
+from autoaccum.units import MIB, format_bytes
+
+SMALL_BYTES: Final = MIB
+SMALL_SEGMENT_BYTES: Final = 2 * MIB
+LARGE_GRAIN_BYTES: Final = 2 * MIB
+LARGE_SEGMENT_BYTES: Final = 20 * MIB
+_LARGE_ALONE_BYTES: Final = 10 * MIB
+MIN_BLOCK_BYTES: Final = 512
+_NO_LIMIT: Final = 1 << 60
+_ADDRESSES_WITHOUT_CARD: Final = 1 << 45
+
+
+class CudaOutOfMemoryError(Exception):
+    """A request does not fit, even after everything cached was released."""
+
+    def __init__(self, requested_bytes: int) -> None:
+        super().__init__(f"{format_bytes(requested_bytes)} more do not fit")
+        self.requested_bytes = requested_bytes
+
+
+class CachingAllocator:
+    """Allocates blocks of segments, and caches freed blocks for later requests.
+
+    The card has `capacity` bytes for segments; None is no limit.
+
+    Attributes:
+        allocated_bytes, peak_allocated_bytes: The bytes in allocated blocks, rounding included.
+        reserved_bytes, peak_reserved_bytes: The bytes in segments, or in handles of expandable segments.
+        retries: PyTorch's `num_alloc_retries`: how often everything cached was released to try CUDA once more.
+        releases: How many requests released something cached before they tried CUDA again.
+        segments: How many allocations of CUDA succeeded (`num_device_alloc`).
+        least_refused_bytes: The least capacity at which a refused allocation of CUDA would have succeeded; None if
+            none was refused. Any capacity from `peak_reserved_bytes` to below that gives the same result.
+    """
+
+    def __init__(self, capacity: int | None = None, settings: AllocatorSettings | None = None) -> None:
+        settings = settings or AllocatorSettings()
+        self._settings, self._expandable = settings, settings.expandable_segments
+        self._capacity = _NO_LIMIT if capacity is None else capacity
+        self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
+        self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
+        self._splits_all = not self._expandable and settings.max_split_bytes is None
+        self._divisions = settings.roundup_divisions
+        self._pools: dict[int, tuple[BlockPool, BlockPool]] = {}
+        self._expandable_segments: dict[BlockPool, ExpandableSegments] = {}
+        self._small, self._large = self._pools_of(0)
+        self._next_address = self._freed_bytes = 0
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.retries = self.releases = self.segments = 0
+        self.least_refused_bytes: int | None = None
+
+    def malloc(self, size: int, stream: int = 0) -> Block:
+        """Return a block of at least `size` bytes for a stream (`malloc`), of which 0 is the default stream.
+
+        Raises:
+            CudaOutOfMemoryError: There is no room for it.
+        """
+        requested = size
+        size = -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
+        if stream:
+            pool = self._pools_of(stream)[size > SMALL_BYTES]
+        else:
+            pool = self._small if size <= SMALL_BYTES else self._large
+        block = pool.take(size) if self._splits_all else self._take_free_block(pool, size)
+        if block is None:
+            block = self._allocate_or_release(pool, size)
+            if block is None:
+                raise CudaOutOfMemoryError(requested)
+        rest = block.size - size
+        if rest >= MIN_BLOCK_BYTES and (
+            pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
+        ):  # `should_split`
+            pool.insert(block.split_at(size))
+        block.allocated = True
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Free a block and merge it with free neighbours (`free_block`)."""
+        self.allocated_bytes -= block.size
+        block.allocated = False
+        block.merge_neighbours()
+        block.pool.insert(block)
+
+    def _round_size(self, size: int) -> int:
+        """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""
+        step = MIN_BLOCK_BYTES
+        if self._divisions > 1 and size > MIN_BLOCK_BYTES * self._divisions:
+            step = (1 << size.bit_length() - 1) // self._divisions
+        return -(-size // step) * step
+
+    def _take_free_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Take the best fit, unless it is too large to be split and much too large (`get_free_block`)."""
+        block = self._expandable_segments[pool].best_fit(size) if self._expandable else pool.best_fit(size)
+        if block is None:
+            return None
+        if block.size >= self._max_split and (size < self._max_split or block.size >= size + LARGE_SEGMENT_BYTES):
+            return None
+        pool.remove(block)
+        return block
+
+    def _allocate_or_release(self, pool: BlockPool, size: int) -> Block | None:
+        """Try CUDA; release just enough and try again; release everything and try again (second half of `malloc`)."""
+        freed_bytes = self._freed_bytes
+        block = self._alloc_block(pool, size)
+        if block is None and self._release_available_cached_blocks(pool, size):
+            block = self._alloc_block(pool, size)
+        if block is None:
+            self.release_cached_blocks()
+            self.retries += 1
+            block = self._alloc_block(pool, size)
+        self.releases += self._freed_bytes > freed_bytes
+        return block
+
+    def _alloc_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Allocate a segment from CUDA (`alloc_block`)."""
+        segment_bytes = self._get_allocation_size(size)
+        if self.reserved_bytes + segment_bytes > self._allowed:
+            return None
+        if self._expandable:
+            return self._expandable_segments[pool].allocate(size)
+        if not self._cuda_malloc(segment_bytes):
+            return None
+        return Block(pool, self._reserve_addresses(segment_bytes), segment_bytes)
+
+    def _get_allocation_size(self, size: int) -> int:
+        """Return the size of the segment for a request (`get_allocation_size`)."""
+        if size <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size < _LARGE_ALONE_BYTES:
+            return LARGE_SEGMENT_BYTES
+        return -(-size // LARGE_GRAIN_BYTES) * LARGE_GRAIN_BYTES
+
+    def _release_available_cached_blocks(self, pool: BlockPool, size: int) -> bool:
+        """Release blocks too large to be split, the largest first, until a request fits; return whether it does."""
+        if self._expandable or self._settings.max_split_bytes is None:
+            return False
+        wanted, released = max(size, self._max_split), 0
+        block = pool.best_fit(wanted)
+        if block is not None:
+            self._release_block(block)
+            return True
+        for block in reversed(pool.free_blocks()):
+            if released >= wanted or block.size < self._max_split:
+                break
+            released += block.size
+            self._release_block(block)
+        return released >= wanted
+
+    def release_cached_blocks(self) -> None:
+        """Release every segment, or handle, that is completely free, as `torch.cuda.empty_cache` does."""
+        for pool in [pool for small, large in self._pools.values() for pool in (large, small)]:
+            if self._expandable:
+                self._expandable_segments[pool].release_cached()
+                continue
+            for block in pool.free_blocks():
+                if not block.is_split:
+                    self._release_block(block)
+
+    def _release_block(self, block: Block) -> None:
+        block.pool.remove(block)
+        self._cuda_free(block.size)
+
+    def _cuda_malloc(self, size: int) -> bool:
+        wanted = self.reserved_bytes + size
+        if wanted > self._capacity:
+            least = self.least_refused_bytes
+            self.least_refused_bytes = wanted if least is None else min(least, wanted)
+            return False
+        self.segments += 1
+        self.reserved_bytes = wanted
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, wanted)
+        return True
+
+    def _cuda_free(self, size: int) -> None:
+        self.reserved_bytes -= size
+        self._freed_bytes += size
+
+    def _pools_of(self, stream: int) -> tuple[BlockPool, BlockPool]:
+        """Return the pools of a stream, for small and for large blocks."""
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = BlockPool(small=True), BlockPool(small=False)
+            self._expandable_segments.update((pool, self._expandable_segments_of(pool)) for pool in pools)
+        return pools
+
+    def _reserve_addresses(self, size: int) -> int:
+        address, self._next_address = self._next_address, self._next_address + size
+        return address
+
+    def _expandable_segments_of(self, pool: BlockPool) -> ExpandableSegments:
+        total_bytes = self._settings.total_bytes
+        return ExpandableSegments(
+            pool,
+            handle_bytes=SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES,
+            # Addresses for all memory of the card and an eighth more, so that some can stay unmapped.
+            address_bytes=_ADDRESSES_WITHOUT_CARD if total_bytes is None else total_bytes + total_bytes // 8,
+            reserve_addresses=self._reserve_addresses,
+            cuda_malloc=self._cuda_malloc,
+            cuda_free=self._cuda_free,
+        )

@@ -1,0 +1,364 @@
+"""`scaled_dot_product_attention` as on a card: the kernel that CUDA would choose, and what it copies and saves.
+
+Source of the choice: sdp_utils.cpp and sdp_utils_cpp.h in ATen/native/transformers. A rule that came with a PyTorch
+release names it. Nested tensors are not modelled. Workspaces are in attention_workspace.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoaccum.simulation.cards import Card, CardInUse
+from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
+
+Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]
+_KERNELS: tuple[Kernel, ...] = ("math", "flash", "efficient", "cudnn")
+"""In the order of their numbers in PyTorch (`SDPBackend`)."""
+_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
+_HALVES = frozenset((torch.float16, torch.bfloat16))
+_NEWEST_CAPABILITY = (12, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """A call of `scaled_dot_product_attention` on a card, by releases of PyTorch (2, 15) and cuDNN (92600)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    grouped: bool = False
+    card: Card
+    torch_version: tuple[int, int] = field(default_factory=torch_release)
+    cudnn_version: int = field(default_factory=cudnn_version)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value."""
+        return self.query, self.key, self.value
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the inputs; three dimensions are a batch of one (`normalize_unbatched_input`, 2.15)."""
+        shapes = [tuple(tensor.shape) for tensor in self.inputs]
+        unbatched = self.torch_version >= (2, 15) and all(len(shape) == 3 for shape in shapes)
+        return [(1, *shape) for shape in shapes] if unbatched else shapes
+
+    @cached_property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Return the shape of the mask, with as many dimensions as `shapes` have if one was added to them."""
+        assert self.mask is not None
+        shape = tuple(self.mask.shape)
+        return (1,) * (4 - len(shape)) + shape if self.query.dim() < len(self.shapes[0]) else shape
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the head sizes of query, key and value."""
+        return tuple(shape[-1] for shape in self.shapes)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether any of query, key and value is differentiated."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the inputs have four dimensions each, and no sequence is empty."""
+        return all(len(shape) == 4 and 0 not in shape[-2:-1] for shape in self.shapes[:2]) and len(self.shapes[2]) == 4
+
+    def has_dtype_of(self, *dtypes: torch.dtype) -> bool:
+        """Return whether all inputs have the same dtype, and it is one of `dtypes`; bf16 needs sm80 or newer."""
+        own = {tensor.dtype for tensor in self.inputs}
+        known = {dtype for dtype in dtypes if dtype is not torch.bfloat16 or self.card.capability >= (8, 0)}
+        return len(own) == 1 and own <= known
+
+    def has_heads(self, *, grouped: bool, alike: bool) -> bool:
+        """Return whether the numbers of heads match (`check_batch_size_and_num_heads_dense`)."""
+        if len({shape[0] for shape in self.shapes}) != 1:
+            return False
+        query, key, value = (shape[-3] for shape in self.shapes)
+        if self.grouped and grouped:
+            divides = key > 0 and query % key == 0 and value > 0 and query % value == 0
+            return divides and (key == value or not alike)
+        # From 2.15 on, one head of keys needs no `enable_gqa`.
+        return query == key == value or (self.torch_version >= (2, 15) and grouped and key == value == 1)
+
+    def has_dense_rows(self, *, single_counts: bool) -> bool:
+        """Return whether rows are dense (`check_last_dim_stride_equals_1_dense`)."""
+        dense = all(tensor.stride(-1) == 1 for tensor in self.inputs) or (single_counts and self.sizes[0] == 1)
+        return dense and (self.mask is None or self.mask.stride(-1) == 1)
+
+
+def _can_flash(call: AttentionCall) -> bool:
+    query, key, value = call.sizes
+    (major, minor), queries, keys = call.card.capability, call.shapes[0][-2], call.shapes[1][-2]
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`
+    small = (8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)
+    too_wide = small and call.trains and query > 192 and (query <= 224 or call.dropout > 0)
+    return (
+        call.is_plain
+        and call.mask is None
+        and query == key == value
+        and query <= 256
+        and (8, 0) <= (major, minor) <= _NEWEST_CAPABILITY
+        and not too_wide
+        and not (call.causal and queries != keys)
+        and call.has_dtype_of(*_HALVES)
+        and call.has_heads(grouped=True, alike=True)
+        and call.has_dense_rows(single_counts=True)
+    )
+
+
+def _can_efficient(call: AttentionCall) -> bool:
+    query, key, value = call.sizes
+    capability, multiple = call.card.capability, _alignment(call.query.dtype, call.card.capability)
+    offsets = [tensor.storage_offset() % multiple for tensor in call.inputs]
+    # `check_data_ptr_alignment_mem_efficient`, from 2.15 on
+    misaligned = call.torch_version >= (2, 15) and capability >= (8, 0) and any(offsets)
+    return (
+        call.is_plain
+        and (5, 0) <= capability <= _NEWEST_CAPABILITY
+        and query == key > 0
+        and value > 0
+        and query % multiple == value % multiple == 0
+        and not misaligned
+        and call.has_dense_rows(single_counts=False)
+        and call.has_heads(grouped=call.torch_version >= (2, 15), alike=True)
+        and call.has_dtype_of(torch.float32, *_HALVES)
+    )
+
+
+def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """Return the multiple that memory-efficient attention requires of a head size (`minimum_gemm_alignment`)."""
+    half = dtype in _HALVES
+    alignment = 4 if capability >= (8, 0) else 1
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
+    return max(alignment, 8 if half else 4) if tensor_cores else alignment
+
+
+def _can_cudnn(call: AttentionCall) -> bool:
+    version = call.cudnn_version
+    # Sixteenths only after 2.11 (`check_cudnn_dropout`, pytorch/pytorch#174245); none with cuDNN 9.11 to 9.13.
+    exact = call.torch_version < (2, 12) or (call.dropout * 16).is_integer()
+    return (
+        call.is_plain
+        and not is_strictly_deterministic()
+        and call.has_dtype_of(*_HALVES)
+        and _cudnn_takes_mask(call)
+        and (8, 0) <= call.card.capability <= _NEWEST_CAPABILITY
+        and (not call.dropout or (exact and not 91_100 < version < 91_400))
+        and call.has_dense_rows(single_counts=True)
+        and call.has_heads(grouped=True, alike=False)
+        and _cudnn_takes_shapes(call)
+    )
+
+
+def _cudnn_takes_mask(call: AttentionCall) -> bool:
+    """Return whether cuDNN supports the mask (`check_attn_mask_shape`)."""
+    if call.mask is None:
+        return True
+    (batch, heads, queries, _), keys, shape = call.shapes[0], call.shapes[1][2], call.mask_shape
+    bounds = (batch, heads, queries, keys)[-len(shape) :]
+    broadcasts = all(size in (1, bound) for size, bound in zip(shape, bounds, strict=False))
+    return not call.mask.requires_grad and len(shape) in (2, 4) and broadcasts
+
+
+def _cudnn_takes_shapes(call: AttentionCall) -> bool:
+    """Return whether cuDNN supports the shapes (`check_cudnn_tensor_shapes`, `check_cudnn_d256_bprop_head_dim`)."""
+    (query, _, value), (major, minor), version = call.sizes, call.card.capability, call.cudnn_version
+    newer, hopper = call.torch_version >= (2, 15), (major, minor) == (9, 0)
+    (*outer, queries, _), keys = call.shapes[0], call.shapes[1][2]
+    if newer and max(outer) > 65_535:
+        return False
+    # Heads of 256: 2.15, sm90 and sm10x, cuDNN after 9.22.
+    big = newer and (hopper or major == 10) and version > 92_200 and not (minor == 7 and version <= 92_500)
+    special = (query, value) == (192, 128)
+    if big or (not newer and hopper and version >= 91_000):
+        limit = 256
+    else:
+        limit = 192 if (major == 10 or (newer and hopper)) and version >= 91_100 and special else 128
+    if max(query, value) > limit or query % 8 or value % 8 or keys == 1 or (call.dropout and queries == 1):
+        return False
+    return not (big and call.trains) or max(query, value) <= 128 or special or query == value == 256
+
+
+_CAN: Mapping[Kernel, Callable[[AttentionCall], bool]] = {
+    "flash": _can_flash,
+    "efficient": _can_efficient,
+    "cudnn": _can_cudnn,
+    "math": lambda call: True,
+}
+
+
+def choose_attention(
+    call: AttentionCall, enabled: Sequence[Kernel] = _KERNELS, order: Sequence[Kernel] = _ORDER
+) -> Kernel | None:
+    """Return the kernel that CUDA would run (`select_sdp_backend`); None if no enabled kernel can.
+
+    On sm90 and sm10x, cuDNN comes first if it is newer than 9.15 (`check_prefer_cudnn_attention`).
+    """
+    major, minor = call.card.capability
+    known = major in (9, 10) and (minor in (0, 3) or call.torch_version >= (2, 15))
+    preferred = known and call.cudnn_version > 91_500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    if preferred and tuple(order) == _ORDER:
+        order = ("cudnn", "flash", "efficient", "math")
+    return next((kernel for kernel in order if kernel in enabled and _CAN[kernel](call)), None)
+
+
+def install(library: torch.library.Library, stack: ExitStack) -> None:
+    """Run encoders in evaluation as in training, because their fast path reads the values of masks."""
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _enabled() -> list[Kernel]:
+    flags: dict[Kernel, bool] = {
+        "flash": torch._C._get_flash_sdp_enabled(),
+        "efficient": torch._C._get_mem_efficient_sdp_enabled(),
+        "math": torch._C._get_math_sdp_enabled(),
+        "cudnn": torch._C._get_cudnn_sdp_enabled(),
+    }
+    return [kernel for kernel, on in flags.items() if on]
+
+
+def scaled_dot_product_attention(
+    in_use: CardInUse,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run `scaled_dot_product_attention` in ATen/native/transformers/attention.cpp."""
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        mask=attn_mask,
+        dropout=dropout_p,
+        causal=is_causal,
+        grouped=enable_gqa,
+        card=in_use.card,
+    )
+    order = [_KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(_KERNELS)]
+    enabled = _enabled()
+    kernel = in_use.choose(lambda card: choose_attention(replace(call, card=card), enabled, order))
+    if kernel is None:
+        raise RuntimeError(f"no enabled attention kernel can run on {call.card.name}: enable another one")
+    if kernel == "math":
+        return _math(call, scale)
+    if unbatched := query.dim() == 3:
+        call = replace(call, query=query.unsqueeze(0), key=key.unsqueeze(0), value=value.unsqueeze(0))
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    out = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}[kernel](call, scale)
+    return out.squeeze(0) if unbatched else out
+
+
+def _flash(call: AttentionCall, scale: float) -> Tensor:
+    """Run flash attention on heads padded to a multiple of 8; backward keeps the padded copies (`pad_last_dim`)."""
+    size, options = call.query.size(-1), (call.dropout, call.causal, False)
+    padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in call.inputs]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, *options, scale=scale)[0]
+    return out[..., :size] if size % 8 else out
+
+
+def _efficient(call: AttentionCall, scale: float) -> Tensor:
+    mask = call.mask
+    if mask is not None:
+        mask = _additive(mask, call.query.dtype)
+        # The kernel can read only such strides (`aligned_tensor<8>`).
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, 8 - mask.size(-1) % 8))[..., : mask.size(-1)]
+        mask = mask.expand(*call.query.shape[:3], call.key.size(2))
+    args = *call.inputs, mask, call.trains, call.dropout, call.causal
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*args, scale=scale)[0]
+    return out
+
+
+def _cudnn(call: AttentionCall, scale: float) -> Tensor:
+    mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
+    args = *call.inputs, mask, call.trains, call.dropout, call.causal, False
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0]
+    return out
+
+
+def _math(call: AttentionCall, scale: float | None) -> Tensor:
+    """Compute scores of queries x keys, in fp32 for half precision (`_scaled_dot_product_attention_math`).
+
+    The steps are written out here because C++ adds the mask in place for CUDA tensors only. Each name stays bound for
+    as long as the tensor of that name lives in C++.
+    """
+    query, mask = call.query, call.mask
+    if call.causal and mask is not None:
+        raise RuntimeError("scaled_dot_product_attention takes a mask or is_causal=True, not both")
+    dtype = query.dtype
+    mask = None if mask is None else _additive(mask, dtype)
+    factor = math.sqrt(abs(1 / math.sqrt(query.size(-1)) if scale is None else scale))
+    query_acc, key_acc, value_acc = (_accumulated(tensor) for tensor in call.inputs)
+    scaled = query_acc * (-factor if scale is not None and scale < 0 else factor)
+    if call.causal:
+        # Not ones: the simulation would compute the mask with them, which takes longer than all else, and nobody reads.
+        mask = torch.empty(query.size(-2), call.key.size(-2), dtype=torch.bool, device=query.device).tril()
+        mask = _additive(mask, scaled.dtype)
+    key_acc, value_acc = (_repeated(scaled, tensor, call.grouped) for tensor in (key_acc, value_acc))
+    scores = torch.matmul(scaled, key_acc.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]
+    if call.dropout > 0:
+        scores = torch.dropout(scores, call.dropout, True)
+    out, weights = torch.matmul(scores, value_acc).to(dtype), scores.to(dtype)
+    del weights
+    return out
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    """`_safe_softmax` with its intermediate tensors, which C++ hides within one operator."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights = torch.softmax(scores, -1)
+        empty = scores.isneginf()
+        empty_rows = empty.all(-1, keepdim=True)
+        torch.where(empty_rows, torch.zeros((), dtype=weights.dtype, device=weights.device), weights, out=weights)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
+
+
+def _accumulated(tensor: Tensor) -> Tensor:
+    halves = tensor.dtype.itemsize == 2
+    return tensor.float() if halves and not torch._C._get_math_sdp_allow_fp16_bf16_reduction() else tensor
+
+
+def _repeated(query: Tensor, tensor: Tensor, grouped: bool) -> Tensor:
+    """Repeat the heads of keys or values (`pre_process_group_query_attention_input`)."""
+    times = query.size(-3) // tensor.size(-3) if grouped and query.dim() >= 3 else 1
+    return torch.repeat_interleave(tensor, times, dim=-3) if times > 1 else tensor
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask into one that is added (`convert_boolean_attn_mask`)."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask.logical_not(), -math.inf, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))

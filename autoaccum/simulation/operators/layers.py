@@ -1,0 +1,244 @@
+"""Convolutions, norms and bags of embeddings as on a card: the kernels, their memory formats and workspaces.
+
+The sizes of workspaces are in workspace_rules.py. Layer, group and RMS norm have one kernel each on CUDA, with
+statistics like those of fake tensors. An instance norm is a batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from autoaccum.simulation.operators.reductions import reduction_workspaces
+from autoaccum.simulation.operators.workspaces import (
+    Handler,
+    OperatorCall,
+    accumulator_bytes,
+    before_outputs,
+    bytes_of,
+    layout_copies,
+)
+from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
+from autoaccum.simulation.unsupported import UnsupportedError
+
+_cudnn: Any = torch.backends.cudnn
+MIN_EPS = 0.0
+"""`CUDNN_BN_MIN_EPSILON`, since cuDNN 7.5."""
+_CUDNN, _NATIVE = 1, 0
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+
+
+def install(library: torch.library.Library, stack: ExitStack) -> None:
+    """Return convolutions of fake CUDA tensors in the memory format that cuDNN chooses."""
+    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", convolution_format))
+
+
+def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
+    """Return the format in which a convolution runs, and which its output has: channels last if either operand is.
+
+    `cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h. Depthwise convolutions run in cuDNN too if they are
+    channels-last (`use_cudnn_depthwise` in Convolution.cpp).
+    """
+    wide = torch.float64 in (tensor.dtype, weight.dtype)
+    if wide or not torch._C._get_cudnn_enabled() or weight.dim() not in (4, 5):
+        return torch.contiguous_format
+    last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+    return last if last in (suggest_memory_format(tensor), suggest_memory_format(weight)) else torch.contiguous_format
+
+
+def _convolution(call: OperatorCall) -> list[Workspace]:
+    tensor, weight = call["input"], call["weight"]
+    layout = convolution_format(tensor, weight)
+    copies = layout_copies(tensor, weight, memory_format=layout)
+    return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
+
+
+def _convolution_gradient(call: OperatorCall) -> list[Workspace]:
+    """One workspace for the gradients of input and weight, which come one after the other; the bias is a sum."""
+    grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
+    layout = convolution_format(tensor, weight)
+    workspaces: list[Workspace] = []
+    if mask[0] or mask[1]:
+        workspaces += layout_copies(grad, tensor, weight, memory_format=layout)
+        workspaces += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
+    if mask[2]:
+        dims = (0, *range(2, grad.dim()))
+        workspaces += reduction_workspaces(grad, dims, accumulator=accumulator_bytes(grad.dtype))
+    return workspaces
+
+
+def _workspace(call: OperatorCall, read: int, written: int, layout: torch.memory_format) -> list[Workspace]:
+    tensor, weight = call["input"], call["weight"]
+    channels_last = layout != torch.contiguous_format
+    # PyTorch's own kernel may run instead of cuDNN's (`use_cudnn_depthwise` in Convolution.cpp).
+    depthwise = call["groups"] > 1 and tensor.shape[1] == call["groups"] and not call["transposed"]
+    if depthwise and not channels_last and tensor.dtype != torch.float16:
+        return []
+    tf32 = _cudnn.conv.fp32_precision != "ieee"
+    flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
+    return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
+
+
+def is_cudnn_batch_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Sequence[Any], training: bool, eps: float
+) -> bool:
+    """Return whether cuDNN runs a batch norm (`_select_batch_norm_backend` in ATen/native/Normalization.cpp)."""
+    if weight is None or bias is None or torch.bfloat16 in (input.dtype, weight.dtype):
+        return False
+    wide_enough = input.dtype is not torch.float16 or weight.dtype is torch.float32
+    tracks = [each is not None for each in statistics]
+    tracking = all(tracks) or (not any(tracks) and training)
+    spatial = input.dim() >= 3 and input.size(0) <= (880_801 if training else 65_535)
+    return wide_enough and tracking and spatial and eps >= MIN_EPS and input.numel() < (1 << 31) - 1
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Run `_batch_norm_impl_index` in ATen/native/Normalization.cpp."""
+    enabled = cudnn_enabled and torch._C._get_cudnn_enabled()
+    if enabled and is_cudnn_batch_norm(input, weight, bias, (running_mean, running_var), training, eps):
+        layout = suggest_memory_format(input)
+        out, mean, variance, reserve = torch.ops.aten.cudnn_batch_norm(
+            input.contiguous(memory_format=layout), weight, bias, running_mean, running_var, training, momentum, eps
+        )
+        return out, mean, variance, reserve, _CUDNN
+    out, mean, variance = torch.ops.aten.native_batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
+
+
+def _embedding_bag_backward(
+    grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, *rest: Any
+) -> Tensor:
+    """Run `_embedding_bag_backward` in ATen/native/EmbeddingBag.cpp."""
+    largest, num_weights, by_frequency, mode, sparse, *weights_and_padding = rest
+    if sparse:
+        raise UnsupportedError("an embedding has sparse gradients, which cannot be simulated", hint="use sparse=False")
+    options = largest, num_weights, by_frequency, mode, *weights_and_padding
+    out: Tensor = torch.ops.aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, *options)
+    return out
+
+
+def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
+    return before_outputs(layout_copies(call["input"]), call)
+
+
+def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
+    """Partial sums for weight and bias, which are added up one after the other."""
+    tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
+    columns = prod(shape)
+    if not columns:
+        return []
+    numbers = (tensor.numel() // columns, columns, tensor.dtype.itemsize)
+    partial, *summed = (Workspace(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
+    copies = layout_copies(call["grad_out"], call["grad_output"], tensor)
+    count = sum(map(bool, mask[1:]))
+    each: list[MemoryStep] = [*summed, Freed(2)]
+    return [*before_outputs(copies, call), *[partial] * count, *each * count]
+
+
+def _group_norm(call: OperatorCall) -> list[MemoryStep]:
+    """Two factors for each channel; from 2.15 on also the moments of each group in fp32, for half precision.
+
+    From 2.15 on, channels-last inputs have kernels of their own; before, `group_norm` copies them.
+    """
+    tensor = call["input"]
+    layout, each = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
+    steps = before_outputs(layout_copies(tensor, memory_format=layout), call)
+    if tensor.dtype.itemsize < each and call.torch_version >= (2, 15):
+        steps += [Workspace("group_norm", (call["N"] * call["group"], each))] * 2
+    if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
+        steps += [Workspace("group_norm", (call["N"] * call["C"], each))] * 2
+    return steps
+
+
+def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
+    """Two sums for each channel; for the input's gradient also two factors for each group and one for each channel."""
+    layout, each = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
+    steps = before_outputs(layout_copies(call["grad_out"], call["input"], memory_format=layout), call)
+    channels, groups = (Workspace("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
+    plain = layout == torch.contiguous_format
+    if call["HxW"] > 1 or not plain:
+        steps += [channels] * 2
+    if call["output_mask"][0]:
+        steps += [groups] * 2
+        if plain and call["HxW"] > 1 and call["weight"] is not None:
+            steps.append(channels)
+    return steps
+
+
+def _group_norm_layout(call: OperatorCall) -> torch.memory_format:
+    if call.torch_version < (2, 15):
+        return torch.contiguous_format
+    layout: torch.memory_format = suggest_memory_format(call["input"])
+    return layout
+
+
+def _batch_norm_forward(call: OperatorCall) -> list[Workspace]:
+    return _batch_sums(call["input"], _FORWARD_SUMS_BYTES) if call["training"] else []
+
+
+def _batch_norm_gradient(call: OperatorCall) -> list[Workspace]:
+    return _batch_sums(call["input"], _BACKWARD_SUMS_BYTES) if call["train"] else []
+
+
+def _batch_norm_by_backend(call: OperatorCall) -> list[Workspace]:
+    """PyTorch's own kernels run for bf16 and for two dimensions; cuDNN's take next to nothing."""
+    tensor: Tensor = call["input"]
+    if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
+        return []
+    return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
+
+
+def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
+    """Forward in training, and backward, which exists only for training; autograd lays out its inputs."""
+    tensor: Tensor = call["input"]
+    if "training" in call.signature and not call["training"]:
+        return []
+    channels_last = suggest_memory_format(tensor) != torch.contiguous_format
+    return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
+
+
+def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
+    """Partial sums of channels-last data (`batch_norm_use_channels_last_kernels` in Normalization.cu)."""
+    layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
+    channels = tensor.shape[1]
+    if not channels or not tensor.is_contiguous(memory_format=layout) or tensor.stride(1) != 1:
+        return []
+    return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
+
+
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "_batch_norm_impl_index": _batch_norm,
+    "_embedding_bag_backward": _embedding_bag_backward,
+}
+WORKSPACES: Mapping[str, Handler] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_gradient,
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_gradient,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm_forward),
+    "native_batch_norm_backward": _batch_norm_gradient,
+    **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
+    **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
+}

@@ -1,0 +1,266 @@
+"""Reductions (sums, means, norms): their workspaces, in which blocks of threads share their results.
+
+Sources: ATen/TensorIterator.cpp for the order in which a reduction walks over its input, and `setReduceConfig` in
+ATen/native/cuda/Reduce.cuh for its blocks of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.operators.workspaces import (
+    Estimate,
+    Handler,
+    Numbers,
+    OperatorCall,
+    Tensor,
+    accumulator_bytes,
+    by_name,
+    bytes_of,
+    ceil_div,
+    power_below,
+    product_rule,
+)
+from autoaccum.simulation.trace_records import Workspace
+
+_HALF = ("torch.float16", "torch.bfloat16")
+_MAX_THREADS = 512
+_WARP = 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+_CHUNK = 65_536
+_FAST_NORMS = (1, 2, float("inf"))
+"""The norms that `_foreach_norm` computes for all tensors at once."""
+_MOST_32_BIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The dimensions of an input as a reduction kernel sees them; the first `reduced` ones are reduced."""
+
+    reduced: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass
+class _Dimension:
+    size: int
+    out: int
+    stride: int
+
+    def comes_after(self, other: _Dimension) -> bool | None:
+        """Return whether it belongs after `other`; None if nothing decides."""
+        if (self.out == 0) != (other.out == 0):
+            return other.out == 0
+        for mine, theirs in ((self.out, other.out), (self.stride, other.stride)):
+            if mine == 0 or theirs == 0:
+                continue
+            if mine != theirs:
+                return mine > theirs
+            if self.size > other.size:
+                return True
+        return None
+
+    def continues(self, inner: _Dimension) -> bool:
+        """Return whether it continues where `inner` ends, so that both can be merged."""
+        if self.size == 1 or inner.size == 1:
+            return True
+        return inner.size * inner.out == self.out and inner.size * inner.stride == self.stride
+
+
+def reduction_layout(shape: Sequence[int], strides: Sequence[int], reduced: Collection[int]) -> Layout:
+    """Sort and merge the dimensions of an input that is summed over `reduced` into a new contiguous output.
+
+    `reorder_dimensions` and `coalesce_dimensions` in ATen/TensorIterator.cpp.
+
+    >>> reduction_layout((8, 128, 768), (98304, 768, 1), (0, 1))
+    Layout(reduced=1, shape=(1024, 768), strides=(768, 1))
+    """
+    dimensions = _sorted(_dimensions(shape, strides, reduced))
+    merged: list[_Dimension] = []
+    for dimension in dimensions:
+        if merged and dimension.continues(merged[-1]):
+            last = merged[-1]
+            if last.size == 1:
+                last.out, last.stride = dimension.out, dimension.stride
+            last.size *= dimension.size
+        else:
+            merged.append(dimension)
+    count = sum(dimension.out == 0 for dimension in merged)
+    return Layout(count, tuple(d.size for d in merged), tuple(d.stride for d in merged))
+
+
+def _dimensions(shape: Sequence[int], strides: Sequence[int], reduced: Collection[int]) -> list[_Dimension]:
+    """Return the dimensions, innermost first, with their strides in the output (0 if they are reduced)."""
+    dimensions, step = [], 1
+    for index in reversed(range(len(shape))):
+        kept = index not in reduced
+        dimensions.append(_Dimension(shape[index], step if kept else 0, strides[index]))
+        step *= shape[index] if kept else 1
+    return dimensions
+
+
+def _sorted(dimensions: list[_Dimension]) -> list[_Dimension]:
+    for index in range(1, len(dimensions)):
+        later = index
+        for earlier in reversed(range(index)):
+            after = dimensions[earlier].comes_after(dimensions[later])
+            if after is None:
+                continue
+            if not after:
+                break
+            dimensions[earlier], dimensions[later] = dimensions[later], dimensions[earlier]
+            later = earlier
+    return dimensions
+
+
+def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """The staging area. Numbers: `reduction_numbers`."""
+    return Estimate(bytes=_staging_and_flags(numbers, card)[0])
+
+
+def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """One counter for each column of blocks. Numbers: `reduction_numbers`."""
+    return Estimate(bytes=_staging_and_flags(numbers, card)[1])
+
+
+def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+    """One partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
+    tensors, largest, norm_bytes = numbers
+    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes)
+
+
+def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
+    """Return the numbers: bytes of an accumulator and of an input, values read at once, the input's layout."""
+    return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
+
+
+def _staging_and_flags(numbers: Numbers, card: Card) -> tuple[int, int]:
+    """Return the bytes of the staging area and of the counters."""
+    accumulator, element, unroll, reduced, *rest = numbers
+    shape, strides = list(rest[: len(rest) // 2]), rest[len(rest) // 2 :]
+    if not shape or 0 in shape:
+        return 0, 0
+    # Halve the input as `TensorIterator::with_32bit_indexing` does; the parts run one after the other.
+    while sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element >= _MOST_32_BIT:
+        widest = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * strides[dim])
+        shape[widest] = ceil_div(shape[widest], 2)
+    return _split(Layout(reduced, tuple(shape), tuple(strides)), accumulator, unroll, card)
+
+
+def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> tuple[int, int]:
+    """Return what a reduction takes if several blocks of threads share its outputs (`setReduceConfig`)."""
+    inputs, outputs = prod(layout.shape[: layout.reduced]), prod(layout.shape[layout.reduced :])
+    along = layout.reduced == len(layout.shape) or layout.strides[0] < layout.strides[layout.reduced]
+    vector = 1 if along else _output_vector(layout)
+    width, height = _block(inputs, outputs, vector, along, unroll, layout)
+    values = ceil_div(inputs, width) if along else inputs
+    if values < min(height * _LEAST_VALUES, _MOST_VALUES):
+        return 0, 0
+    values = ceil_div(inputs, width * height if along else height)
+    grid = ceil_div(outputs // vector, 1 if along else width)
+    blocks = card.multiprocessors * (card.threads_per_multiprocessor // (width * height))
+    if values < _MOST_VALUES or grid > blocks:
+        return 0, 0
+    shares = max(min(ceil_div(blocks, grid), ceil_div(values, _LEAST_VALUES)), ceil_div(values, _MOST_VALUES))
+    if shares == 1:
+        return 0, 0
+    return accumulator * outputs * shares * (1 if along else width * vector), 4 * grid
+
+
+def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, layout: Layout) -> tuple[int, int]:
+    """Return the width and height of a block of threads (`set_block_dimension`)."""
+    first, second = (inputs, outputs) if along else (outputs // vector, inputs)
+    if along and layout.strides[0] == 1 and inputs >= 128 and layout.reduced == 1:
+        first //= unroll
+    most = _MAX_THREADS // vector
+    first, second = min(power_below(first), most), min(power_below(second), most)
+    height = min(second, most // min(first, _WARP))
+    return min(first, most // height), height
+
+
+def _output_vector(layout: Layout) -> int:
+    """Return how many neighbouring outputs one thread takes: 4, 2 or 1 (`get_output_vec_size`)."""
+    if layout.strides[layout.reduced] != 1:
+        return 1
+    numbers = [layout.shape[layout.reduced]]
+    numbers += [stride for dim, stride in enumerate(layout.strides) if dim != layout.reduced]
+    return next(size for size in (4, 2, 1) if all(number % size == 0 for number in numbers))
+
+
+RULES = {
+    **by_name(reduction, reduction_flags, foreach_norm),
+    "cast_copy": product_rule(),  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
+    "difference": product_rule(),  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
+}
+
+
+def reduction_workspaces(
+    tensor: Tensor, dims: Sequence[int], *, accumulator: int, element_bytes: int | None = None, unroll: int = 4
+) -> list[Workspace]:
+    """Return the workspaces of a reduction of `tensor` over `dims` (over all if there are none)."""
+    count = tensor.dim()
+    reduced = {dim % count for dim in dims} if dims and count else set(range(count))
+    numbers = reduction_numbers(
+        reduction_layout(tensor.shape, tensor.stride(), reduced),
+        accumulator_bytes=accumulator,
+        element_bytes=element_bytes or tensor.dtype.itemsize,
+        unroll=unroll,
+    )
+    return [Workspace("reduction", numbers), Workspace("reduction_flags", numbers)]
+
+
+def _total(call: OperatorCall) -> list[Workspace]:
+    """Sums, means, products and norms: integers are cast first, half precision is summed in fp32 as it is."""
+    tensor, out = call.first, call.out
+    cast = tensor.dtype != out.dtype and not (str(tensor.dtype) in _HALF and str(out.dtype) == "torch.float32")
+    element = out.dtype.itemsize if cast else tensor.dtype.itemsize
+    copies = [Workspace("cast_copy", (tensor.numel() * element,))] if cast else []
+    accumulator = accumulator_bytes(out.dtype)
+    return copies + reduction_workspaces(tensor, _dims(call), accumulator=accumulator, element_bytes=element)
+
+
+def _moments(call: OperatorCall) -> list[Workspace]:
+    """Mean, squares and two counts at once (`WelfordData` in ATen/native/SharedReduceOps.h), two values unrolled."""
+    accumulator = 16 if accumulator_bytes(call.first.dtype) == 4 else 32
+    return reduction_workspaces(call.first, _dims(call), accumulator=accumulator, unroll=2)
+
+
+def _extreme(call: OperatorCall) -> list[Workspace]:
+    """The largest or smallest values, with their indices if those are returned."""
+    if "other" in call.signature:
+        return []
+    indexed = isinstance(call.out, tuple) or str(call.out.dtype) == "torch.int64" != str(call.first.dtype)
+    accumulator = 16 if indexed else accumulator_bytes(call.first.dtype)
+    return reduction_workspaces(call.first, _dims(call), accumulator=accumulator)
+
+
+def _logsumexp(call: OperatorCall) -> list[Workspace]:
+    tensor = call.first
+    difference = Workspace("difference", (bytes_of(tensor),))
+    return [difference, *reduction_workspaces(tensor, _dims(call), accumulator=accumulator_bytes(tensor.dtype))]
+
+
+def _foreach_norm(call: OperatorCall) -> list[Workspace]:
+    tensors: Sequence[Tensor] = call["self"]
+    if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
+        return []
+    largest = max(tensor.numel() for tensor in tensors)
+    return [Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
+
+
+def _dims(call: OperatorCall) -> Sequence[int]:
+    dim = call["dim"]
+    return () if dim is None else (dim,) if isinstance(dim, int) else dim
+
+
+WORKSPACES: Mapping[str, Handler] = {
+    **dict.fromkeys(("sum", "mean", "prod", "nansum", "linalg_vector_norm", "norm"), _total),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _moments),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin"), _extreme),
+    "logsumexp": _logsumexp,
+    "_foreach_norm": _foreach_norm,
+}

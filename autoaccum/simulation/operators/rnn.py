@@ -1,0 +1,298 @@
+"""LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences.
+
+The size of cuDNN's workspace is in workspace_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoaccum.simulation.operators.workspaces import AttachedHandler, Handler, OperatorCall, bytes_of
+from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.trace_records import Workspace
+from autoaccum.simulation.unsupported import UnsupportedError
+
+MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+"""In the order of cuDNN's numbers for them (`cudnnRNNMode_t`)."""
+_STORED = (1, 1, 5, 6)
+"""By mode, the values that a layer stores per hidden unit and step: an LSTM four gates and the cell. 1 is a guess."""
+_GATES = (1, 1, 4, 3)
+"""By mode, the gates of a layer."""
+_RESERVE = 3
+"""The index of the reserve among the outputs of `_cudnn_rnn`."""
+_MEASURED_PERCENT, _GUESSED_PERCENT, _PLAIN_PERCENT = 25, 50, 100
+"""The share by which the reserve may be off: as it was measured with an older cuDNN; with dropout, a projection or a
+second direction, which were not measured; for a plain RNN, which was not measured at all."""
+DROPOUT_STATE_BYTES = (2 << 20) + 512
+"""The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
+_STATE = "cuDNN's dropout"
+
+
+class RnnOptions(NamedTuple):
+    """Options of a recurrent network, in the order of the parameters of `lstm`, `gru` and the like."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+
+
+class CudnnRnnCall(NamedTuple):
+    """Options of a call of cuDNN, in the order of the parameters of `_cudnn_rnn` and its backward."""
+
+    mode: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_sizes: Sequence[int] = ()
+    dropout_state: Tensor | None = None
+
+    @property
+    def directions(self) -> int:
+        """Return the number of directions."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether cuDNN reads and writes samples and steps in the other order."""
+        return self.batch_first and not self.batch_sizes
+
+    def reserve_bytes(self, rows: int, element_bytes: int) -> int:
+        """Return the bytes of `reserveSpaceSize` (`cudnnGetRNNTempSpaceSizes`, closed source) for steps x samples.
+
+        Derived from two measurements in pytorch/pytorch#2895 (cuDNN on a P100, fp32, 4 layers of 320 units, 25,000
+        rows): 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. That is 5 and 6 values per unit, row and layer,
+        and the outputs of all layers but the last. Dropout between layers stores these outputs once more.
+        """
+        outputs = (self.proj_size or self.hidden_size) * (self.num_layers - 1) * (2 if self.dropout else 1)
+        stored = (_STORED[self.mode] * self.hidden_size + self.proj_size) * self.num_layers
+        return rows * self.directions * element_bytes * (stored + outputs)
+
+    def band_percent(self) -> int:
+        """Return how far off `reserve_bytes` may be in either direction, in percent of it."""
+        if _STORED[self.mode] == 1:
+            return _PLAIN_PERCENT
+        measured = not (self.bidirectional or self.proj_size or (self.dropout and self.num_layers > 1))
+        return _MEASURED_PERCENT if measured else _GUESSED_PERCENT
+
+
+def _cudnn_rnn(
+    input: Tensor, weight: Sequence[Tensor], stride: int, weight_buf: Tensor, hx: Tensor, cx: Tensor | None, *form: Any
+) -> tuple[Tensor, ...]:
+    """Run `_cudnn_rnn` in ATen/native/cudnn/RNN.cpp; PyTorch's meta function for it has a reserve of 0 bytes."""
+    call = CudnnRnnCall(*form)
+    leading, outputs = tuple(input.shape[:-1]), call.directions * (call.proj_size or call.hidden_size)
+    if call.is_transposed:
+        output = input.new_empty((leading[1], leading[0], outputs)).transpose(0, 1)
+    else:
+        output = input.new_empty((*leading, outputs))
+    reserve = call.reserve_bytes(input.numel() // input.size(-1), input.element_size()) if call.train else 0
+    return (
+        output,
+        hx.new_empty(hx.shape),
+        input.new_empty(0) if cx is None else cx.new_empty(cx.shape),
+        input.new_empty(reserve, dtype=torch.uint8),
+        weight_buf,
+    )
+
+
+def _cudnn_rnn_backward(
+    input: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hx: Tensor, cx: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Run `_cudnn_rnn_backward`: the gradients of all weights are views of one buffer."""
+    *_, output_mask = rest
+    call = CudnnRnnCall(*rest[4:-2])  # Between the output with the gradients, and the reserve.
+    if not call.train:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+    grad_input = input.new_empty((input.transpose(0, 1) if call.is_transposed else input).shape)
+    gradients: list[Tensor | None] = [None] * len(weight)
+    if output_mask[3]:
+        whole = weight[0].new_empty(sum(tensor.numel() for tensor in weight))
+        pieces = torch.split_with_sizes(whole, [tensor.numel() for tensor in weight])
+        gradients = [piece.view(tensor.shape) for piece, tensor in zip(pieces, weight, strict=True)]
+    return (
+        (grad_input.transpose(0, 1) if call.is_transposed else grad_input) if output_mask[0] else None,
+        hx.new_empty(hx.shape) if output_mask[1] else None,
+        cx.new_empty(cx.shape) if cx is not None and output_mask[2] else None,
+        gradients,
+    )
+
+
+def lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run `LSTMCell` in ATen/native/RNN.cpp; `w_hr` projects the output."""
+    gates, hidden_gates = F.linear(input, w_ih), F.linear(hx[0], w_hh)
+    out, cell, _ = torch.ops.aten._thnn_fused_lstm_cell(gates, hidden_gates, hx[1], b_ih, b_hh)
+    return (out if w_hr is None else F.linear(out, w_hr)), cell
+
+
+def gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """Run `GRUCell` in ATen/native/RNN.cpp."""
+    gates, hidden_gates = F.linear(input, w_ih), F.linear(hx, w_hh)
+    out: Tensor = torch.ops.aten._thnn_fused_gru_cell(gates, hidden_gates, hx, b_ih, b_hh)[0]
+    return out
+
+
+def _gru_meta(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run `_thnn_fused_gru_cell_cuda` in ATen/native/cuda/RNN.cu: five values of each unit are kept for backward."""
+    return torch.empty_like(hx), hx.new_empty((hx.size(0), 5 * hx.size(1)))
+
+
+def _gru_backward_meta(
+    grad_hy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    rows, units = workspace.size(0), workspace.size(1) // 5
+    input_gates, hidden_gates = (workspace.new_empty((rows, 3 * units)) for _ in range(2))
+    biases = [workspace.new_empty(3 * units) for _ in range(2)] if has_bias else [None, None]
+    return input_gates, hidden_gates, torch.empty_like(grad_hy), biases[0], biases[1]
+
+
+def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Run `_pack_padded_sequence` in ATen/native/PackedSequence.cpp with the sizes that follow from the lengths."""
+    counts = [int(length) for length in lengths.tolist()]
+    padded = input.transpose(0, 1) if batch_first else input
+    batch_sizes = [sum(length > step for length in counts) for step in range(max(counts))]
+    data: Tensor = _Pack.apply(padded, batch_sizes)  # type: ignore[no-untyped-call]
+    return data, torch.tensor(batch_sizes)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, batch_sizes: list[int]) -> Tensor:
+        ctx.shape = padded.shape
+        rows = [padded[step, :size] for step, size in enumerate(batch_sizes)]
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_zeros(ctx.shape), None
+
+
+def install(library: torch.library.Library, stack: ExitStack) -> None:
+    """Run recurrent networks of fake CUDA tensors as CUDA does."""
+    register: Any = library.impl
+    register("_cudnn_rnn", _cudnn_rnn, "Meta", allow_override=True)
+    register("_cudnn_rnn_backward", _cudnn_rnn_backward, "Meta", allow_override=True)
+    for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            register(name, kernel, "Meta")
+    # Weights in one buffer take as much as separate ones, and `flatten_parameters` would compare their addresses.
+    stack.enter_context(patched(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
+
+
+def _padded(mode: int, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
+    return _run(mode, RnnOptions(*form), input, [], hx, params)
+
+
+def _packed(
+    mode: int, data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
+) -> Any:
+    return _run(mode, RnnOptions(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
+
+
+def _run(
+    mode: int,
+    options: RnnOptions,
+    data: Tensor,
+    batch_sizes: list[int],
+    hidden: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run `lstm` and `gru` in ATen/native/RNN.cpp and `_cudnn_impl` in cudnn/RNN.cpp."""
+    states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+    if not (torch._C._get_cudnn_enabled() and data.numel()):
+        raise UnsupportedError(
+            "a recurrent network runs without cuDNN, step by step", hint="set torch.backends.cudnn.enabled = True"
+        )
+    hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
+    hidden_size = hx.size(2) if cx is None else cx.size(2)
+    proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
+    dropout_state = _dropout_state(options, data)
+    with torch.no_grad():  # cuDNN reads a copy with the steps first, which is freed afterwards.
+        steps_first = _read(data.transpose(0, 1) if options.batch_first else data)
+    weights_per_layer = (4 if options.has_biases else 2) + (proj_size > 0)
+    form = (options.num_layers, options.batch_first, options.dropout, options.train, options.bidirectional)
+    call = CudnnRnnCall(mode, hidden_size, proj_size, *form, batch_sizes, dropout_state)
+    out = torch.ops.aten._cudnn_rnn(data, list(params), weights_per_layer, _weight_buffer(params), hx, cx, *call)
+    del steps_first
+    return tuple(out[: 1 + len(states_in)])
+
+
+def _read(steps: Tensor) -> Tensor:
+    """Return the tensor that `_cudnn_rnn` reads: a copy unless `steps` is contiguous, in fp16 under autocast."""
+    if steps.is_contiguous():
+        return steps
+    halves = torch.is_autocast_enabled("cuda") and steps.dtype != torch.float64
+    return torch.empty(steps.shape, dtype=torch.float16 if halves else steps.dtype, device=steps.device)
+
+
+def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
+    """Return the buffer to which weights are copied for each call; empty if they lie in one buffer already.
+
+    `RNNBase.flatten_parameters` skips bf16 (`CUDNN_TENSOR_DTYPES` in torch/backends/cudnn/__init__.py). Under autocast,
+    tracing/autocast.py makes the buffer.
+    """
+    scattered = params[0].dtype == torch.bfloat16 and not torch.is_autocast_enabled("cuda")
+    elements = sum(weight.numel() for weight in params) if scattered else 0
+    with torch.no_grad():
+        return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
+
+
+def _dropout_state(options: RnnOptions, data: Tensor) -> Tensor | None:
+    """Return the state of `get_dropout_state`, which is made once and kept until the trace ends."""
+    kept: dict[str, Tensor] = data.fake_mode.library_tensors  # type: ignore[attr-defined]
+    if options.train and options.dropout > 0 and _STATE not in kept:
+        kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
+    return kept.get(_STATE)
+
+
+def _recurrent(call: OperatorCall) -> list[Workspace]:
+    tensor, directions = call["input"], 2 if call["bidirectional"] else 1
+    rows = tensor.numel() // max(1, tensor.shape[-1])
+    numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
+    return [Workspace("recurrent", numbers)]
+
+
+def _reserve_band(call: OperatorCall) -> list[tuple[int, Workspace]]:
+    """The band of the reserve, for as long as the reserve lives."""
+    share = CudnnRnnCall(*(call[name] for name in CudnnRnnCall._fields)).band_percent()
+    return [(_RESERVE, Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
+
+
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    **{f"{name}.input": partial(_padded, mode) for mode, name in enumerate(MODES)},
+    **{f"{name}.data": partial(_packed, mode) for mode, name in enumerate(MODES)},
+    "lstm_cell": lstm_cell,
+    "gru_cell": gru_cell,
+    "_pack_padded_sequence": _pack,
+}
+WORKSPACES: Mapping[str, Handler] = dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent)
+ATTACHED: Mapping[str, AttachedHandler] = {"_cudnn_rnn": _reserve_band}

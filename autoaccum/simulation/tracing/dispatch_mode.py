@@ -1,0 +1,393 @@
+"""The dispatch mode of a simulated card: runs operators without values, and records the memory they allocate."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoaccum.accumulation.sharded_tensors import is_sharded
+from autoaccum.devices.base import Phase
+from autoaccum.simulation.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
+from autoaccum.simulation.tracing.cpu_values import CpuValues
+from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
+from autoaccum.simulation.tracing.known_values import (
+    compute,
+    find_tensors,
+    load_host_copy,
+    propagate_values,
+    save_host_copy,
+    set_values,
+    values_of,
+)
+from autoaccum.simulation.tracing.operator_cache import OperatorCache
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.value_reads import locate_read, read_scalar, reads_for_user
+from autoaccum.simulation.unsupported import UnknownValueError, UnsupportedError
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
+DEVICE_QUERY = torch.ops.prim.device.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_aten = torch.ops.aten
+_LOCK = threading.RLock()  # Not the mode's, since a model is copied with the mode of its tensors.
+
+
+def _operators(names: str) -> frozenset[Any]:
+    """Look up operators of aten by name, with the default overload if none is given."""
+    split = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(_aten, name), overload or "default") for name, _, overload in split)
+
+
+_READS = _operators("_local_scalar_dense equal allclose")
+_FACTORIES = _operators("empty.memory_format empty_strided zeros ones full rand randn")
+_INDEXING = _operators("index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put")
+_DYNAMIC_SHAPES = _operators(
+    "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
+    " unique_dim_consecutive"
+)
+_NMS = "torchvision.nms.default"
+"""A kernel of a library whose output has as many rows as the values say, which its fake implementation cannot make."""
+_VALUE_DEPENDENT = _READS | _INDEXING | _DYNAMIC_SHAPES
+_GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
+_LAZY_ELEMENTS = 1 << 14
+"""While a model or a batch is built, floating-point tensors of at least this many elements get no values. Smaller ones
+do, since constructors read them (drop rates, say), and so do integers, since loss weights count them."""
+
+
+class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Runs operators on CUDA tensors without values, and records their storages.
+
+    Operators on CPU tensors alone run as usual.
+
+    Attributes:
+        lazy: Whether large CPU tensors are made without values too.
+        notices: Sentences on differences between the simulation and a real run.
+        checks: Sentences on checks of values that were assumed to pass.
+        read_at: The first line that has read known values; empty if none has.
+        library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
+        phase: The phase in which the last trial run ended or failed.
+        sharded_type: DTensor, while ranks are simulated.
+        cpu_values: Computes the values of all tensors (`compute_values`); None: only some are known.
+        beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
+    """
+
+    avoid_device_init = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and skipping the compiler would cost time for each operator."""
+        return False
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.beside = FakeTensorMode()
+        self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
+        self.recorder = recorder
+        self.lazy = False
+        self.notices: dict[str, None] = {}
+        self.checks: dict[str, None] = {}
+        self.read_at = ""
+        self.library_tensors: dict[str, torch.Tensor] = {}
+        self.numbering = ObjectNumbers()
+        self.phase: Phase = "start"
+        self.sharded_type: type | None = None
+        self.cpu_values: CpuValues | None = None
+        self._keep_values = propagate_values
+        self._depth = 0
+        self._has_sparse = False
+        self._cache = OperatorCache(self._make)
+        self._observer = WorkspaceObserver(torch_release())
+        self._memory: dict[Any, OperatorMemory] = {}
+        self._attributes: dict[str, Any] | None = None
+
+    def compute_values(self) -> None:
+        """From now on, compute the values of all tensors on the CPU."""
+        self.cpu_values = CpuValues()
+        self._keep_values = self.cpu_values.keep
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_QUERY:  # The most frequent call.
+            return device_seen_by_cpp(args[0])
+        with _LOCK:
+            return self._dispatch(func, types, args, {} if kwargs is None else kwargs)
+
+    def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs = self._with_device(kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
+        if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
+            if not kwargs and can_run_on_shards(func, args):
+                return run_on_shards(args, lambda local: self.__torch_dispatch__(func, (), local))
+            return func(*args, **kwargs)
+        if not self._is_simulated(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func in _VALUE_DEPENDENT or (self.cpu_values is not None and str(func) == _NMS):
+            if func in _READS:
+                return self._read(func, args, kwargs)
+            if func in _INDEXING:
+                args = [args[0], self._masks_to_indices(func, args), *args[2:]]
+            elif self._depth == 0:
+                self.recorder.op = func
+                known = self._run_known(func, args, kwargs)
+                if known is not None:
+                    self._record(None, func, args, kwargs, known)
+                    return known
+        if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
+            self._has_sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
+        if self._depth > 0:
+            return self.dispatch(func, types, args, kwargs)
+        if func is _TO_COPY and (host_copy := self._host_copy(args[0], kwargs)) is not None:
+            return host_copy
+        self.recorder.op = func
+        if func is _TO_COPY and _only_moves(args[0], kwargs):
+            moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            save_host_copy(moved, args[0])
+            self.recorder.record_outputs(moved)
+            self._keep_values(func, args, kwargs, moved)
+            return moved
+        key = self._cache.key(func, args, kwargs)
+        make_result = self._cache.makers.get(key)
+        if make_result is not None:
+            out = make_result(args)
+        else:
+            self._depth = 1
+            try:
+                out = self.dispatch(func, types, args, kwargs)
+            except Exception:  # Where the result's size follows from values, the CPU's result may still tell it.
+                computes = self.cpu_values is not None and not func._schema.is_mutable
+                out = self._run_known(func, args, kwargs) if computes else None
+                if out is None:
+                    raise
+                self._record(None, func, args, kwargs, out)
+                return out
+            finally:
+                self._depth = 0
+            if key is not None:
+                self._cache.add(key, func, args, kwargs, out)
+        self._record(key, func, args, kwargs, out)
+        self._keep_values(func, args, kwargs, out)
+        return out
+
+    def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the value of a tensor, or whether two tensors are equal."""
+        if func is _aten._local_scalar_dense.default:
+            if reads_for_user():
+                self.count_read()
+            return read_scalar(args[0], self.checks, computed=self.cpu_values is not None)
+        known = compute(func, args, kwargs)
+        self.count_read()
+        try:
+            return read_scalar(args[0], self.checks, is_truth=True) if known is None else known
+        except UnknownValueError as error:
+            raise fake_tensor.DataDependentOutputException(func) from error
+
+    def _host_copy(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the values of `tensor` for a copy to the host; None if they are not known, or it is no such copy."""
+        if self.cpu_values is None:
+            return load_host_copy(tensor, kwargs)
+        to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
+        values = values_of(tensor) if to_host and isinstance(tensor, FakeTensor) else None
+        if values is None:
+            return None
+        if reads_for_user():
+            self.count_read()
+        return values.to(kwargs.get("dtype") or values.dtype, copy=True)
+
+    def count_read(self) -> None:
+        """Count a read of values, where they are computed, and keep the line of the first one."""
+        self.recorder.reads += self.cpu_values is not None
+        self.read_at = self.read_at or locate_read()
+
+    def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator with a value-dependent shape; None if the values are not known."""
+        if func is _aten.masked_select.default and values_of(args[1]) is not None:
+            tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+            return tensor[mask]
+        made = (compute if self.cpu_values is None else self.cpu_values.compute)(func, args, kwargs)
+        if made is None:
+            return None
+        self.count_read()
+        device = next(one.fake_device for one in find_tensors(args) if isinstance(one, FakeTensor))
+        known = []
+        for values in made if isinstance(made, list | tuple) else [made]:
+            known.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
+            set_values(known[-1], values, limited=self.cpu_values is None)
+        return tuple(known) if isinstance(made, list | tuple) else known[0]
+
+    def _masks_to_indices(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Replace known masks by indices, as `expandTensors` in `IndexingUtils.h` does.
+
+        Masks on the card stay where a single number is assigned, since the kernel then uses the mask itself.
+        """
+        indices: Sequence[torch.Tensor | None] = args[1]
+        needs_indices = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            elif not isinstance(index, FakeTensor):
+                found.extend(index.nonzero().unbind(1))
+            elif needs_indices and self._depth == 0 and values_of(index) is not None:
+                nonzero = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
+                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (nonzero, 1)))
+            else:
+                found.append(index)
+        return found
+
+    def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        in_backward = torch._C._current_autograd_node() is not None
+        memory = None if key is None else self._memory.get((key, in_backward))
+        if memory is None:
+            memory = self._observer.observe(func, args, kwargs, out, in_backward=in_backward)
+            if key is not None:
+                self._memory[key, in_backward] = memory
+        if not memory.orders_outputs:
+            self.recorder.record_outputs(out)
+        for workspace in memory.resident:
+            self.recorder.record_resident(workspace)
+        for index, workspace in memory.attached:
+            self.recorder.record_attached(out[index] if isinstance(out, list | tuple) else out, workspace)
+        if memory.transient:
+            self.recorder.record_steps(memory.transient, out)
+
+    def _make(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        base: torch.Tensor | None = None,
+        offset: int = 0,
+        nbytes: int | None = None,
+        device: torch.device = DEVICE,
+    ) -> FakeTensor:
+        """Make a tensor on `device`, with a storage of `nbytes` if given; or a view of `base`."""
+        if base is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
+                made.untyped_storage().resize_(nbytes)
+        else:
+            made = torch.empty(0, dtype=dtype, device=_META)
+            with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+                made.set_(base.untyped_storage(), offset, shape, stride)
+        return self._make_fake(made) if device == DEVICE else FakeTensor(self, made, device)
+
+    def _make_fake(self, made: torch.Tensor) -> FakeTensor:
+        """Return `FakeTensor(self, made, DEVICE)`, in a third of its time.
+
+        C++ need not call Python for its device, since the answer would be `meta`, the device that it has.
+        """
+        if self._attributes is None:
+            self._attributes = dict(vars(FakeTensor(self, made, DEVICE)))
+        fake: FakeTensor = _MAKE_SUBCLASS(FakeTensor, made, dispatch_device=False, device_for_backend_keys=DEVICE)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes)
+        return fake
+
+    def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
+        """Make a sparse tensor on the card without its indices and values."""
+        sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made = _aten._sparse_coo_tensor_with_dims.default(
+                sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
+            )
+        return FakeTensor(self, made, DEVICE)
+
+    def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""
+        if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
+            return True
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            return True
+        if not self.lazy or func not in _FACTORIES:
+            return False
+        dtype = kwargs.get("dtype")
+        return math.prod(args[0]) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
+
+    def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with `cuda:0` for any device that means the card; C++ also uses `meta` for it."""
+        device = kwargs["device"]
+        if device is None:
+            return dict(kwargs)
+        device = torch.device(device)
+        if device.type == "meta" and (self._depth == 0 or not self.in_kernel_invocation):
+            device = _CPU if self.lazy else DEVICE
+        if device.type == "cuda" and device != DEVICE:
+            if device.index is not None:
+                raise UnsupportedError(f"a tensor is put on {device}, but only one card is simulated", hint=ONE_CARD)
+            device = DEVICE
+        return {**kwargs, "device": device}
+
+
+def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
+    """Return the device that C++ code sees: `meta` for a tensor on the card."""
+    device = tensor.fake_device
+    return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
+
+
+def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy from the host to the card keeps a contiguous layout, as for a model's weights."""
+    if kwargs.get("device") != DEVICE or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    is_plain = kwargs.get("layout") in (None, torch.strided)
+    return is_plain and kwargs.get("memory_format") in (None, torch.preserve_format)
+
+
+def _has_fake(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return True
+        if isinstance(value, list | tuple) and value and _has_fake(value):
+            return True
+    return False
+
+
+_FOREACH: Final = "aten::_foreach_"
+_NOT_ELEMENTWISE: Final = ("aten::_foreach_norm", "aten::_foreach_max")
+"""Operators of this name that do not work element by element."""
+
+
+def can_run_on_shards(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether `func` works element by element on lists of DTensors that are sharded alike.
+
+    DTensor first works out how the results of an operator are sharded. For a list its time grows with the square of the
+    length, and takes seconds for 300 parameters; here the answer is known.
+    """
+    name = func._schema.name
+    if not name.startswith(_FOREACH) or name.startswith(_NOT_ELEMENTWISE):
+        return False
+    lists = [arg for arg in args if _is_list_of_tensors(arg)]
+    if not lists or not all(is_sharded(one) for each in lists for one in each):
+        return False
+    first, *others = ([(one.placements, one.device_mesh) for one in each] for each in lists)
+    return all(other == first for other in others)
+
+
+def run_on_shards(args: Sequence[Any], run: Callable[[list[Any]], Any]) -> Any:
+    """Return the result of `run`, which gets the local parts, as DTensors; None for an update in place."""
+    made = run([[one._local_tensor for one in arg] if _is_list_of_tensors(arg) else arg for arg in args])
+    if made is None:
+        return None
+    first = next(arg for arg in args if _is_list_of_tensors(arg))
+    return [_like_shard(one, part) for one, part in zip(first, made, strict=True)]
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _like_shard(one: Any, part: torch.Tensor) -> Any:
+    meta = one._spec.tensor_meta._replace(dtype=part.dtype)
+    return type(one)(part, one._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)

@@ -1,0 +1,288 @@
+"""Labels for the blocks of a trial run: the module whose operator allocated a block, and what holds it."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.accumulation.sharded_tensors import local_part, model_class
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import Category
+from autoaccum.devices.trial_run import TrialRun
+from autoaccum.simulation.trace_records import (
+    NO_MODULE,
+    LabelledTrace,
+    ModuleName,
+    Origin,
+    Owner,
+    Role,
+    Trace,
+)
+from autoaccum.simulation.tracing.one_rank import RankPurposes, unsharded_gradients
+from autoaccum.simulation.tracing.recorder import Recorder
+
+_LEAF_NODE = "AccumulateGrad"
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of `root.named_modules()` without hashing them, which would number them."""
+    seen: set[int] = set()
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        inner = ((f"{path}.{name}" if path else name, each) for name, each in module._modules.items())
+        waiting += reversed([(name, each) for name, each in inner if each is not None])
+
+
+class ModuleTracker:
+    """Tracks which module of a model is running, in forward and in backward, within `tracking()`.
+
+    Autograd gives each operation of forward a sequence number, which its backward node keeps (`_sequence_nr`; the next
+    number is `torch.autograd._get_sequence_nr`). The tracker records the running module and this number whenever a
+    module is entered or left, and looks the number up in backward. Recomputation by checkpointing enters the modules
+    again. A module outside the model, such as a loss, counts as part of its caller. Memory of a second-order gradient
+    belongs to the module that requested the first-order gradient.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._indices: dict[int, int] = {}
+        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._stacks: WeakKeyDictionary[greenlet, list[tuple[int, bool]]] = WeakKeyDictionary()
+        self._numbers: list[int] = []
+        self._running: list[int] = []
+        self.names: list[ModuleName] = [NO_MODULE]
+
+    @property
+    def _stack(self) -> list[tuple[int, bool]]:
+        """The modules that are running; parts that run in lock step have a stack each, as they have of Python's."""
+        return self._stacks.setdefault(getcurrent(), [])
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Track the calls of all modules in this process."""
+        with register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True):
+            yield
+
+    def current(self) -> tuple[int, Role]:
+        """Return the index of the module that is running now, and the role of blocks it allocates."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return (self._stack[-1][0] if self._stack else 0), "plain"
+        if type(node).__name__ == _LEAF_NODE:
+            return self.owner_of(node.variable), "summed"
+        if self._stack and self._stack[-1][1]:
+            return self._stack[-1][0], "recomputed"
+        index = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._running[index] if index >= 0 else 0), "recomputed" if torch.is_grad_enabled() else "plain"
+
+    def index_of(self, module: nn.Module) -> int:
+        """Return the index of a module of the model; 0 for others."""
+        self._find_modules()
+        return self._indices.get(id(module), 0)
+
+    def owner_of(self, tensor: torch.Tensor) -> int:
+        """Return the index of the module that has `tensor` as a parameter or buffer; 0 if none has."""
+        entry = self._owners.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else 0  # Ids are reused.
+
+    def modules(self) -> Iterator[tuple[nn.Module, int]]:
+        """Yield the modules of the model, once it exists, with their indices; a shared module only once."""
+        self._find_modules()
+        return zip(self._modules, count(1), strict=False)
+
+    def set_owner(self, tensor: torch.Tensor, module: int) -> None:
+        """Set the module that owns `tensor`, unless it has an owner already."""
+        entry = self._owners.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            self._owners[id(tensor)] = weakref.ref(tensor), module
+
+    def _find_modules(self) -> None:
+        model = None if self._modules else self._model()
+        if model is not None:
+            for path, module in walk_modules(model):
+                self._indices[id(module)] = len(self.names)
+                self._modules.append(module)
+                self.names.append(ModuleName(path, model_class(module).__name__))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._find_modules()
+        caller = self._stack[-1][0] if self._stack else 0
+        within_backward = torch._C._current_autograd_node() is not None
+        self._stack.append((self._indices.get(id(module), caller), within_backward))
+        self._record_running()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._stack.pop()
+        self._record_running()
+
+    def _record_running(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._running.append(self._stack[-1][0] if self._stack else 0)
+
+
+class BlockLabeller:
+    """Labels the blocks of one trial run, within `labelling()`.
+
+    Modules, optimizers and the loop are searched for tensors whenever the phase changes, and before and after each
+    optimizer step; the first holder that is found owns a block. Tensors that live only between two searches are
+    not found.
+
+    Args:
+        recorder: Records the blocks of the trial run.
+        trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
+        library_tensors: Tensors that a library keeps, such as its dropout state.
+        auxiliary_modules: Modules outside the model, such as a loss.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        trial_run: TrialRun,
+        library_tensors: Mapping[str, Tensor],
+        auxiliary_modules: Iterable[nn.Module] = (),
+    ) -> None:
+        self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
+        self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
+        self._tracker = ModuleTracker(lambda: None if trial_run.made is None else trial_run.made[0])
+        self._phase: Phase | None = None
+        self._origins: list[Origin] = []
+        self._owners: dict[int, Owner] = {}
+        self._ranks = RankPurposes()
+        self._exchanged: dict[int, Owner] = {}
+        self._kept_attributes: set[int] = set()
+        self._optimizers: dict[Optimizer, None] = {}
+
+    @contextmanager
+    def labelling(self) -> Iterator[None]:
+        """Track the modules and optimizers of this process."""
+        before = register_optimizer_step_pre_hook(self._see_step)
+        after = register_optimizer_step_post_hook(self._see_step)
+        with before, after, self._tracker.tracking(), self._ranks.watching():
+            yield
+
+    def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
+        """Label the next block (`recorder.OnAllocation`)."""
+        if phase != self._phase:
+            self._phase = phase
+            self._find_owners()
+        module, role = self._tracker.current()
+        if self._ranks.purpose is not None:
+            owner = module if self._ranks.module is None else self._tracker.index_of(self._ranks.module)
+            self._exchanged[len(self._origins)] = Owner(self._ranks.purpose, owner)
+        dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        self._origins.append(
+            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name)
+        )
+
+    def mark_update(self) -> None:
+        """Mark the start of an update: attributes of modules that stay to the end count as parameters."""
+        self._kept_attributes = {block for block, _ in self._attributes()}
+
+    def label(self, trace: Trace) -> LabelledTrace:
+        """Return `trace`, which has just ended, with its labels."""
+        self._find_owners()
+        for block, module in self._attributes():
+            if block in self._kept_attributes:
+                self._owners.setdefault(block, Owner("parameters", module))
+        return LabelledTrace(
+            trace=trace,
+            modules=tuple(self._tracker.names),
+            origins=tuple(self._origins),
+            owners={**self._exchanged, **self._owners},
+        )
+
+    def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[optimizer] = None  # Also an optimizer within another.
+        self._find_owners()
+
+    def _find_owners(self) -> None:
+        if self._trial_run.made is None:
+            return
+        self._optimizers[self._trial_run.made[1]] = None
+        self._search_modules()
+        for optimizer in self._optimizers:
+            self._search_optimizer(optimizer)
+        self._set_owner("averages", self._trial_run.averages)
+        for tensor in self._trial_run.outputs:
+            block = self._recorder.block_of(tensor)
+            if block is not None:
+                self._set_owner("outputs", [tensor], self._origins[block].module)
+        self._set_owner("workspace", self._library_tensors.values())
+
+    def _search_modules(self) -> None:
+        for module, index in self._modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._tracker.set_owner(parameter, index)
+                    self._set_parameter_owner(parameter)
+            self._set_owner("parameters", [each for each in module._buffers.values() if each is not None], index)
+        assert self._trial_run.made is not None
+        for gradient, module in unsharded_gradients(self._trial_run.made[0]):
+            self._set_owner("gradients", [gradient], self._tracker.index_of(module))
+
+    def _search_optimizer(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._set_parameter_owner(parameter)
+        for parameter, state in optimizer.state.items():
+            module = self._tracker.owner_of(parameter) if isinstance(parameter, Tensor) else 0
+            self._set_owner("optimizer_state", _tensors(state), module)
+        others = [value for name, value in vars(optimizer).items() if name != "state"]
+        self._set_owner("optimizer_state", _tensors(others))
+
+    def _set_parameter_owner(self, parameter: Tensor) -> None:
+        module = self._tracker.owner_of(parameter)
+        self._set_owner("parameters", [parameter], module)
+        if parameter.grad is not None:
+            self._set_owner("gradients", [parameter.grad], module)
+
+    def _set_owner(self, category: Category, tensors: Iterable[Tensor], module: int = 0) -> None:
+        for tensor in tensors:
+            block = self._recorder.block_of(local_part(tensor))
+            is_gathered = category == "parameters" and block in self._exchanged  # A module has it for a while.
+            if block is not None and not is_gathered:
+                self._owners.setdefault(block, Owner(category, module))
+
+    def _attributes(self) -> Iterator[tuple[int, int]]:
+        """Yield blocks of plain tensor attributes of modules, such as cached tables, with the modules' indices."""
+        for module, index in self._modules():
+            for tensor in _tensors([value for name, value in vars(module).items() if name not in _TABLES]):
+                block = self._recorder.block_of(tensor)
+                if block is not None:
+                    yield block, index
+
+    def _modules(self) -> Iterator[tuple[nn.Module, int]]:
+        yield from self._tracker.modules()
+        yield from ((module, 0) for module in self._auxiliary_modules)
+
+
+@cache
+def _name_of(op: Any) -> str:
+    if op is None:
+        return ""
+    return str(op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op)
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor))

@@ -1,0 +1,133 @@
+"""A cache of operator calls: tensors of the same shapes, strides and dtypes give results of the same form.
+
+A training step repeats operators from layer to layer and from one micro-batch to the next. PyTorch's own cache of fake
+operators takes longer to build its key than most operators take; this one caches fewer operators, with cheaper keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoaccum.simulation.tracing.known_values import find_tensors
+
+ResultMaker = Callable[[Sequence[Any]], Any]
+"""Makes the result of a call from its arguments."""
+
+_NOT_CACHED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_aten = torch.ops.aten
+_CHANGES_STORAGES = frozenset(
+    {
+        _aten.resize_.default,
+        _aten.resize_as_.default,
+        _aten.set_.source_Storage_storage_offset,
+        _aten.set_.source_Tensor,
+    }
+)
+_PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex}
+)
+
+
+class OperatorCache:
+    """Caches the calls of one simulation; `make` makes its fake tensors (`FakeCudaMode._make`).
+
+    Attributes:
+        makers: By the key of a cached call, the function that makes its result.
+    """
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self._make = make
+        self.makers: dict[Any, ResultMaker] = {}
+
+    def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a key that determines the form of the result; None if the call cannot be cached."""
+        key: list[Any] = [func]
+        try:
+            _describe(args, key)
+            if kwargs:
+                for name, value in kwargs.items():
+                    key.append(name)
+                    _describe((value,), key)
+        except _NotCacheableError:
+            return None
+        return tuple(key)
+
+    def add(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Cache a call and its result, if calls of this operator can be cached; what is written to `out=` cannot."""
+        if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
+            return
+        given = {id(one) for one in find_tensors(list(kwargs.values()))} if kwargs else ()
+        if given and any(id(one) in given for one in find_tensors([out])):
+            return
+        maker = self._result_maker(args, out)
+        if maker is not None:
+            self.makers[key] = maker
+
+    def _result_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
+        if not isinstance(out, tuple | list):
+            return self._part_maker(args, out)
+        parts = [self._part_maker(args, one) for one in out]
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts) or _share_storages(args, out):
+            return None
+        kind = list if isinstance(out, list) else tuple  # Those that run in Python, as layer_norm, return named tuples.
+        return lambda args: kind(part(args) for part in whole)
+
+    def _part_maker(self, args: Sequence[Any], one: Any) -> ResultMaker | None:
+        if one is None or type(one) is int:
+            return lambda args: one
+        return self._tensor_maker(args, one) if isinstance(one, Tensor) else None
+
+    def _tensor_maker(self, args: Sequence[Any], out: Tensor) -> ResultMaker | None:
+        if not isinstance(out, FakeTensor) or out.constant is not None or out.layout is not torch.strided:
+            return None
+        for index, arg in enumerate(args):
+            if arg is out:
+                return lambda args: args[index]
+        if out.fake_device.type not in ("cuda", "cpu"):
+            return None
+        device = out.fake_device
+        shape, stride, dtype, make = tuple(out.shape), out.stride(), out.dtype, self._make
+        storage, offset = out.untyped_storage()._cdata, out.storage_offset()
+        for index, arg in enumerate(args):
+            if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage:
+                return lambda args: make(shape, stride, dtype, args[index], offset, device=device)
+        if offset or any(arg.untyped_storage()._cdata == storage for arg in find_tensors(args)):
+            return None
+        nbytes = out.untyped_storage().nbytes()
+        return lambda args: make(shape, stride, dtype, nbytes=nbytes, device=device)
+
+
+class _NotCacheableError(Exception):
+    """An argument does not determine the form of the result."""
+
+
+def _describe(values: Any, key: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
+                raise _NotCacheableError
+            place = value.storage_offset(), value.fake_device
+            key.append((value.shape, value.stride(), value.dtype, *place, value.requires_grad))
+        elif kind in _PLAIN:
+            key.append(kind)
+            key.append(value)
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            _describe(value, key)
+        else:
+            raise _NotCacheableError
+
+
+def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
+    """Return whether two results share a storage that belongs to no argument."""
+    inputs = {tensor.untyped_storage()._cdata for tensor in find_tensors(args)}
+    made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
+    new = [storage for storage in made if storage not in inputs]
+    return len(set(new)) < len(new)

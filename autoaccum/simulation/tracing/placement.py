@@ -1,0 +1,239 @@
+"""Models, batches and checkpoints for the simulated card: built without host memory, and moved to the card."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from autoaccum.errors import WorkloadError
+from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index
+from autoaccum.simulation.tracing.known_values import mark_not_materialised
+from autoaccum.simulation.unsupported import UnsupportedError
+from autoaccum.sources.model_copies import REPLACED_BY, current
+from autoaccum.sources.pytree import tensors
+from autoaccum.sources.spec import Workload
+
+_INITIALISE = "run one sample through the model in model(), before it is returned"
+T = TypeVar("T")
+_ZIP = b"PK\x03\x04"
+
+
+def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replace `nn.Module._apply`: a parameter that `fn` turns into a fake tensor becomes a new parameter.
+
+    The order is the same. Tied parameters stay tied, and a parameter keeps its attributes and hooks.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = _convert_parameter(parameter, fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = _convert_buffer(buffer, fn)
+    return module
+
+
+def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
+    if is_lazy(parameter):
+        raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
+    with torch.no_grad():
+        if (replacement := current(parameter)) is not parameter:
+            return replacement
+        was_meta = parameter.is_meta
+        applied = fn(parameter)
+        if applied is parameter:
+            if was_meta or not parameter.is_meta:
+                return parameter
+            applied = fake_parameter(parameter)
+        if not isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):
+            parameter.data = applied
+            if parameter.grad is not None:
+                parameter.grad.data = fn(parameter.grad)
+            return parameter
+        own_class = isinstance(applied, FakeTensor) and type(applied) is not FakeTensor
+        made: Any = applied if own_class else nn.Parameter(applied, requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            made.grad = fn(parameter.grad)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks):
+            setattr(made, hooks, getattr(parameter, hooks))
+    for name, value in vars(parameter).items():
+        if name not in vars(made) and name != REPLACED_BY:
+            setattr(made, name, value)
+    setattr(parameter, REPLACED_BY, weakref.ref(made))
+    return made
+
+
+def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
+    if (replacement := current(buffer)) is not buffer:
+        return replacement
+    with torch.no_grad():
+        applied = fn(buffer)
+    if applied is not buffer:
+        setattr(buffer, REPLACED_BY, weakref.ref(applied))
+    return applied
+
+
+def with_host_batches(workload: Workload) -> Workload:
+    """Return the workload with batches that are checked to be on the CPU, where loss weights are counted."""
+    return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
+
+
+def with_copied_criterion(workload: Workload) -> Workload:
+    """Return the workload with a copy of its criterion, so that each trial run moves a new one to the card."""
+    fields = {name: getattr(workload, name) for name in ("loss", "criterion")}
+    copies: dict[str, Any] = {
+        name: copy.deepcopy(value) for name, value in fields.items() if isinstance(value, nn.Module)
+    }
+    return dataclasses.replace(workload, **copies) if copies else workload
+
+
+def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
+    made = batch(size)
+    if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
+        raise WorkloadError(
+            f"batch({size}) is on the card, where a simulation cannot count its loss weight",
+            hint="make the batch on the CPU: only one micro-batch at a time is moved to the card",
+        )
+    return made
+
+
+def with_lazy_building(workload: Workload, mode: FakeCudaMode, *, batches: bool) -> Workload:
+    """Return the workload with models, and optionally batches, that are built without values for large tensors.
+
+    If a constructor fails without them, the model is built for real. A model instance is copied as usual.
+    """
+    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode)) if batches else workload
+    if isinstance(workload.model, nn.Module):
+        return lazy
+    return dataclasses.replace(lazy, model=partial(_build_model, workload, mode))
+
+
+def _build_model(workload: Workload, mode: FakeCudaMode) -> nn.Module:
+    with suppress(Exception):  # If it is the user's error, building for real raises it again.
+        return _build_lazily(mode, workload.build_model)
+    return workload.build_model()
+
+
+def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, size: int) -> Any:
+    """Build a batch with values for integers and booleans, since a forward pass may branch on them."""
+    made = _build_lazily(mode, batch, size)
+    fake = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
+    if not all(leaf.is_floating_point() for leaf in fake):
+        return batch(size)
+    for leaf in fake:
+        mark_not_materialised(leaf)
+    return made
+
+
+def _build_lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
+    mode.lazy = True
+    try:
+        return build(*args)
+    finally:
+        mode.lazy = False
+
+
+def patch_torch_load(stack: ExitStack) -> None:
+    """Patch `torch.load` until `stack` is closed."""
+    load = partial(_load, torch.load)
+    for owner in (torch, torch.serialization):
+        stack.enter_context(patched(owner, "load", load))
+
+
+def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+    """Load a file on the host, and move it to the card if `map_location` is the card."""
+    device = map_location.decode() if isinstance(map_location, bytes) else str(map_location)
+    if options.get("mmap") is None and _can_be_mapped(f):
+        options["mmap"] = True  # Unread tensors take no memory.
+    with _disable_current_modes():
+        loaded = load(f, "cpu", *args, **options)
+    if not device.startswith("cuda"):
+        return loaded
+    check_index(device)
+    moved: dict[Any, Tensor] = {}
+    return tree_map(partial(_move, moved), loaded)
+
+
+def _move(moved: dict[Any, Tensor], value: Any) -> Any:
+    """Move a tensor or a module to the card; tensors that are the same view of a storage stay one tensor."""
+    if isinstance(value, nn.Module):
+        return value._apply(partial(_move, moved))  # type: ignore[no-untyped-call]
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return value
+    key = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
+    if key not in moved:
+        made = value.detach().to(DEVICE)
+        moved[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    return moved[key]
+
+
+def _can_be_mapped(f: Any) -> bool:
+    if not isinstance(f, str | os.PathLike) or not Path(f).is_file():
+        return False
+    with Path(f).open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
+_DATA: Any = torch._C.TensorBase.data
+
+
+def patch_parameter_classes(stack: ExitStack) -> None:
+    """Let code make parameters of a class of their own from fake tensors, until `stack` is closed.
+
+    Such a class, as of bitsandbytes' packed weights, holds plain attributes beside its memory (scales, a code book),
+    and its own `to` replaces that memory. On the card it is a fake tensor that is an instance of the class as well.
+    """
+    stack.enter_context(patched(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)))
+    stack.enter_context(patched(FakeTensor, "data", property(_DATA.__get__, _set_data)))
+
+
+def fake_parameter(parameter: nn.Parameter) -> FakeTensor:
+    """Return a fake parameter for a real one whose own `to` has put fake memory of the card into it."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with torch._C._DisableTorchDispatch():
+        plain = parameter.detach().as_subclass(Tensor)
+    made: FakeTensor = _make_subclass(type(parameter), FakeTensor(mode, plain, DEVICE), parameter.requires_grad)
+    return made
+
+
+def _make_subclass(cls: Any, data: Tensor, require_grad: bool = False, **how: Any) -> Any:
+    """Run `Tensor._make_subclass`, which takes no fake tensor."""
+    if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
+        return _MAKE_SUBCLASS(cls, data, require_grad, **how)
+    made: Any = data.detach()
+    made.__class__ = _fake_class(cls)
+    made._is_param = issubclass(cls, nn.Parameter)
+    return made.requires_grad_(require_grad)
+
+
+@cache
+def _fake_class(cls: Any) -> Any:
+    """Return the class of fake tensors of that class, under its name, by which libraries ask for it."""
+    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__})
+
+
+def _set_data(tensor: FakeTensor, data: Tensor) -> None:
+    """Set the memory of a tensor, and with it the device that Python sees."""
+    _DATA.__set__(tensor, data)
+    if isinstance(data, FakeTensor):
+        tensor.fake_device = data.fake_device

@@ -1,0 +1,180 @@
+"""Recorder of allocations and frees on the simulated card: the requests a real card's allocator would get."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.devices.base import Phase
+from autoaccum.simulation.trace_records import EMPTY_CACHE, MemoryStep, OutputAllocated, Trace, Workspace
+from autoaccum.simulation.unsupported import UnsupportedError
+
+OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
+"""Called before each allocation with the phase, whether the block is a workspace (of a kernel or library), and for a
+tensor's storage the dtype of its first tensor."""
+
+_Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
+"""A live storage, the number and size of its block (0: it was emptied, and its block freed), and its dtype."""
+
+
+class Recorder:
+    """Gives every new storage a block number, and records when the storage dies.
+
+    Storages, not tensors, take memory: views and in-place operators create none.
+
+    Attributes:
+        op: The operator that is running, if known.
+        stream: The number of the stream that is current; 0 is the default stream.
+        reads: How often code has read values in the current update, where all are computed.
+    """
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
+        self._live: dict[int, _Live] = {}
+        self._resident: dict[Workspace, int] = {}
+        self._phase: Callable[[], Phase] = _no_phase
+        self._on_allocation: OnAllocation | None = None
+        self.op: Any = None
+        self.stream = 0
+        self._streams: dict[int, int] = {}
+        self._other_streams: dict[int, int] = {}
+        self.events: list[int] = []
+        self.sizes: list[int | Workspace] = []
+        self.phases: list[tuple[int, Phase]] = []
+        self.last_update = self.reads = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all live storages."""
+        return sum(size for _, _, size, _ in self._live.values() if isinstance(size, int))
+
+    def record_outputs(self, out: Any) -> None:
+        """Record the new storages among the outputs of an operator."""
+        for tensor in tree_leaves(out) if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+                if tensor.layout is not torch.strided:
+                    layout = str(tensor.layout).removeprefix("torch.")
+                    raise UnsupportedError(f"a tensor of layout {layout} is made, but only dense ones can be simulated")
+                self._record_storage(tensor.untyped_storage(), tensor.dtype)
+
+    def record_resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has another size, by `UntypedStorage.resize_`; one that was never recorded stays so."""
+        live = self._live.get(id(storage))
+        if live is not None:
+            self._record_storage(storage, live[3])
+
+    def record_steps(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
+        """Record a kernel's workspaces and outputs in the order of `steps`; those still held are freed at its end."""
+        blocks: list[int] = []
+        for step in steps:
+            if isinstance(step, Workspace):
+                blocks.append(self._allocate(step, is_workspace=True))
+            elif isinstance(step, OutputAllocated):
+                self.record_outputs(out[step.index] if isinstance(out, list | tuple) else out)
+            else:
+                self._free_latest(blocks, step.count)
+        self.record_outputs(out)
+        self._free_latest(blocks, len(blocks))
+
+    def record_empty_cache(self, *_: Any, **__: Any) -> None:
+        """Record that the allocator releases the segments that are free."""
+        self.op = None
+        self.record_steps([Workspace("empty_cache", (EMPTY_CACHE,))])
+
+    def record_resident(self, workspace: Workspace) -> None:
+        """Record a workspace that a library allocates once and keeps."""
+        if workspace not in self._resident:
+            self._resident[workspace] = self._allocate(workspace, is_workspace=True)
+
+    def record_attached(self, tensor: Tensor, workspace: Workspace) -> None:
+        """Record memory that lives as long as the storage of `tensor`."""
+        storage = tensor.untyped_storage()
+        key = ~id(storage)
+        self._live[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(workspace), workspace, None)
+
+    def block_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the block that holds `tensor`; None if none was recorded."""
+        live = None if tensor.layout is not torch.strided else self._live.get(id(tensor.untyped_storage()))
+        return None if live is None or not live[2] else live[1]
+
+    def live_storages(self) -> frozenset[int]:
+        """Return the keys of the live storages, for `forget_all_but`."""
+        return frozenset(self._live)
+
+    def forget_all_but(self, storages: Collection[int]) -> None:
+        """Forget all other storages: a failed backward pass may never free some of them."""
+        for key in self._live.keys() - set(storages):
+            del self._live[key]
+
+    def begin(self, phase: Callable[[], Phase], on_allocation: OnAllocation | None = None) -> None:
+        """Begin a trace, which first allocates all storages that are alive."""
+        live = sorted(self._live.items(), key=lambda item: item[1][1])
+        self.events, self.sizes, self.phases, self.last_update, self.reads = [], [], [], 0, 0
+        self._phase, self._on_allocation, self.op = phase, on_allocation, None
+        self._resident.clear()
+        self._streams, self._other_streams = {}, {}
+        for key, (ref, _, size, dtype) in live:
+            self._live[key] = (ref, self._allocate(size, dtype) if size else -1, size, dtype)
+
+    def mark_update(self) -> None:
+        """Mark the start of an update."""
+        self.last_update, self.reads = len(self.events), 0
+
+    def trace(self, parts: Sequence[int]) -> Trace:
+        """Return the trace since `begin`; neither callback of `begin` is called any more."""
+        self._phase, self._on_allocation = _no_phase, None
+        others = self._other_streams
+        return Trace(
+            parts=tuple(parts),
+            events=tuple(self.events),
+            sizes=tuple(self.sizes),
+            phases=tuple(self.phases),
+            last_update=self.last_update,
+            reads=self.reads,
+            streams=tuple(others.get(block, 0) for block in range(len(self.sizes))) if others else (),
+        )
+
+    def _free_latest(self, blocks: list[int], count: int) -> None:
+        self.events.extend(~blocks.pop() for _ in range(count))
+
+    def _record_storage(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
+        key, size = id(storage), storage.nbytes()
+        live = self._live.get(key)
+        if live is not None and live[2] == size:
+            return
+        if size:
+            dtype = dtype if live is None else live[3]
+            block = self._allocate(size, dtype)
+            self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
+        elif live is not None:
+            self._live[key] = (live[0], live[1], 0, live[3])
+        if live is not None and live[2]:  # Resized: the old memory is freed after the new memory is allocated.
+            self.events.append(~live[1])
+
+    def _allocate(self, size: int | Workspace, dtype: torch.dtype | None = None, *, is_workspace: bool = False) -> int:
+        phase = self._phase()
+        if self._on_allocation is not None:
+            self._on_allocation(phase, is_workspace, dtype)
+        if not self.phases or self.phases[-1][1] != phase:
+            self.phases.append((len(self.events), phase))
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.events.append(block)
+        if self.stream:
+            self._other_streams[block] = self._streams.setdefault(self.stream, 1 + len(self._streams))
+        return block
+
+    def _free(self, key: int, _: Any) -> None:
+        _, block, size, _ = self._live.pop(key)
+        if size:
+            self.events.append(~block)
+
+
+def _no_phase() -> Phase:
+    return "load"

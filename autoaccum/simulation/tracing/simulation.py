@@ -1,0 +1,349 @@
+"""PyTorch on a simulated card: CUDA tensors are fake, tensors on the CPU stay real.
+
+`FakeTensorMode` alone cannot run a backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and
+then uses CUDA's guards and streams. Here this query (`prim.device`) returns `meta`, which every build of PyTorch
+supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA's kernels are chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, thread, wait
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from autoaccum.simulation.cards import Card, CardInUse
+from autoaccum.simulation.operators.registry import install_kernels
+from autoaccum.simulation.torch_patches import patch_hashes, patched, torch_release
+from autoaccum.simulation.tracing import autocast
+from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
+from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
+from autoaccum.simulation.tracing.known_values import find_tensors, forget_values
+from autoaccum.simulation.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.value_reads import (
+    calling_torch_module,
+    read_array,
+    read_list,
+    unknown_value_error,
+)
+from autoaccum.simulation.unsupported import UnsupportedError
+from autoaccum.sources.batches import move_batch
+
+CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
+"""Operators with a CUDA kernel and a composite kernel for other devices (native_functions.yaml). A build without CUDA
+would run the composite kernel, which allocates temporaries."""
+_METAS: Any = torch._meta_registrations
+_GROUPED_MM = _METAS._meta_grouped_mm_common
+COMPILED = (
+    "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
+)
+_META = torch.device("meta")
+_AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
+_NATIVE_GENERATOR: Any = torch.Generator
+_WAIT_SECONDS = 1.0
+"""Long enough to load a tensor in another thread; work that waits for its caller goes on afterwards."""
+_Thread: Any = threading.Thread
+
+
+def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
+    """Register CUDA kernels, which are never called, so that their operators are not decomposed."""
+    register: Any = library.impl
+    for name in _lacking_cuda_kernels():
+        register(name, _never_called, "CUDA")
+    if torch_release() < (2, 15):
+        stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
+
+
+@cache
+def _lacking_cuda_kernels() -> list[str]:
+    """Return those of `CUDA_KERNELS` that this PyTorch knows and has no kernel of; to ask takes 50 ms."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    here = [name for name in CUDA_KERNELS if f"aten::{name}" in known]
+    return [name for name in here if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")]
+
+
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run `_grouped_mm` without values in fp32 and fp16, like CUDA (`GroupedMMUtils.h`) and PyTorch from 2.15 on."""
+    if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
+        return _GROUPED_MM(mat_a, mat_b, *args, **kwargs)
+    return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
+
+
+def _never_called(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a CUDA kernel of the simulated card was called with real tensors")
+
+
+@contextmanager
+def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
+    """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
+    in_use = CardInUse(card) if isinstance(card, Card) else card
+    with ExitStack() as stack:
+        mode = FakeCudaMode(recorder or Recorder())
+        _patch_device_queries(stack)
+        _hide_fake_tensors(stack)
+        patch_torch_cuda(in_use, mode.recorder, stack)
+        patch_functions(mode.notices, stack)
+        _hear_resizes(mode.recorder, stack)
+        patch_torch_load(stack)
+        _patch_triton(stack)
+        patch_parameter_classes(stack)
+        patch_hashes(mode.numbering, stack)
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        stack.callback(library._destroy)
+        _register_cuda_kernels(library, stack)
+        autocast.install(library, stack)
+        install_kernels(library, in_use, stack)
+        stack.enter_context(mode)
+        _follow_threads(mode, stack)
+        yield mode
+
+
+def _patch_triton(stack: ExitStack) -> None:
+    """Have kernels of Triton launch nothing, if it is installed."""
+    with suppress(ImportError):
+        kernels: Any = import_module("triton.runtime.jit")
+        stack.enter_context(patched(kernels.JITFunction, "run", _launch_nothing))
+
+
+def _launch_nothing(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for a launch of a kernel of Triton: it writes to tensors that are there, and takes no memory itself."""
+    for tensor in find_tensors((*args, *kwargs.values())):
+        if isinstance(tensor, FakeTensor):
+            forget_values(tensor)
+
+
+def _patch_device_queries(stack: ExitStack) -> None:
+    dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
+    handlers = fake_tensor._DISPATCH_META_HANDLERS
+
+    def answer(args: Sequence[Any]) -> torch.device:
+        return device_seen_by_cpp(args[0])
+
+    def answer_first(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(args) if func is DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
+
+    stack.enter_context(patched(FakeTensor, "__torch_dispatch__", classmethod(answer_first)))
+    stack.enter_context(patched(fake_tensor, "init_gpu_context", lambda device: None))
+    before = handlers[DEVICE_QUERY]
+    handlers[DEVICE_QUERY] = answer
+    stack.callback(handlers.__setitem__, DEVICE_QUERY, before)
+    for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
+        stack.enter_context(patched(FakeTensor, name, property(partial(_is_of, kind))))
+    stack.enter_context(patched(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+
+
+def _hide_fake_tensors(stack: ExitStack) -> None:
+    """Hide `FakeTensor` from libraries, which would otherwise behave as under tracing; PyTorch itself still sees it."""
+    names: dict[str, Any] = vars(torch._subclasses)
+
+    def get_attribute(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
+        return FakeTensor if calling_torch_module() else _NoTensor
+
+    names["__getattr__"] = get_attribute
+    del names["FakeTensor"]
+    stack.callback(names.pop, "__getattr__")
+    stack.callback(names.__setitem__, "FakeTensor", FakeTensor)
+
+
+def _hear_resizes(recorder: Recorder, stack: ExitStack) -> None:
+    """Record memory that code frees and takes again without an operator, as FSDP2 does with gathered parameters."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        recorder.record_resized(storage)
+        return resized
+
+    stack.enter_context(patched(torch.UntypedStorage, "resize_", resize_and_record))
+
+
+class _NoTensor:
+    """A class without instances."""
+
+
+def _is_of(kind: str, tensor: FakeTensor) -> bool:
+    return tensor.device.type == kind
+
+
+def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
+    """Patch functions of PyTorch that create, move or read tensors until `stack` is closed."""
+    for owner, name, value in (
+        (torch.Tensor, "to", _to),
+        (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, DEVICE if device is None else device)),
+        (torch, "Generator", Generator),
+        (FakeTensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
+        (FakeTensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
+        (FakeTensor, "tolist", read_list),
+        (torch, "tensor", lambda data, *args, **kwargs: _TENSOR(_read_scalars(data), *args, **kwargs)),
+        (torch, "as_tensor", _as_tensor),
+        (torch, "compile", partial(_eager, notices)),
+        (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
+        (FakeTensor, "numpy", read_array),
+        (FakeTensor, "__array__", read_array),
+        (FakeTensor, "__dlpack__", _raise_unknown_value),
+        (FakeTensor, "data_ptr", _data_ptr),
+        (torch.nn.Module, "_apply", convert_module),
+        (torch.nn.DataParallel, "forward", _run_wrapped),
+        (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
+    ):
+        stack.enter_context(patched(owner, name, value))
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run `Tensor.to` with a device that C++ accepts for the card.
+
+    This is `cuda:0`, since a CPU build would ask the driver which card `cuda` means; or `meta` for a tensor that is
+    already on the card, which would be copied otherwise.
+    """
+    on_card = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
+    args = tuple(_device_for_cpp(arg, on_card) for arg in args)
+    kwargs = {name: _device_for_cpp(value, on_card) for name, value in kwargs.items()}
+    return torch._C.TensorBase.to(tensor, *args, **kwargs)
+
+
+def _device_for_cpp(value: Any, on_card: bool) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):  # `.cuda(0)`
+        value = torch.device("cuda", value)
+    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
+        device = torch.device(value)
+        if device.index in (None, 0):
+            return _META if on_card else DEVICE
+    return value
+
+
+def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
+    return _AS_TENSOR(_read_scalars(data), dtype=dtype, device=_device_for_cpp(device, on_card=False))
+
+
+def _read_scalars(data: Any) -> Any:
+    """Replace fake tensors in nested lists by their values, which C++ would read without a check."""
+    if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
+        return data
+    return [one.tolist() if isinstance(one, FakeTensor) else _read_scalars(one) for one in data]
+
+
+def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `__getitem__` or `__setitem__` with lists of the index moved to the card, as C++ would without values."""
+
+    def run(tensor: Tensor, index: Any, *value: Any) -> Any:
+        if isinstance(index, tuple):
+            index = tuple(_move_list(one, tree_leaves(one), tensor.device) for one in index)
+        elif isinstance(index, list | range):  # One with lists in it is a tuple for C++.
+            index = _move_list(index, index, tensor.device)
+        return function(tensor, index, *value)
+
+    return run
+
+
+def _move_list(index: Any, numbers: Sequence[Any], device: torch.device) -> Any:
+    if not isinstance(index, list | tuple | range) or not all(isinstance(one, int | range) for one in numbers):
+        return index
+    return _to(torch.tensor(index, dtype=None if numbers else torch.int64), device)
+
+
+class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _NATIVE_GENERATOR)
+
+
+class Generator(_NATIVE_GENERATOR, metaclass=_Generators):  # type: ignore[misc]
+    """`torch.Generator`; one for the card is a CPU generator, since its numbers are never used."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Make a generator for a device."""
+        return super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        check_index(device)
+        requested = torch.device(device)
+        self._device = DEVICE if requested.type == "cuda" else requested
+
+    @property
+    def device(self) -> torch.device:
+        """The requested device."""
+        return self._device
+
+
+def _raise_unknown_value(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    raise unknown_value_error(tensor)
+
+
+def _data_ptr(tensor: torch.Tensor) -> int:
+    """Return a distinct number for each address, as code that compares needs; 0 to code that checks for memory."""
+    caller = calling_torch_module()
+    if caller is None:
+        raise UnsupportedError("the address of a tensor on the card is read, as for a custom kernel")
+    address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+    return 0 if caller == "torch._tensor" else address
+
+
+def _run_wrapped(wrapper: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """Run what `nn.DataParallel` wraps, which is all that it does with one card."""
+    return wrapper.module(*move_batch(inputs, DEVICE), **move_batch(kwargs, DEVICE))
+
+
+def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
+    """Replace `torch.compile`, as a function or a decorator: return the model or function without compiling it.
+
+    The notice is given when it first runs, since libraries compile functions on import that are never called.
+    """
+    if model is None:
+        return partial(_eager, notices)
+
+    def note(*_: Any) -> None:
+        notices[COMPILED] = None
+
+    if isinstance(model, torch.nn.Module):
+        model.register_forward_pre_hook(note)
+        return model
+
+    @functools.wraps(model)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(leaf.is_cuda for leaf in tensors):  # Functions that prepare a batch do not count.
+            note()
+        return model(*args, **kwargs)
+
+    return run
+
+
+def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
+    """Enter `mode`, which belongs to a thread, in each thread that starts until `stack` is closed.
+
+    On a real card, the allocations of threads come in any order. Here, whoever starts a thread or gives work to a pool
+    waits for it a little, so that the order is nearly always the same.
+    """
+    start, run, submit = _Thread.start, _Thread._bootstrap_inner, ThreadPoolExecutor.submit
+
+    def start_and_wait(starting: Any) -> None:
+        start(starting)
+        if not starting.daemon and getattr(starting, "_target", None) is not thread._worker:
+            starting.join(_WAIT_SECONDS)
+
+    def run_on_card(running: Any) -> None:
+        with mode:
+            run(running)
+
+    def submit_and_wait(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = submit(pool, function, *args, **kwargs)
+        wait([future], _WAIT_SECONDS)
+        return future
+
+    stack.enter_context(patched(_Thread, "start", start_and_wait))
+    stack.enter_context(patched(_Thread, "_bootstrap_inner", run_on_card))
+    stack.enter_context(patched(ThreadPoolExecutor, "submit", submit_and_wait))

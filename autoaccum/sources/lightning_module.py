@@ -1,0 +1,320 @@
+"""A Lightning module with its Trainer and its data as a workload: the training step as the Trainer runs it.
+
+Both packages are known, `lightning.pytorch` and `pytorch_lightning`, by the names of their classes: neither is imported
+here. How the Trainer runs a step was read in `loops/optimization/automatic.py` and `plugins/precision` of 2.6.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from autoaccum.checks import describe_type, join_words, type_name
+from autoaccum.errors import WorkloadError
+from autoaccum.options import Precision
+from autoaccum.sources.lightning_trainer import TrialTrainer, find_configured, is_a, overrides
+from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
+from autoaccum.sources.samples import take_longest
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import user_code
+from autoaccum.sources.trainers import SAMPLES
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+PRECISIONS: Mapping[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""Precisions of a Trainer in which parameters stay in float32."""
+_AVERAGES = {"WeightAveraging", "StochasticWeightAveraging"}
+_PREPARING = ("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader")
+_BEGINNING = {"training_step": "on_train_batch_start", "validation_step": "on_validation_batch_start"}
+_STARTING = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+_BY_HAND = (
+    "write model, batch and loss of each optimizer into a workload file, and train as examples/lightning_manual.py does"
+)
+
+
+def find_parts(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `make_workload` among the objects that a file defines.
+
+    The module and the datamodule are known by their classes. Of several DataLoaders, that of the validation has `val`
+    in its name, and that of the training `train`, or is the only one beside it. `weight` is a function of that name.
+
+    Raises:
+        WorkloadError: There is no module, or it is not clear which object is meant.
+    """
+    module = _only(names, "LightningModule", lambda value: is_a(unwrap(value), "LightningModule"))
+    if module is None:
+        raise WorkloadError(
+            "there is a Trainer, but no instance of a LightningModule beside it",
+            hint="define what you give to trainer.fit as names of the file: trainer, module, and datamodule or loader",
+        )
+    weight = names.get("weight")
+    found = {"model": module, "weight": weight if inspect.isfunction(weight) else None}
+    data = _only(names, "LightningDataModule", lambda value: is_a(value, "LightningDataModule"))
+    if data is not None:
+        return found | {"data": data}
+    loaders = {name: value for name, value in names.items() if isinstance(value, DataLoader)}
+    validating = {name: value for name, value in loaders.items() if "val" in name.lower()}
+    others = {name: value for name, value in loaders.items() if name not in validating}
+    training = {name: value for name, value in others.items() if "train" in name.lower()} or others
+    return found | {"data": _only(training, "DataLoader"), "validation": _only(validating, "DataLoader")}
+
+
+def make_workload(
+    trainer: Any,
+    *,
+    model: Any = None,
+    data: Any = None,
+    validation: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+) -> Workload:
+    """Return the workload that `trainer.fit(module, data)` would train; none of the objects is changed.
+
+    The loss is the module's `training_step`, between the hooks of the batch, with a Trainer that logs nowhere. Batches
+    are of the samples and the collate function of the training loader. An average of the weights that a callback keeps
+    and a validation step with its loader are part of the workload.
+
+    Args:
+        trainer: The Trainer.
+        model: The LightningModule; None: the one that the Trainer has trained.
+        data: A LightningDataModule or the DataLoader for training; None: the module's own `train_dataloader`.
+        validation: The DataLoader for validation, if `data` is a DataLoader.
+        weight: `weight(batch)`: what the mean in `training_step` divides by; the number of samples when None.
+
+    Raises:
+        WorkloadError: The module optimises by hand, or strategy, precision or loader are not supported.
+    """
+    module = unwrap(getattr(trainer, "lightning_module", None) if model is None else model)
+    _check(trainer, module)
+    stand_in = TrialTrainer(trainer)
+    if any(overrides(module, name) for name in _PREPARING):
+        module = copy_module(module)
+    datamodule = copy.copy(data) if is_a(data, "LightningDataModule") else None
+    preparing = user_code("preparing the data and the module, as trainer.fit does")
+    with fixed_seeds(), preparing, stand_in.attached(module):
+        _prepare(module, datamodule, stand_in)
+        owner = module if data is None else datamodule
+        if owner is not None:
+            names = ("train_dataloader", "val_dataloader")
+            data, validation = (getattr(owner, name)() if overrides(owner, name) else None for name in names)
+        stand_in.train_dataloader, stand_in.datamodule = data, datamodule
+    loader = _check_loader(data, "train_dataloader")
+    precision = str(trainer.precision_plugin.precision)
+    plugin = None if precision in PRECISIONS else trainer.precision_plugin
+    if plugin is not None:
+        module = plugin.convert_module(copy_module(module))
+    step = TrainingStep(stand_in, datamodule, plugin)
+    validates = overrides(module, "validation_step") and trainer.limit_val_batches != 0
+    workload = Workload(
+        model=module,
+        loss=step,
+        optimizer=ConfiguredOptimizer(stand_in, module),
+        weight=weight,
+        precision=PRECISIONS.get(precision, "fp32"),
+        dataset=loader.dataset,
+        collate=loader.collate_fn,
+        keeps=("ema",) if any(map(_averages_on_device, trainer.callbacks)) else (),
+        evaluation_batch=_largest_batch(validation) if validates else None,
+        evaluate=step.evaluate if validates else None,
+        scheduler=_refuse_schedule,
+        accumulate_in="fp32" if plugin is None else "parameters",
+        name=type_name(module),
+    )
+    return take_longest(workload, SAMPLES)
+
+
+def unwrap(module: Any) -> Any:
+    """Return the module within a wrapper of torch.compile."""
+    return getattr(module, "_orig_mod", module)
+
+
+class TrainingStep:
+    """The loss of a workload: a module's `training_step` of a batch, as the Trainer's automatic optimisation calls it.
+
+    Args:
+        trainer: What the module sees as its trainer.
+        datamodule: The datamodule whose hooks change a batch; None: those of the module do.
+        plugin: The Trainer's precision plugin where it is no autocast, and sets dtypes.
+    """
+
+    trained_by = "lightning"
+
+    def __init__(self, trainer: TrialTrainer, datamodule: Any, plugin: Any) -> None:
+        self._trainer, self._datamodule, self._plugin = trainer, datamodule, plugin
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss; raise WorkloadError if `training_step` returns none."""
+        with self._running(model, training=True):
+            # The Trainer frees the gradients of the last update after the first forward of the next one.
+            gradients = _absent_gradients(model) if torch.is_grad_enabled() else []
+            outputs = self._call(model, "training_step", batch)
+            del gradients
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor):
+            raise WorkloadError(
+                f"training_step of {type_name(model)} returned {describe_type(outputs)} without a loss",
+                hint="return the loss, or a dict that has it as loss",
+            )
+        if loss.requires_grad and loss is not outputs:
+            # As the Trainer does, keep what was returned beside the loss until its backward.
+            hold: Any = lambda gradient, kept=outputs: None  # noqa: E731
+            loss.register_hook(hold)  # type: ignore[no-untyped-call]
+        return loss
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        """Return what `validation_step` returns for a batch."""
+        with self._running(model, training=False):
+            return self._call(model, "validation_step", batch)
+
+    @contextmanager
+    def _running(self, model: nn.Module, *, training: bool) -> Iterator[None]:
+        """Let `model` run a step within, after the hooks that begin a training; its attributes are as before then."""
+        cached, attributes = torch.is_autocast_cache_enabled(), dict(vars(model))
+        dtypes = nullcontext() if self._plugin is None else self._plugin.forward_context()
+        torch.set_autocast_cache_enabled(False)  # As the Trainer's autocast.
+        try:
+            with self._trainer.attached(model, training=training), dtypes:
+                for name in _STARTING:
+                    if overrides(model, name):
+                        getattr(model, name)()
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            vars(model).clear()
+            vars(model).update(attributes)
+
+    def _call(self, model: Any, name: str, batch: Any) -> Any:
+        """Call a step of the module with the batch, after the hooks of the batch."""
+        if self._plugin is not None:
+            batch = self._plugin.convert_input(batch)
+        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            owner = self._datamodule if overrides(self._datamodule, hook) else model
+            if overrides(owner, hook):
+                place = (model.device,) if hook == "transfer_batch_to_device" else ()
+                batch = getattr(owner, hook)(batch, *place, 0)
+        if overrides(model, begin := _BEGINNING[name]):
+            getattr(model, begin)(batch, 0)
+        step = getattr(model, name)
+        return step(*(batch, 0, 0)[: _arguments(step)])
+
+
+class ConfiguredOptimizer:
+    """Makes the optimizer of a list of parameters that a module's `configure_optimizers` returns.
+
+    It is that of a copy of the module, whose parameters are empty until the given ones take their places.
+
+    Args:
+        trainer: What the module sees as its trainer.
+        module: The module.
+    """
+
+    def __init__(self, trainer: TrialTrainer, module: nn.Module) -> None:
+        self._trainer, self._module = trainer, copy_module(module, empty_tensors(module))
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        """Return the optimizer; raise WorkloadError unless it is exactly one."""
+        empty = [one for one in self._module.parameters() if one.requires_grad]
+        module: Any = copy_module(self._module, {id(old): new for old, new in zip(empty, params, strict=True)})
+        with self._trainer.attached(module), user_code("configure_optimizers"):
+            made = module.configure_optimizers()
+        found = [one for one in find_configured(made) if isinstance(one, Optimizer)]
+        if len(found) == 1:
+            return found[0]
+        name = f"configure_optimizers of {type_name(module)}"
+        if not found:
+            raise WorkloadError(
+                f"{name} returned {describe_type(made)} without an optimizer",
+                hint="return an optimizer, or a dict that has it as optimizer",
+            )
+        raise WorkloadError(f"{name} returned {len(found)} optimizers, and a plan is for one", hint=_BY_HAND)
+
+
+def _check(trainer: Any, module: Any) -> None:
+    """Raise WorkloadError for a module or a Trainer whose step cannot be planned."""
+    if not is_a(module, "LightningModule"):
+        raise WorkloadError(
+            f"the Trainer's model is {describe_type(module)}",
+            hint="give the LightningModule too: plan(trainer=trainer, model=module, data=datamodule)",
+        )
+    name, strategy = type_name(module), type_name(trainer.strategy)
+    if not module.automatic_optimization:
+        raise WorkloadError(
+            f"{name} optimises by hand (automatic_optimization is False), so its training_step is no loss",
+            hint=_BY_HAND,
+        )
+    if strategy not in _STRATEGIES:
+        raise WorkloadError(
+            f"the Trainer's strategy is {strategy}, and a plan knows {join_words(_STRATEGIES, 'or')}",
+            hint="write model, batch and loss into a workload file: its plan knows --parallel fsdp2",
+        )
+
+
+def _prepare(module: Any, datamodule: Any, trainer: TrialTrainer) -> None:
+    """Call what `trainer.fit` calls before it asks for loaders."""
+    if datamodule is not None:
+        datamodule.trainer = trainer
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    if overrides(module, "prepare_data"):
+        module.prepare_data()
+    if overrides(module, "setup"):
+        module.setup("fit")
+    if overrides(module, "configure_model"):
+        module.configure_model()
+
+
+def _check_loader(loader: Any, name: str) -> DataLoader[Any]:
+    if isinstance(loader, DataLoader) and (loader.batch_size or loader.batch_sampler) is not None:
+        return loader
+    raise WorkloadError(
+        f"{name} is {describe_type(loader)}, so no batch of another size can be made",
+        hint="give one DataLoader of samples, with a batch_size, or a LightningDataModule that makes it",
+    )
+
+
+def _largest_batch(loaders: Any) -> int | None:
+    """Return the largest batch of the loaders for validation, of which there may be several; None if unknown."""
+    several = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list) else [loaders]
+    return max((one.batch_size for one in several if getattr(one, "batch_size", None)), default=None)
+
+
+def _refuse_schedule(optimizer: Any) -> Any:
+    """Raise WorkloadError: `fit` and `tune` train by their own loop, which steps no schedule of a Trainer."""
+    raise WorkloadError(
+        "a Lightning module is trained by its Trainer, whose callbacks and schedule fit and tune do not have",
+        hint="plan, and give the plan's numbers to the Trainer: autoaccum plan ... --for lightning",
+    )
+
+
+def _averages_on_device(callback: Any) -> bool:
+    kinds = {kind.__name__ for kind in type(callback).__mro__}
+    device = getattr(callback, "_device", None)
+    return bool(kinds & _AVERAGES) and (device is None or torch.device(device).type != "cpu")
+
+
+def _absent_gradients(model: nn.Module) -> list[Tensor]:
+    """Return tensors like the gradients that trained parameters do not have, written to, so that they take memory."""
+    return [torch.full_like(each, 0.0) for each in model.parameters() if each.requires_grad and each.grad is None]
+
+
+def _arguments(step: Callable[..., Any]) -> int:
+    """Return the number of positional arguments that a step takes: batch, batch_idx and dataloader_idx."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in kinds for each in inspect.signature(step).parameters.values())
+
+
+def _only(names: Mapping[str, Any], what: str, fits: Callable[[Any], bool] = lambda value: True) -> Any:
+    """Return the only object that fits, under whatever names, or None; raise WorkloadError for several."""
+    found = {id(value): (name, value) for name, value in names.items() if fits(value)}
+    if len(found) > 1:
+        raise WorkloadError(
+            f"the file has {len(found)} instances of {what}: {join_words(name for name, _ in found.values())}",
+            hint="leave one at its top level, or call autoaccum.plan(trainer=..., model=..., data=...)",
+        )
+    return next((value for _, value in found.values()), None)

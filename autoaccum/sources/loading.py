@@ -1,0 +1,331 @@
+"""Load a Workload from `model.py`, `model.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import errno
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import itertools
+import os
+import reprlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from autoaccum.checks import describe_type
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.sources.module_names import module_files, split_reference
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import blame_workload
+from autoaccum.sources.trainers import check_import, free_card, workload_of
+
+_SPECIAL = {
+    *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
+    *("name", "path", "digest", "worst_of"),
+}
+_OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
+"""Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
+taken for one."""
+
+
+def load_workload(reference: str) -> Workload:
+    """Load the workload that `reference` names.
+
+    A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
+    names a Workload, a Trainer (see `trainers`), or a model (function, class or instance) to be used in place of
+    `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
+    `split` or `size` without the other, are ignored.
+
+    Raises:
+        WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
+    """
+    target, name = _parse_reference(reference)
+    is_new = True
+    if _is_path(target):
+        path: Path | None = _find_file(target)
+        assert path is not None
+        if name is not None:
+            check_import(path, name)
+        module, label, title = import_file(path), path.name, path.stem
+    else:
+        is_new, label, title = target not in sys.modules, target, target
+        module = import_dotted(target)
+        file = getattr(module, "__file__", None)
+        path = None if file is None else Path(file).resolve()
+    if is_new:  # Otherwise its Trainer may be in use.
+        free_card(getattr(module, name or "", None))
+    return _read(module, name, label, title, path)
+
+
+def _parse_reference(reference: str) -> tuple[str, str | None]:
+    target, colon, name = split_reference(reference)
+    if not target.strip() or (colon and not name.isidentifier()) or not _can_be_path(target):
+        raise WorkloadError(
+            f"{reprlib.repr(reference)} is not a reference to a workload",
+            hint="write model.py, model.py:name or package.module:name",
+        )
+    return target, name if colon else None
+
+
+def _can_be_path(target: str) -> bool:
+    try:
+        Path(target).stat()
+    except (OSError, ValueError) as error:  # A null byte is a ValueError.
+        return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
+    return True
+
+
+def _is_path(target: str) -> bool:
+    is_dotted = all(part.isidentifier() for part in target.split("."))
+    return target.endswith(".py") or "/" in target or not is_dotted or Path(target).is_file()
+
+
+def _find_file(target: str) -> Path:
+    path = Path(target).expanduser()
+    if path.is_dir():
+        raise WorkloadError(f"{target} is a directory", hint="name a Python file")
+    if not path.exists():
+        raise WorkloadError(f"there is no file {target}", hint=f"check the path {path.resolve()}")
+    if path.suffix != ".py":
+        raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
+    return path.resolve()
+
+
+def _read(module: ModuleType, name: str | None, label: str, title: str, path: Path | None) -> Workload:
+    origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
+    title = title if name is None else f"{title}:{name}"
+    chosen = _lookup(module, name or "workload", label) if name or "workload" in _names(module) else None
+    if isinstance(chosen, Workload):
+        title = title if chosen.name == "workload" else chosen.name
+        return dataclasses.replace(chosen, name=title, **origin)
+    if (trained := workload_of(chosen, names=vars(module))) is not None:
+        return dataclasses.replace(trained, name=title, **origin)
+    is_model = callable(chosen) and (not isinstance(chosen, type) or issubclass(chosen, nn.Module))
+    if chosen is not None and (name is None or not is_model):
+        raise WorkloadError(
+            f"{name or 'workload'} in {label} is {describe_type(chosen)}, neither a workload nor a model",
+            hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
+            " transformers or Lightning",
+        )
+    model = _require(module, "model", label) if chosen is None else chosen
+    found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
+    found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
+    if found.get("accumulate") is itertools.accumulate:
+        del found["accumulate"]  # Imported from itertools for another purpose.
+    if "criterion" in _called(found.get("loss")):
+        found.pop("criterion", None)  # `loss` calls it.
+    found |= _find_batching(module)
+    if isinstance(mode := getattr(module, "batchnorm", None), str):
+        found["batchnorm"] = mode
+    found |= _find_coupling(module, found)
+    if "dataset" not in found or hasattr(module, "batch"):
+        found["batch"] = _require(module, "batch", label)
+    return Workload(model=model, name=title, **found, **origin)
+
+
+def _find_coupling(module: ModuleType, found: dict[str, Any]) -> dict[str, Any]:
+    """Return `coupled`, and `outputs` and `coupled_loss` if they are the loss; drop what calls them from `found`."""
+    coupled = getattr(module, "coupled", None)
+    given = {"coupled": coupled} if isinstance(coupled, bool | str) else {}
+    named = {name: getattr(module, name, None) for name in ("outputs", "coupled_loss")}
+    functions = {name: function for name, function in named.items() if inspect.isfunction(function)}
+    if "coupled_loss" not in functions:
+        # Without a coupled loss, `outputs` may be a name of something else.
+        return given | (functions if coupled and not {"loss", "criterion"} & found.keys() else {})
+    if "coupled_loss" in _called(found.get("loss")):
+        del found["loss"]
+    if "criterion" in _called(functions["coupled_loss"]):
+        found.pop("criterion", None)
+    return given | functions
+
+
+def _called(function: Any) -> tuple[str, ...]:
+    """Return the global names in the code of a function."""
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
+    return names
+
+
+def _find_batching(module: ModuleType) -> dict[str, Any]:
+    """Return `split` and `size` if both are functions; one alone is of another meaning."""
+    found = {name: getattr(module, name, None) for name in ("split", "size")}
+    return found if all(map(inspect.isfunction, found.values())) else {}
+
+
+def _lookup(module: ModuleType, name: str, label: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
+
+
+def _require(module: ModuleType, name: str, label: str) -> Any:
+    value = getattr(module, name, None)
+    if value is not None and not isinstance(value, ModuleType):
+        return value
+    forms = {
+        "model": "def model(): return a new nn.Module; or name what it defines: model.py:name",
+        "batch": "def batch(size): return a batch of that many samples",
+    }
+    description = f"{name} in {label} is a module" if value is not None else f"{label} defines no {name!r}"
+    raise WorkloadError(f"{description} (it defines {_list_names(module)})", hint=f"write {forms[name]}")
+
+
+def _names(module: ModuleType) -> list[str]:
+    return [
+        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+
+
+def _list_names(module: ModuleType) -> str:
+    return ", ".join(_names(module)[:12]) or "nothing"
+
+
+_PREFIX = "_autoaccum_workload_"
+
+_loaded: set[str] = set()
+"""The user's modules in `sys.modules`; the next load removes them, so that a changed file is read again."""
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run the file at `path` as a module, again at each call.
+
+    In a package, it is imported under its full dotted name. Elsewhere its directory becomes the first on `sys.path`, so
+    that it can import the files next to it. The module stays in `sys.modules`, as dataclasses and pickle need, and the
+    path stays on `sys.path` for later imports.
+
+    Raises:
+        WorkloadError: It cannot be compiled, or raises.
+    """
+    root = _package_root(path)
+    if root is None:
+        with _importing(path.name, [path.parent]):
+            name = _PREFIX + path.stem.replace(".", "_")
+            spec: Any = importlib.util.spec_from_file_location(name, path)
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    with _importing(path.name, [root], [path.parent]):
+        return importlib.import_module(dotted)
+
+
+def import_dotted(name: str) -> ModuleType:
+    """Import the module `name`, with the current directory first on `sys.path`.
+
+    Raises:
+        WorkloadError: There is no such module, it cannot be compiled, or it raises.
+    """
+    try:
+        with _importing(name, [Path.cwd()]):
+            return importlib.import_module(name)
+    except WorkloadError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            raise
+        raise WorkloadError(
+            f"there is no module {missing!r}",
+            hint=f"give a file such as model.py, or a module that can be imported from {Path.cwd()}",
+        ) from None
+
+
+@contextmanager
+def _importing(label: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
+    """Import the user's modules with these directories on `sys.path`; restore it on failure, and write no bytecode."""
+    while _loaded:
+        sys.modules.pop(_loaded.pop(), None)
+    before, path, bytecode = set(sys.modules), list(sys.path), sys.dont_write_bytecode
+    sys.path[:0] = [str(folder) for folder in first if str(folder) not in sys.path[:1]]
+    sys.path.extend(str(folder) for folder in last if str(folder) not in sys.path)
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    try:
+        yield
+    except BaseException as error:
+        sys.path[:] = path
+        shown_error = _translate(error, label)
+        if shown_error is error:
+            raise
+        raise shown_error from error
+    finally:
+        sys.dont_write_bytecode = bytecode
+        _loaded.update(name for name in set(sys.modules) - before if _is_local(name, [*first, *last]))
+
+
+def _translate(error: BaseException, label: str) -> BaseException:
+    if isinstance(error, AutoaccumError | KeyboardInterrupt | MemoryError):
+        return error
+    if isinstance(error, SyntaxError):
+        line = f"{Path(error.filename).name if error.filename else label}, line {error.lineno}"
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        hint = "correct the syntax error"
+        return WorkloadError(f"{line} is not valid Python ({error.msg})", hint=hint, user_traceback=shown)
+    guard = 'put code that runs as a script under if __name__ == "__main__"'
+    return blame_workload(error, f"importing {label}", hint=guard if isinstance(error, SystemExit) else None)
+
+
+def _package_root(path: Path) -> Path | None:
+    """Return the directory above the outermost package of `path`; None if it belongs to no package."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return None if folder == path.parent else folder
+
+
+def _is_local(name: str, folders: list[Path]) -> bool:
+    """Return whether a module lies below `folders` and is neither installed nor a part of autoaccum."""
+    found = module_files(sys.modules.get(name))
+    installed = name.partition(".")[0] == "autoaccum" or any("-packages" in file for file in found)
+    return not installed and any(
+        folder in Path(file).parents or folder == Path(file) for folder in folders for file in found
+    )
+
+
+def digest_sources(path: Path) -> str:
+    """Return the SHA-256 of the file at `path` and all modules it imports from its directory or package, transitively.
+
+    The modules are found by reading import statements, so the digest depends neither on what the process has imported
+    nor on where the directory lies. Modules imported by other means do not count.
+    """
+    top = _package_root(path) or path.parent
+    found, waiting = set[Path](), [path]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.is_file() or top not in file.parents or "-packages" in str(file.relative_to(top)):
+            continue
+        found.add(file)
+        waiting += [folder / "__init__.py" for folder in file.parents if top in folder.parents]
+        waiting += _imported(file, top)
+    digest = hashlib.sha256()
+    for file in sorted(found, key=lambda file: file.relative_to(top).as_posix()):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(os.fsencode(f"{file.relative_to(top).as_posix()}\0{content}\n"))
+    return digest.hexdigest()
+
+
+def _imported(file: Path, top: Path) -> Iterator[Path]:
+    """Yield the paths at which the modules imported by `file` would lie."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, level = [alias.name for alias in node.names], 0
+        elif isinstance(node, ast.ImportFrom):
+            base, level = node.module or "", node.level
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        folders = file.parents[level - 1 : level] if level else [top, file.parent]
+        for stem in (folder.joinpath(*name.split(".")) for folder in folders for name in names):
+            yield stem / "__init__.py"
+            yield stem.parent / f"{stem.name}.py"

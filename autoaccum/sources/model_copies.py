@@ -1,0 +1,174 @@
+"""Copies of a model and its loss, and fixed seeds, for experiments that must not change them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.pytree import map_tensors
+from autoaccum.sources.tracebacks import user_code
+
+if TYPE_CHECKING:
+    from autoaccum.sources.spec import Workload
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_LARGE = 2**27
+"""Parameters of a model that is too large for copies in float64."""
+REPLACED_BY = "_autoaccum_replaced_by"
+"""The attribute of a tensor with a weak reference to the one that took its place when it was moved (`current`)."""
+
+
+@contextmanager
+def fixed_seeds() -> Iterator[None]:
+    """Seed Python, NumPy and PyTorch on the CPU and silence warnings within; restore the RNG states afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs too.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: for small batches, where threads that wait for each other lose time to processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
+    """Return a deep copy of `module`; `memo` is that of `copy.deepcopy`.
+
+    Tensors that a forward pass has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`)
+    are copied without their graph. Errors raised while copying other attributes are passed on.
+    """
+    copies = {} if memo is None else memo
+    for inner in module.modules():
+        for value in vars(inner).values():
+            copies.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
+    return copy.deepcopy(module, copies)
+
+
+def empty_tensors(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy_module` that makes a copy with empty parameters and buffers."""
+    empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
+    for one in model.parameters():
+        empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
+    return empty
+
+
+def current(tensor: Any) -> Any:
+    """Return the tensor that took the place of `tensor`: on a simulated card, one that moves is a new one."""
+    reference = vars(tensor).get(REPLACED_BY)
+    newer = None if reference is None else reference()
+    return tensor if newer is None else newer
+
+
+def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
+    """Return a copy of the workload's model, prepared by `prepare_copy`, and True.
+
+    If the model cannot be copied, return the model itself, unchanged, and False.
+    """
+    with user_code("model()"):
+        model = workload.make_model()
+    # A function may return the same model each time; that one belongs to the caller.
+    copied = isinstance(workload.model, nn.Module | type)
+    if not copied:
+        model, copied = copy_model(model)
+    if copied:
+        prepare_copy(model)
+    return model, copied
+
+
+def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return a copy of `model` and True; if it cannot be copied, `model` itself and False."""
+    try:
+        return copy_module(model), True
+    except Exception:  # `__deepcopy__` may be the user's.
+        return model, False
+
+
+def prepare_copy(model: nn.Module) -> None:
+    """Put a copy into training mode and add noise to constant weights.
+
+    A head that starts at zero, for one, gives all samples the same loss.
+    """
+    if not model.training:
+        model.train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_matrix = parameter.ndim > 1 and parameter.is_floating_point()
+            if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+
+def is_large(model: nn.Module) -> bool:
+    """Return whether a copy of `model` in float64 would take more than 1 GiB."""
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGE
+
+
+def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of `batch` with its floating-point tensors in `dtype`; None keeps their dtypes."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return map_tensors(batch, cast)
+
+
+def copy_objective(
+    objective: Objective,
+    change_module: Callable[[nn.Module], nn.Module] = lambda module: module,
+    change_tensors: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors,
+) -> Objective:
+    """Return the objective with a copy of its criterion: a changed module, or a partial with changed tensors."""
+    if objective.criterion is None:
+        return objective
+    function: Any = objective.criterion.function
+    if isinstance(function, nn.Module):
+        function = change_module(copy.deepcopy(function))
+    elif isinstance(function, functools.partial):
+        function = functools.partial(function.func, *function.args, **change_tensors(dict(function.keywords)))
+    return dataclasses.replace(objective, criterion=dataclasses.replace(objective.criterion, function=function))
+
+
+def objective_in_float64(objective: Objective) -> Objective:
+    """Return the objective with a copy of its criterion in float64."""
+    return copy_objective(objective, nn.Module.double, lambda tensors: map_tensors(tensors, _double))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _computed(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from [value] if value.grad_fn is not None else []
+    elif type(value) in (dict, list, tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _computed(entry)

@@ -1,0 +1,232 @@
+"""Batches made of a workload's dataset: a small one for experiments, and the longest samples as the worst case."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import numbers
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from autoaccum.checks import describe_type, read_count, type_name
+from autoaccum.errors import WorkloadError
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import BatchReader, read_batch
+from autoaccum.sources.model_copies import fixed_seeds
+from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.tracebacks import user_code
+
+_COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
+_SEED = 0
+_READ_PER_SAMPLE = 4
+"""Samples of the dataset that are read for each one of a small batch."""
+
+
+class LongestBatches:
+    """Make batches of the longest samples, which are repeated if there are too few.
+
+    Args:
+        samples: At least one sample, the longest first.
+        collate: Makes a batch of a list of samples; None: PyTorch's `default_collate`.
+        batching: The workload's functions to count and split batches.
+    """
+
+    def __init__(
+        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None, batching: BatchReader = None
+    ) -> None:
+        self._samples, self._collate, self._batching = samples, collate, batching
+
+    def __call__(self, size: int) -> Any:
+        """Return a batch of `size` samples; raise WorkloadError if `collate` fails or returns another number."""
+        with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
+            return read_batch(self.collate(size), self._batching, size, "collate()", self.collate)
+
+    def collate(self, size: int) -> Any:
+        """Return a batch as `collate` makes it of `size` samples."""
+        samples = list(itertools.islice(itertools.cycle(self._samples), size))
+        return (self._collate or default_collate)(samples)
+
+
+def take_longest(workload: Workload, count: Any, largest_batch: int | None = None) -> Workload:
+    """Return `workload` with batches made of the longest of `count` samples of its dataset.
+
+    The samples are spread over the dataset: one random index from each of `count` equal ranges, the same at each call.
+    Of an iterable dataset they are the first ones. They are read now, with fixed seeds.
+
+    Args:
+        workload: The workload; its `collate` makes the batches.
+        count: The number of samples to read.
+        largest_batch: The number of longest samples to keep, enough for the largest batch; None keeps all.
+
+    Raises:
+        WorkloadError: There is no dataset, it is empty, its samples hold no tensors, or reading it raises.
+    """
+    number = read_count(count, "the number of samples to read", error=WorkloadError)
+    if workload.dataset is None or isinstance(workload.dataset, DataLoader):
+        raise WorkloadError(
+            f"dataset is {describe_type(workload.dataset)}, which has no single samples to compare by length",
+            hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
+        )
+    with fixed_seeds(), user_code("the dataset"):
+        kept = number if largest_batch is None else largest_batch
+        longest = longest_first(some_samples(workload.dataset, number), kept, workload.collate)
+    if not longest:
+        raise WorkloadError("the dataset has no samples", hint="give one with samples, or write def batch(size)")
+    made = LongestBatches(longest, workload.collate, workload.batching)
+    return dataclasses.replace(workload, batch=made, worst_of=number)
+
+
+def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
+    """Return the `count` longest samples, longest first, ties in order; raise WorkloadError if none has a length.
+
+    Samples without tensors, such as texts, are as long as what `collate` makes of them.
+    """
+
+    def length(sample: Any) -> int:
+        number = _length(sample)
+        with suppress(Exception):  # It may need several samples.
+            return number if number >= 0 or collate is None else _length(collate([sample]))
+        return number
+
+    longest = heapq.nlargest(count, samples, key=length)
+    if longest and length(longest[0]) < 0:
+        raise WorkloadError(
+            f"the samples have no tensors to measure their length by, the first is {describe_type(longest[0])}",
+            hint="return tensors, arrays or lists of numbers from the dataset, or write def batch(size)",
+        )
+    return longest
+
+
+def spread_indices(total: int, count: int) -> list[int]:
+    """Return `count` of `total` indices, ascending: a random one of each of `count` equal ranges; all if too few.
+
+    >>> spread_indices(3, 5), len(set(spread_indices(1000, 7)))
+    ([0, 1, 2], 7)
+    """
+    if total <= count:
+        return list(range(total))
+    rng = random.Random(_SEED)
+    return [rng.randrange(part * total // count, (part + 1) * total // count) for part in range(count)]
+
+
+def some_samples(dataset: Any, count: int) -> Iterator[Any]:
+    """Return `count` samples spread over a dataset; the first ones of an iterable dataset."""
+    # IterableDataset inherits a __getitem__ that only raises.
+    has_indices = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
+    if has_indices and hasattr(dataset, "__len__"):
+        return (dataset[index] for index in spread_indices(len(dataset), count))
+    return itertools.islice(iter(dataset), count)
+
+
+def _length(sample: Any) -> int:
+    """Return the number of elements of a sample; -1 if nothing in it can be counted."""
+    elements = list(_elements(sample))
+    return sum(elements) if elements else -1
+
+
+def _elements(node: Any) -> Iterator[int]:
+    if isinstance(node, Tensor):
+        yield node.numel()
+    elif isinstance(node, np.ndarray):
+        yield node.size
+    elif isinstance(node, list) and node and all(isinstance(entry, numbers.Real) for entry in node):
+        yield len(node)
+    else:
+        for _, child in pytree.children(node) or ():
+            yield from _elements(child)
+
+
+def take_small_batch(workload: Workload, size: int) -> Any:
+    """Return a batch of `size` samples of the dataset if it has the structure of `batch(size)`, else `batch(size)`.
+
+    Short and long samples are mixed, so that a wrong weight can show.
+
+    Raises:
+        WorkloadError: `batch` or the dataset raises, or `batch` returns another number of samples. Without `batch`: the
+            dataset is too short, or its samples cannot be collated.
+    """
+    made = None
+    if workload.batch is not no_batch:
+        with user_code(f"batch({size})"):
+            made = workload.build_batch(size)
+    samples = _mixed_samples(workload.dataset, size)
+    if len(samples) < size:
+        if made is None:
+            raise WorkloadError(
+                f"the dataset has {len(samples)} samples, {size} are needed", hint="write def batch(size)"
+            )
+        return made
+    collate = default_collate if workload.collate is None else workload.collate
+    if made is None:
+        with user_code("collating samples of the dataset"):
+            return read_batch(collate(samples), workload.batching, size, "collate()")
+    with suppress(TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
+        collated = read_batch(collate(samples), workload.batching, size, "collate()")
+        return collated if _structure(collated) == _structure(made) else made
+    return made
+
+
+def _mixed_samples(dataset: Any, size: int) -> list[Any]:
+    """Return samples of a dataset in their order: the longest and the shortest of some, or the first of equal ones.
+
+    There are none if it can be read only once or yields batches.
+    """
+    if dataset is None or isinstance(dataset, DataLoader) or hasattr(dataset, "__next__"):
+        return []
+    with user_code("the dataset"):
+        samples = list(some_samples(dataset, _READ_PER_SAMPLE * size))
+    lengths = [_length(sample) for sample in samples]
+    if len(samples) <= size or len(set(lengths)) == 1:
+        return samples[:size]
+    ranked = sorted(range(len(samples)), key=lengths.__getitem__)
+    return [samples[index] for index in sorted(ranked[: size // 2] + ranked[size // 2 - size :])]
+
+
+def _structure(node: Any) -> Any:
+    """Return the structure of a batch without its sizes; lists equal tuples, since `default_collate` makes lists."""
+    children = pytree.children(node)
+    if children is None:
+        return "tensor" if pytree.is_leaf(node) else type_name(node)
+    structure = "sequence" if pytree.is_sequence(node) else type_name(node)
+    return structure, tuple((step, _structure(child)) for step, child in children)
+
+
+def apply_settings(
+    workload: Workload, *, largest_batch: int | None = None, worst_of: int | None = None, **settings: Any
+) -> Workload:
+    """Return `workload` with the settings that are not None in place of its own, and with a way to make batches.
+
+    Args:
+        workload: The workload as it was loaded or given.
+        largest_batch: The number of samples in the largest training batch.
+        worst_of: Make batches of the longest of this many samples of the dataset.
+        settings: Fields of `Workload`.
+
+    Raises:
+        WorkloadError: A setting has a value that cannot be used, or there is neither `batch` nor `worst_of`.
+    """
+    workload = replace_fields(workload, **settings)
+    if worst_of is not None:
+        if largest_batch is not None:
+            largest_batch = max(largest_batch, workload.evaluation_batch or 0)
+        return take_longest(workload, worst_of, largest_batch)
+    if workload.batch is no_batch:
+        raise WorkloadError(
+            "the workload defines no 'batch'",
+            hint="write def batch(size): return a batch of that many samples; or make batches of the longest samples of"
+            " the dataset with --worst-of N",
+        )
+    return workload
+
+
+def replace_fields(workload: Workload, **settings: Any) -> Workload:
+    """Return `workload` with settings other than None in place of its own; raise WorkloadError for a bad one."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return dataclasses.replace(workload, **given) if given else workload

@@ -1,0 +1,89 @@
+"""The recipe of a training step, as JSON: what `reporting.emit` needs to write the step in plain PyTorch.
+
+The form of a batch is `tensor` (rows to split and move), `own` (split by the workload's own function), `other` (not
+supported), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name:
+form}}` for a mapping of another class.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import batch_size
+from autoaccum.sources.criteria import ignored_class, settings
+from autoaccum.sources.objective import Objective
+from autoaccum.sources.readings import is_samples
+
+Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
+"""How the share of a part is computed. `nothing`: the loss is a sum. `weight`: by the workload's function. `targets`:
+by the integer targets that are not ignored. `samples`: by samples, or by elements if every sample has as many."""
+
+
+def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
+    """Return the recipe: divisor, ignored class, call of the criterion, terms of the loss, batch and half dtypes.
+
+    For a loss that the model computes itself, `own` holds the code that takes it from the outputs and its weight.
+    `batch` is a small one.
+    """
+    criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
+    code = own.code(batch) if own is not None and objective.uses_model_weight else None
+    half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
+    return {
+        "divisor": find_divisor(objective, batch),
+        "ignore_index": None if criterion is None else ignored_class(settings(criterion.function)),
+        "call": None if criterion is None else "one",
+        "own": None if own is None else {"loss": own.access, "weight": code},
+        "terms": [] if list(terms) == ["loss"] else list(terms),
+        "weights": list(weight) if isinstance(weight, dict) else [],
+        "batch": describe_form(batch, batch_size(batch)),
+        "half": sorted(str(dtype).removeprefix("torch.") for dtype in half),
+    }
+
+
+def find_divisor(objective: Objective, batch: Any) -> Divisor:
+    """Return how the shares of parts of such a batch are computed."""
+    if objective.reduction == "sum":
+        return "nothing"
+    if objective.uses_model_weight and objective.model_loss is not None and objective.model_loss.code(batch) is None:
+        return "samples"
+    if objective.weight_function is not None:
+        return "weight"
+    criterion = objective.criterion
+    if criterion is None or criterion.divisor != "targets":
+        return "samples"  # Rows of a tensor have equally many elements.
+    if not isinstance(batch[1], Tensor) or batch[1].is_floating_point():
+        return "samples"  # Class probabilities ignore no target.
+    return "class weights" if settings(criterion.function).get("weight") is not None else "targets"
+
+
+Form: TypeAlias = "str | Mapping[str, Any]"
+
+
+def describe_form(node: Any, size: int, *, top: bool = True) -> Form:
+    """Return the form of a batch of `size` samples, or of a part of its structure unless `top`."""
+    if isinstance(node, pytree.CustomBatch):
+        return "own"
+    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
+        return "tensor"
+    if isinstance(node, Mapping) and all(map(_is_quotable, node)):
+        kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
+        return {kind: {name: describe_form(child, size, top=False) for name, child in node.items()}}
+    form: type = node.kind if isinstance(node, pytree.MarkedList) else type(node)
+    if form in (list, tuple) and not is_samples(node, size, top=top):
+        return {form.__name__: [describe_form(child, size, top=False) for child in node]}
+    return "other"
+
+
+def _is_quotable(name: Any) -> bool:
+    """Return whether `name` can be written between double quotes in source code without escapes.
+
+    >>> _is_quotable("input_ids"), _is_quotable('a"b'), _is_quotable(3)
+    (True, False, False)
+    """
+    return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

@@ -1,0 +1,398 @@
+"""Make a Workload of a `transformers.Trainer`: what its `train()` would run, without the Trainer being changed.
+
+The loss is the Trainer's own `compute_loss` with `num_items_in_batch`, the number of labels that count, which is also
+the weight of a micro-batch: parts add up to the loss of the effective batch. The calls are made on a copy of the
+Trainer that has neither its model nor its data.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from autoaccum.checks import type_name
+from autoaccum.errors import WorkloadError
+from autoaccum.options import Precision
+from autoaccum.sources.batches import batch_size, has_size
+from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
+from autoaccum.sources.model_loss import ModelLoss, ignores_items
+from autoaccum.sources.optimizers import OptimizerLike
+from autoaccum.sources.pytree import map_tensors, tensors
+from autoaccum.sources.samples import some_samples, take_longest
+from autoaccum.sources.spec import Workload
+from autoaccum.sources.tracebacks import user_code
+from autoaccum.sources.trainers import SAMPLES
+
+PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_LEFT_OUT = (
+    *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
+    *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders", "gather_function"),
+)
+_WRITE = "define model, batch and loss in a file, as in examples/workload_file.md"
+
+
+def make_workload(trainer: Any, *, live: bool = False) -> Workload:
+    """Return the Workload of a Trainer (see `trainers.workload_of`).
+
+    Raises:
+        WorkloadError: The Trainer trains in a way that no trial can run, or has no dataset that can be read.
+    """
+    check_supported(trainer)
+    args, model = trainer.args, trainer.model
+    for name, value in vars(trainer).items():
+        if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT and model in value.modules():
+            raise WorkloadError(f"the Trainer's {name} ({type_name(value)}) holds the model itself", hint=_WRITE)
+    shadow = _shadow(trainer)
+    dataset, collate = _read_data(trainer)
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    given = trainer.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trained)
+    loss = TrainerLoss(shadow, model)
+    workload = Workload(
+        model=_Builder(trainer, live=live),
+        loss=PreparedLoss(shadow, loss),
+        **loss.divides,
+        optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
+        precision=PRECISIONS[args.mixed_precision],
+        accumulate_in="parameters" if half else "fp32",
+        dataset=dataset,
+        collate=collate,
+        evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
+        evaluate=_Evaluation(shadow, _evaluation_passes(trainer)) if evaluates else None,
+        modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
+        name=type_name(model),
+    )
+    if _is_packed(collate, dataset):
+        packed = PackedBatches(collate)
+        workload = dataclasses.replace(workload, collate=packed, split=packed.split, size=packed.size)
+    return take_longest(workload, SAMPLES)
+
+
+def _is_packed(collate: Any, dataset: Any) -> bool:
+    """Return whether the first dimension of a batch does not count its samples, as where sequences are packed."""
+    try:
+        with fixed_seeds():
+            samples = list(some_samples(dataset, 2))
+            made = collate(samples)
+    except Exception:
+        return False  # It will be met, and shown, later.
+    return isinstance(made, Mapping) and not counts_rows(made, len(samples))
+
+
+def counts_rows(batch: Any, size: int | None = None) -> bool:
+    """Return whether a batch can be split into samples, `size` of them if it is given."""
+    with suppress(WorkloadError):
+        return batch_size(batch) >= 0 if size is None else has_size(batch, size)
+    return False
+
+
+class PackedBatches:
+    """Collates, counts and splits batches whose tensors are packed: a part is collated of its own samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> _Packed:
+        """Return the batch of `samples`."""
+        made = _Packed(self._collate(list(samples)))
+        made.samples = samples
+        return made
+
+    def split(self, batch: _Packed, sizes: Sequence[int]) -> list[_Packed]:
+        """Return parts of `sizes` samples."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [self(batch.samples[start:stop]) for start, stop in bounds]
+
+    def size(self, batch: _Packed) -> int:
+        """Return the number of samples."""
+        return len(batch.samples)
+
+
+class _Packed(dict[str, Any]):
+    """A batch, with the samples that it was made of."""
+
+    samples: Sequence[Any]
+
+
+def check_supported(trainer: Any) -> None:
+    """Raise WorkloadError for a Trainer that trains in a way that no trial can run."""
+    args = trainer.args
+    reasons = {
+        "trains by DeepSpeed": getattr(trainer, "is_deepspeed_enabled", False),
+        "shards the model by FSDP": getattr(trainer, "is_fsdp_enabled", False),
+        "splits the model or its sequences over devices": getattr(trainer, "is_model_parallel", False)
+        or getattr(trainer.accelerator, "parallelism_config", None) is not None,
+        f"computes in {args.mixed_precision}": args.mixed_precision not in PRECISIONS,
+        "puts Liger kernels into the model when it trains": getattr(args, "use_liger_kernel", False),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise WorkloadError(f"the Trainer {reason}, which no trial of a Trainer runs", hint=_WRITE)
+    if args.n_gpu > 1:
+        raise WorkloadError(
+            f"the Trainer would split each batch over {args.n_gpu} cards by DataParallel",
+            hint="let it see one: CUDA_VISIBLE_DEVICES=0; on several, train by torchrun",
+        )
+    try:
+        inspect.signature(trainer.compute_loss).bind(trainer.model, {}, num_items_in_batch=None)
+    except TypeError:
+        raise WorkloadError(
+            f"compute_loss of {type_name(trainer)} takes no num_items_in_batch, which train() gives it",
+            hint="write def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+        ) from None
+    if trainer.train_dataset is None:
+        raise WorkloadError("the Trainer has no train_dataset", hint="give it one: its longest samples make the trials")
+
+
+def _is_auxiliary(name: str, value: Any, model: nn.Module) -> bool:
+    """Return whether an attribute of a Trainer is a module beside its model, such as the reference of DPO."""
+    return isinstance(value, nn.Module) and name not in _LEFT_OUT and value not in set(model.modules())
+
+
+def _shadow(trainer: Any) -> Any:
+    """Return a copy of a Trainer without its model and its data; containers are copied, too."""
+    made = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if name in _LEFT_OUT:
+            setattr(made, name, None)
+        elif isinstance(value, (dict, list, set)):
+            setattr(made, name, copy.deepcopy(value))
+    made.accelerator = _at_rest(trainer.accelerator)
+    made.args = copy.copy(trainer.args)
+    made.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
+    made.log = _ignore
+    made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
+    return made
+
+
+def _at_rest(accelerator: Any) -> Any:
+    """Return a copy of an Accelerator of accelerate that refers to no model, optimizer or loader."""
+    made, state = copy.copy(accelerator), accelerator.gradient_state
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):
+        setattr(made, name, [])
+    made.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
+    vars(made.gradient_state).update(vars(state))
+    made.gradient_state.dataloader_references = [None]
+    made.gather_for_metrics = partial(_gather, made.gather_for_metrics)
+    return made
+
+
+def _gather(own: Callable[..., Any], values: Any, *given: Any, **options: Any) -> Any:
+    """Gather by the accelerator's `own` method, since a loss may need it (KTO of TRL); on a simulated card make zeros.
+
+    The zeros are on the CPU, so that a Trainer of TRL can read what it logs: a simulated card has no values.
+    """
+    if not any(isinstance(one, FakeTensor) for one in tensors(values)):
+        return own(values, *given, **options)
+    return map_tensors(values, lambda one: torch.zeros(one.shape, dtype=one.dtype))
+
+
+def _same(inputs: Any) -> Any:
+    return inputs
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+def _bare(optimizer: Any) -> Optimizer:
+    """Return the optimizer in accelerate's wrapper."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _read_data(trainer: Any) -> tuple[Any, Any]:
+    """Return the training dataset and the collate function as the Trainer's own DataLoader has them."""
+    reading = copy.copy(trainer)
+    kept = list(trainer.accelerator._dataloaders)
+    try:
+        with fixed_seeds(), user_code("get_train_dataloader() of the Trainer"):
+            loader = reading.get_train_dataloader()
+    finally:
+        trainer.accelerator._dataloaders[:] = kept
+    return loader.dataset, loader.collate_fn
+
+
+def _evaluation_passes(trainer: Any) -> int:
+    """Return how many batches of predictions an evaluation collects on the device; 0: none, as without metrics."""
+    args = trainer.args
+    if trainer.compute_metrics is None or args.prediction_loss_only or args.batch_eval_metrics:
+        return 0
+    datasets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+    sizes = [len(dataset) for dataset in datasets if hasattr(dataset, "__len__")]
+    passes: int = math.ceil(max(sizes, default=1) / args.per_device_eval_batch_size)
+    return passes if args.eval_accumulation_steps is None else min(passes, int(args.eval_accumulation_steps))
+
+
+class _Builder:
+    """Makes the model as `train()` would prepare it: in train mode, with gradient checkpointing and NEFTune's noise.
+
+    A live one shares parameters and buffers with the Trainer's model, and nothing else: hooks, modes and attributes
+    that a trial sets are its own.
+    """
+
+    def __init__(self, trainer: Any, *, live: bool) -> None:
+        self._trainer, self._live = trainer, live
+
+    def __call__(self) -> nn.Module:
+        trainer, model = self._trainer, self._trainer.model
+        shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if self._live else {}
+        made = _copy_unprepared(model, dict(shared)).train()
+        _enable_checkpointing(made, trainer.args)
+        if getattr(trainer, "neftune_noise_alpha", None) is not None:
+            from transformers.integrations.neftune import activate_neftune
+
+            activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
+        return made
+
+
+def _copy_unprepared(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model without the autocast that accelerate wraps around its `forward` when a Trainer trains."""
+    made = copy_module(model, memo)
+    attributes = vars(made)
+    if "_original_forward" in attributes:
+        attributes["forward"] = attributes.pop("_original_forward")
+        if getattr(attributes["forward"], "__func__", None) is type(made).forward:
+            del attributes["forward"]
+    return made
+
+
+def _enable_checkpointing(model: Any, args: Any) -> None:
+    """Turn gradient checkpointing on as `Trainer.train` does, which has had two names for it."""
+    if not args.gradient_checkpointing:
+        return
+    settings = dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
+    if hasattr(model, "activation_checkpointing_enable"):
+        further = {name: settings.pop(name) for name in ("every_n_layers", "offload") if name in settings}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings or None, **further)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None)
+
+
+class TrainerLoss:
+    """The Trainer's `compute_loss` of one batch: a mean, and what it divides by.
+
+    The Trainer counts that (`num_items_in_batch`); where it does not, the model's class tells.
+    """
+
+    def __init__(self, shadow: Any, model: nn.Module) -> None:
+        self._shadow = shadow
+        self._inferred = ModelLoss()
+        self._inferred.read_model(model)
+        self.divides: dict[str, Any] = {"weight": self.weight}
+        """The weight for a Workload or an Accumulator; a sum has none."""
+        if self._inferred.reduction == "sum":
+            self.divides = {"reduction": "sum"}
+
+    def count(self, batch: Any) -> Any:
+        """Return `num_items_in_batch` of one batch; None where the Trainer passes none."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+        return self._shadow._get_num_items_in_batch([batch], device)
+
+    def compute(self, model: nn.Module, batch: Any) -> Any:
+        """Return the mean over the batch's own items."""
+        # `compute_loss` may take the labels out of the batch.
+        return self._shadow.compute_loss(model, copy.copy(batch), num_items_in_batch=self.count(batch))
+
+    def weight(self, batch: Any) -> float:
+        """Return `num_items_in_batch`, or the number that the model's class implies."""
+        counted = self.count(batch)
+        return self._inferred.weight(batch) if counted is None else float(counted)
+
+
+class PreparedLoss:
+    """The loss of a model that is prepared as for the Trainer."""
+
+    trained_by = "transformers"
+
+    def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
+        self._shadow, self._loss = shadow, loss
+
+    def ignores_items(self, model: nn.Module) -> bool:
+        """Return whether the Trainer adds up means of micro-batches (`model_loss.ignores_items`)."""
+        shadow = self._shadow
+        divides = (shadow.label_smoother, shadow.compute_loss_func, getattr(shadow, "loss_is_scaled_for_ga", None))
+        return divides == (None, None, None) and ignores_items(model)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of one batch."""
+        with _as_prepared(self._shadow, model):
+            return self._loss.compute(model, batch)
+
+
+class _Evaluation:
+    """One pass of the Trainer's evaluation; its result takes the room of all predictions that an evaluation collects.
+
+    The Trainer appends them to one tensor, so that the last pass holds nearly all of them twice.
+    """
+
+    def __init__(self, shadow: Any, passes: int) -> None:
+        self._shadow, self._passes = shadow, passes
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        shadow = self._shadow
+        with _as_prepared(shadow, model):
+            loss, logits, labels = shadow.prediction_step(model, copy.copy(batch), self._passes == 0)
+        if self._passes == 0:
+            return loss
+        if shadow.preprocess_logits_for_metrics is not None:
+            logits = shadow.preprocess_logits_for_metrics(logits, labels)
+        copies = 2 * self._passes - 1
+        return loss, map_tensors((logits, labels), lambda one: one.new_empty((copies * len(one), *one.shape[1:])))
+
+
+@contextmanager
+def _as_prepared(shadow: Any, model: nn.Module) -> Iterator[None]:
+    """Lend `model` to the Trainer's methods; under autocast its outputs are float32, as accelerate prepares it."""
+    from accelerate.utils.operations import convert_to_fp32
+
+    def convert(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        device = next(module.parameters()).device.type
+        return convert_to_fp32(outputs) if torch.is_autocast_enabled(device) else outputs
+
+    shadow.model = shadow.model_wrapped = model
+    try:
+        with model.register_forward_hook(convert):
+            yield
+    finally:
+        shadow.model = shadow.model_wrapped = None
+
+
+class _OptimizerFactory:
+    """Makes an optimizer of a list of parameters by the Trainer's own `create_optimizer`, which asks for their names.
+
+    The names are those of a copy of the model whose parameters are empty until the given ones take their places.
+    """
+
+    def __init__(self, shadow: Any, model: nn.Module) -> None:
+        self._shadow, self._names = shadow, _copy_unprepared(model, empty_tensors(model))
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        empty = [one for one in self._names.parameters() if one.requires_grad]
+        if len(empty) != len(params):
+            raise WorkloadError(
+                f"the model has {len(params)} trainable parameters, the Trainer's had {len(empty)}",
+                hint="freeze and unfreeze parameters before the Trainer is made",
+            )
+        shadow = self._shadow
+        shadow.model = copy_module(self._names, {id(old): new for old, new in zip(empty, params, strict=True)})
+        try:
+            with user_code("create_optimizer() of the Trainer"):
+                shadow.create_optimizer()
+            return _bare(shadow.optimizer)
+        finally:
+            shadow.model = shadow.optimizer = None

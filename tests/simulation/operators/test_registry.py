@@ -1,0 +1,160 @@
+"""The workspaces found for small models on fake tensors, whose numbers are affine in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from made_up_card import make_card
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.simulation.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.simulation.operators.workspace_rules import estimate
+from autoaccum.simulation.trace_records import Freed, OutputAllocated, Workspace
+from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.simulation import simulate
+
+H100 = make_card((9, 0), 132)
+_aten = torch.ops.aten
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows each operator to an observer."""
+
+    def __init__(self, version: tuple[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observer = WorkspaceObserver(version)
+        self.transient: list[Workspace] = []
+        self.resident: dict[Workspace, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        in_backward = torch._C._current_autograd_node() is not None
+        seen = self.observer.observe(func, args, kwargs, out, in_backward=in_backward)
+        self.transient.extend(step for step in seen.transient if isinstance(step, Workspace))
+        self.resident.update(dict.fromkeys(seen.resident))
+        return out
+
+    def of(self, rule: str) -> list[tuple[int, ...]]:
+        return [workspace.numbers for workspace in self.transient if workspace.rule == rule]
+
+
+@contextmanager
+def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
+    with simulate(H100), _Watch(version) as watch:
+        yield watch
+
+
+def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory:
+    return WorkspaceObserver((2, 13)).observe(func, args, kwargs, out, in_backward=False)
+
+
+def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda:0")
+
+
+def test_products_free_their_workspace_from_2_15() -> None:
+    with watched((2, 15)) as watch:
+        torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
+    assert watch.resident == {}
+    assert watch.of("product_with_bias") == [(0, -1)]
+    assert watch.of("product") == [(0, -1)]
+
+
+def test_operands_in_other_layouts_are_copied() -> None:
+    with watched() as watch:
+        weight = card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
+        F.conv2d(card_tensor(2, 4, 8, 8), weight)
+        card_tensor(8, 4).t() @ card_tensor(8, 2)
+        card_tensor(1).expand(4, 8) @ card_tensor(8, 2)
+    assert watch.of("layout_copy") == [(4 * 2 * 4 * 64,), (4 * 4 * 8,)]
+    assert watch.of("convolution")[0][3] == 1
+
+
+def test_flash_attention() -> None:
+    with simulate(H100):
+        query, key = card_tensor(2, 8, 100, 64, dtype=torch.bfloat16), card_tensor(2, 2, 50, 64, dtype=torch.bfloat16)
+        rows_first = card_tensor(2, 100, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+        forward = see(_aten._scaled_dot_product_flash_attention.default, query, key, key)
+        dropped = see(_aten._scaled_dot_product_flash_attention.default, query, key, key, 0.1)
+        args = (query, query, key, key, rows_first)
+        backward = see(_aten._scaled_dot_product_flash_attention_backward.default, *args, out=(query, key, key))
+    assert list(forward.transient) == [Workspace(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")]
+    assert list(dropped.transient) == []
+    assert list(backward.transient) == [
+        Workspace("layout_copy", (2 * 8 * 100 * 64 * 2,)),
+        *map(OutputAllocated, range(3)),
+        Workspace("flash_row_sums", (2, 8, 100)),
+        Workspace("flash_gradient", (2, 8, 100, 64, 0)),
+        Workspace("flash_grouped", (2, 8, 50, 64, 2)),
+        Workspace("flash_grouped", (2, 8, 50, 64, 2)),
+    ]
+
+
+def test_efficient_and_cudnn_attention() -> None:
+    with simulate(H100):
+        query, key = card_tensor(2, 8, 100, 64), card_tensor(2, 8, 50, 64)
+        rows_first = card_tensor(2, 100, 8, 64).transpose(1, 2)
+        forward = see(_aten._scaled_dot_product_efficient_attention.default, query, key, key, None, True)
+        backward = see(
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            *(rows_first, query, key, key, None, query, query, query, query, 0.1),
+        )
+        misaligned = see(
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            *(query, query, key, key, None, query, query, query, query, 0.0),
+        )
+        cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
+    assert list(forward.transient) == [Workspace("efficient_output", (2, 8, 100, 64, 4))]
+    numbers = (2, 8, 100, 50, 64, 64, 4, 1, 0)
+    assert list(backward.transient) == [
+        Workspace("efficient_row_sums", (2, 8, 100)),
+        *[Workspace("efficient_cast", numbers)] * 2,
+        Workspace("efficient_product", numbers),
+        Workspace("efficient_product_sums", numbers),
+        Freed(4),
+        Workspace("efficient_gradient", numbers),
+    ]
+    assert list(misaligned.transient)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
+    assert list(cudnn.transient) == [Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+
+
+def requested(recorder: Recorder) -> list[int]:
+    """Return the requested bytes, in order."""
+    return [
+        estimate(size, H100, (2, 13)).bytes if isinstance(size, Workspace) else size
+        for size in (recorder.sizes[event] for event in recorder.events if event >= 0)
+    ]
+
+
+def test_inputs_are_laid_out_before_outputs_are_made() -> None:
+    with simulate(H100, recorder := Recorder()):
+        values, layer = card_tensor(768, 1024).t(), nn.LayerNorm(768, device="cuda:0")
+        recorder.begin(lambda: "forward")
+        start = len(recorder.events)
+        kept = layer(values)
+        copy, out, mean, deviation, gone = recorder.events[start:]
+    assert [recorder.sizes[block] for block in (out, mean, deviation)] == [4 * 1024 * 768, 4096, 4096]
+    assert recorder.sizes[copy] == Workspace("layout_copy", (4 * 1024 * 768,))
+    assert gone == ~copy
+    del kept
+
+
+def test_mse_loss_keeps_the_memory_of_all_elements() -> None:
+    with simulate(H100, recorder := Recorder()):
+        values = card_tensor(1024, 768)
+        recorder.begin(lambda: "forward")
+        start = len(recorder.events)
+        loss = F.mse_loss(values, values)
+        kept = {event for event in recorder.events[start:] if event >= 0 and ~event not in recorder.events}
+        sizes = [recorder.sizes[block] for block in sorted(kept)]
+        del loss
+        assert {~block for block in kept} <= set(recorder.events)
+    assert sizes == [4, Workspace("loss_elements", (4 * 1024 * 768,))]

@@ -1,0 +1,136 @@
+"""With `--values cpu`, a simulated step reads what the CPU computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard, TraceParts
+from autoaccum.devices.trial_record import Inspect, Loaded
+from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+
+MODEL = "del criterion\nmodel = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))\n"
+MASK = f"""{MODEL}
+def loss(model, batch):
+    outputs = model(batch[0])
+    far = outputs.abs().sum(1) > {{limit}}
+    return F.cross_entropy(outputs, batch[1]) + outputs[far].square().sum()
+"""
+LOST = f"""{MODEL}
+@torch.library.custom_op("test::only_cuda", mutates_args=(), device_types="cuda")
+def only_cuda(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+only_cuda.register_fake(torch.empty_like)
+def loss(model, batch):
+    outputs = only_cuda(model(batch[0]).detach())
+    return model(batch[0]).mean() * outputs.sum().item()
+"""
+
+
+@pytest.fixture
+def computing(mode: FakeCudaMode) -> FakeCudaMode:
+    mode.compute_values()
+    return mode
+
+
+def test_each_read_has_the_value_of_the_cpu(computing: FakeCudaMode) -> None:
+    host = torch.tensor([[3.0, -1.0], [0.5, 3.0]])
+    there = host.cuda()
+    assert (there.max().item(), bool((there > 9).any()), int(there[0, 0])) == (3.0, False, 3)
+    assert there[there > 0].tolist() == [3.0, 0.5, 3.0]
+    assert there.nonzero().shape == (4, 2)
+    assert torch.unique(there).tolist() == [-1.0, 0.5, 3.0]
+    assert there.cpu().numpy().sum() == 5.5
+    assert torch.repeat_interleave(there, torch.tensor([2, 0]).cuda(), 0).shape == (2, 2)
+    assert torch.equal(there, host.cuda())
+    assert computing.recorder.reads == 11
+
+
+def test_values_follow_writes_views_and_gradients(computing: FakeCudaMode) -> None:
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    torch.autograd.backward((weight * torch.arange(4.0).cuda()).sum())
+    optimizer = torch.optim.SGD([weight], lr=1.0, foreach=True)
+    optimizer.step()
+    assert weight.tolist() == [1.0, 0.0, -1.0, -2.0]
+    with torch.no_grad():
+        weight.view(2, 2)[0].zero_()
+        weight[weight < -1] = 7.0
+    assert weight.tolist() == [0.0, 0.0, -1.0, 7.0]
+    assert computing.cpu_values is not None
+    assert not computing.cpu_values.lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_operators_that_only_cuda_has(computing: FakeCudaMode, dtype: torch.dtype) -> None:
+    """Efficient attention with a mask; in fp16 flash attention, with fewer heads of keys; and batch norm."""
+    torch.manual_seed(0)
+    half = dtype == torch.float16
+    made = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2 if half else 4, 16, 8), torch.randn(4, 4, 3, 3)
+    mask = None if half else torch.randn(16, 16)
+    found = []
+    for device, of in (("cpu", torch.float32), ("cuda", dtype)):
+        leaves = [one.to(device, of).requires_grad_() for one in made]
+        bias = None if mask is None else mask.to(device)
+        norm = torch.nn.BatchNorm2d(4).to(device)
+        query, key, value, images = leaves
+        attended = F.scaled_dot_product_attention(query, key, value, bias, is_causal=half, enable_gqa=half)
+        out = norm(images.float()).relu()
+        gradients = torch.autograd.grad(attended.square().sum() + out.square().sum(), leaves)
+        found.append([one.float().cpu() for one in (attended, out, norm.get_buffer("running_var"), *gradients)])
+    for real, computed in zip(*found, strict=True):
+        torch.testing.assert_close(computed, real, atol=2e-2 if half else 1e-4, rtol=1e-3)
+    assert computing.cpu_values is not None
+    assert not computing.cpu_values.lost
+
+
+def traced(ask: Any, *parts: int) -> Trace:
+    trace = ask(TraceParts(parts=parts))
+    assert isinstance(trace, Trace), trace
+    return trace
+
+
+def test_a_mask_takes_what_it_lets_through(simulated: Callable[..., Any]) -> None:
+    sizes = {}
+    for limit in (-1, 1e9):
+        ask = simulated(MASK.format(limit=limit), values="cpu")
+        trace = traced(ask, 40, 30)
+        assert (trace.batch, trace.reads) == (40, 4), "a mask in each forward and backward"
+        assert trace == ask(LabelParts(parts=(40, 30))).trace
+        sizes[limit] = [trace.sizes.count(rows * 4 * 4) for rows in (40, 30)]
+    assert sizes[-1] > sizes[1e9]
+
+
+def test_a_value_that_the_cpu_cannot_compute_ends_the_step_at_the_line_that_reads_it(
+    simulated: Callable[..., Any],
+) -> None:
+    failure = simulated(LOST, values="cpu")(Inspect())
+    assert isinstance(failure, Failure)
+    for words in ("sum().item()`", "the CPU cannot run test.only_cuda.default (", "plan where it can run"):
+        assert words in failure.message
+
+
+def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 4)\ncriterion = torch.nn.MSELoss()\n"
+        "def batch(n): return torch.randn(n, 8), torch.randn(n, 4)\n"
+    )
+    child, card = SimulatedChild(), find_card("rtx3090")
+    asked = {"values": "cpu", "world_size": 2, "parallel": "fsdp2"}
+    try:
+        loaded = child.handle(
+            LoadOnCard(card=card, device="", paths=ImportPaths.of(), reference=str(path), share=8, options=asked)
+        )
+    finally:
+        child.close()
+    assert isinstance(loaded, Loaded), loaded
+    assert str(loaded.refused).startswith("ranks shard the model, and the CPU computes values of a whole one")
