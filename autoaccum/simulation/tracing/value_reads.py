@@ -27,6 +27,7 @@ _ASSUMED_VALUES = (
 
 _INTERNAL_MODULES = (
     "autoaccum.devices.simulated",
+    "autoaccum.simulation",
     "torch._compile",
     "torch._dynamo",
     "torch._ops",
