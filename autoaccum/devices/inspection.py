@@ -35,7 +35,6 @@ from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
 from autoaccum.sources.spec import Workload
 from autoaccum.sources.step_recipe import describe_recipe
-from autoaccum.sources.transformers_trainer import PreparedLoss
 from autoaccum.sources.weight_check import Advice, check_weighting
 
 SAMPLES = 2
@@ -157,7 +156,7 @@ def name_dtype(dtype: torch.dtype) -> str:
 
 def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """Return what the recipe of a step has to know of the model."""
-    ignores = workload.loss.ignores_items if isinstance(workload.loss, PreparedLoss) else ignores_items
+    ignores = getattr(workload.loss, "ignores_items", ignores_items)
     own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
         # Of models of transformers only, which a Trainer trains.

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from autoaccum.checks import counted
 from autoaccum.errors import UsageError
+from autoaccum.integrations.lightning_trainer import PRECISIONS
 from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.batches import batch_size
-from autoaccum.sources.lightning_module import PRECISIONS
 from autoaccum.sources.objective import read_weight
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

@@ -18,11 +18,11 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_model, unwrap_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
+from autoaccum.integrations.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
 from autoaccum.options import RECOMPUTE
 from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.model_loss import ignores_items
-from autoaccum.sources.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""

@@ -118,7 +118,7 @@ def _place(
 
     model = workload.model
     device = choose_device(model, options.device)
-    if device == "auto" and is_live and getattr(workload.loss, "trained_by", "") != "lightning":
+    if device == "auto" and is_live and not getattr(workload.loss, "moves_model", False):
         device = "cpu"  # A Trainer of Lightning moves the model when it fits.
     options = dataclasses.replace(options, device=device)
     if isinstance(model, nn.Module) and model_device(model).type == "cuda":
@@ -168,7 +168,7 @@ def resolve_workload(
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
     """Return the Workload of a Trainer, whose model shares the tensors of the Trainer's."""
-    from autoaccum.sources.trainers import workload_of
+    from autoaccum.sources.adapters import workload_of
 
     trainer = live["trainer"]
     workload = workload_of(trainer, live=True, **{name: live[name] for name in given if name != "trainer"})

@@ -15,7 +15,7 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,10 @@ from torch import nn
 
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.sources.adapters import free_card, workload_of
 from autoaccum.sources.module_names import module_files, split_reference
 from autoaccum.sources.spec import Workload
 from autoaccum.sources.tracebacks import blame_workload
-from autoaccum.sources.trainers import check_import, free_card, workload_of
 
 _SPECIAL = {
     *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
@@ -42,7 +42,7 @@ def load_workload(reference: str) -> Workload:
     """Load the workload that `reference` names.
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
-    names a Workload, a Trainer (see `trainers`), or a model (function, class or instance) to be used in place of
+    names a Workload, a Trainer (see `adapters`), or a model (function, class or instance) to be used in place of
     `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
     `split` or `size` without the other, are ignored.
 
@@ -65,6 +65,19 @@ def load_workload(reference: str) -> Workload:
     if is_new:  # Otherwise its Trainer may be in use.
         free_card(getattr(module, name or "", None))
     return _read(module, name, label, title, path)
+
+
+def check_import(path: Path, name: str) -> None:
+    """Raise WorkloadError if a file trains at its top level by the Trainer that it calls `name`, as an import would."""
+    with suppress(SyntaxError, ValueError):  # The import will say so.
+        for statement in ast.parse(path.read_bytes()).body:
+            call: Any = getattr(statement, "value", None)
+            trains = isinstance(call, ast.Call) and ast.unparse(call.func) in (f"{name}.train", f"{name}.fit")
+            if trains and "trainer" in name.lower():
+                raise WorkloadError(
+                    f"importing {path.name} trains: line {statement.lineno} calls {ast.unparse(call)}",
+                    hint='put that line under if __name__ == "__main__":',
+                )
 
 
 def _parse_reference(reference: str) -> tuple[str, str | None]:

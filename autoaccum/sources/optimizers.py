@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
+from autoaccum.sources.model_copies import copy_module, empty_tensors
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
@@ -159,6 +160,26 @@ class OptimizerLike:
         ]
         made.__setstate__({**self.kept, "state": defaultdict(dict), "param_groups": groups})
         return made
+
+
+class OptimizerOfModel:
+    """Makes an optimizer of a list of parameters by `make(model)`, for code that asks a model for its parameters.
+
+    The model is a copy whose parameters are empty until the given ones take their places.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], Optimizer]) -> None:
+        self._model, self._make = copy_module(model, empty_tensors(model)), make
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        """Make an optimizer of `params`, the trainable parameters of a model."""
+        empty = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if len(empty) != len(params):
+            raise WorkloadError(
+                f"the model has {len(params)} trainable parameters, the Trainer's had {len(empty)}",
+                hint="freeze and unfreeze parameters before the Trainer is made",
+            )
+        return self._make(copy_module(self._model, {id(old): new for old, new in zip(empty, params, strict=True)}))
 
 
 def get_learning_rate(optimizer: Optimizer) -> float:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,13 +23,16 @@ from torch.utils.data import DataLoader
 from autoaccum.checks import describe_type, join_words, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
-from autoaccum.sources.lightning_trainer import TrialTrainer, find_configured, is_a, overrides
-from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
-from autoaccum.sources.samples import take_longest
+from autoaccum.sources.model_copies import copy_module, fixed_seeds
+from autoaccum.sources.optimizers import OptimizerOfModel
 from autoaccum.sources.spec import Workload
 from autoaccum.sources.tracebacks import user_code
-from autoaccum.sources.trainers import SAMPLES
 
+PARTS = ("model", "data", "weight")
+"""What `plan` may be given beside the Trainer, which does not hold them before it fits."""
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+_ATTACHED = ("_trainer", "log", "log_dict", "optimizers")
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 PRECISIONS: Mapping[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 """Precisions of a Trainer in which parameters stay in float32."""
@@ -39,8 +45,8 @@ _BY_HAND = (
 )
 
 
-def find_parts(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `make_workload` among the objects that a file defines.
+def _find_parts(names: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Return module, data, loader for validation and weight among the objects that a file defines.
 
     The module and the datamodule are known by their classes. Of several DataLoaders, that of the validation has `val`
     in its name, and that of the training `train`, or is the only one beside it. `weight` is a function of that name.
@@ -55,20 +61,26 @@ def find_parts(names: Mapping[str, Any]) -> dict[str, Any]:
             hint="define what you give to trainer.fit as names of the file: trainer, module, and datamodule or loader",
         )
     weight = names.get("weight")
-    found = {"model": module, "weight": weight if inspect.isfunction(weight) else None}
+    weight = weight if inspect.isfunction(weight) else None
     data = _only(names, "LightningDataModule", lambda value: is_a(value, "LightningDataModule"))
     if data is not None:
-        return found | {"data": data}
+        return module, data, None, weight
     loaders = {name: value for name, value in names.items() if isinstance(value, DataLoader)}
     validating = {name: value for name, value in loaders.items() if "val" in name.lower()}
     others = {name: value for name, value in loaders.items() if name not in validating}
     training = {name: value for name, value in others.items() if "train" in name.lower()} or others
-    return found | {"data": _only(training, "DataLoader"), "validation": _only(validating, "DataLoader")}
+    return module, _only(training, "DataLoader"), _only(validating, "DataLoader"), weight
+
+
+def free_card(trainer: Any) -> None:
+    """Do nothing: a module gets its device when its Trainer fits."""
 
 
 def make_workload(
     trainer: Any,
     *,
+    live: bool = False,
+    names: Mapping[str, Any] | None = None,
     model: Any = None,
     data: Any = None,
     validation: Any = None,
@@ -82,6 +94,8 @@ def make_workload(
 
     Args:
         trainer: The Trainer.
+        live: Makes no difference: a module is copied where preparing it would change it.
+        names: The names of a file, among which the other arguments are looked for.
         model: The LightningModule; None: the one that the Trainer has trained.
         data: A LightningDataModule or the DataLoader for training; None: the module's own `train_dataloader`.
         validation: The DataLoader for validation, if `data` is a DataLoader.
@@ -90,6 +104,8 @@ def make_workload(
     Raises:
         WorkloadError: The module optimises by hand, or strategy, precision or loader are not supported.
     """
+    if names is not None:
+        model, data, validation, weight = _find_parts(names)
     module = unwrap(getattr(trainer, "lightning_module", None) if model is None else model)
     _check(trainer, module)
     stand_in = TrialTrainer(trainer)
@@ -101,8 +117,8 @@ def make_workload(
         _prepare(module, datamodule, stand_in)
         owner = module if data is None else datamodule
         if owner is not None:
-            names = ("train_dataloader", "val_dataloader")
-            data, validation = (getattr(owner, name)() if overrides(owner, name) else None for name in names)
+            loaders = ("train_dataloader", "val_dataloader")
+            data, validation = (getattr(owner, name)() if overrides(owner, name) else None for name in loaders)
         stand_in.train_dataloader, stand_in.datamodule = data, datamodule
     loader = _check_loader(data, "train_dataloader")
     precision = str(trainer.precision_plugin.precision)
@@ -111,10 +127,10 @@ def make_workload(
         module = plugin.convert_module(copy_module(module))
     step = TrainingStep(stand_in, datamodule, plugin)
     validates = overrides(module, "validation_step") and trainer.limit_val_batches != 0
-    workload = Workload(
+    return Workload(
         model=module,
         loss=step,
-        optimizer=ConfiguredOptimizer(stand_in, module),
+        optimizer=OptimizerOfModel(module, partial(configure_optimizer, stand_in)),
         weight=weight,
         precision=PRECISIONS.get(precision, "fp32"),
         dataset=loader.dataset,
@@ -126,7 +142,6 @@ def make_workload(
         accumulate_in="fp32" if plugin is None else "parameters",
         name=type_name(module),
     )
-    return take_longest(workload, SAMPLES)
 
 
 def unwrap(module: Any) -> Any:
@@ -144,6 +159,8 @@ class TrainingStep:
     """
 
     trained_by = "lightning"
+    moves_model = True
+    """The Trainer moves the model to its device when it fits."""
 
     def __init__(self, trainer: TrialTrainer, datamodule: Any, plugin: Any) -> None:
         self._trainer, self._datamodule, self._plugin = trainer, datamodule, plugin
@@ -204,35 +221,118 @@ class TrainingStep:
         return step(*(batch, 0, 0)[: _arguments(step)])
 
 
-class ConfiguredOptimizer:
-    """Makes the optimizer of a list of parameters that a module's `configure_optimizers` returns.
+def configure_optimizer(trainer: TrialTrainer, module: Any) -> Optimizer:
+    """Return the optimizer that `configure_optimizers` of a module makes; raise WorkloadError unless it is one."""
+    with trainer.attached(module), user_code("configure_optimizers"):
+        made = module.configure_optimizers()
+    found = [one for one in find_configured(made) if isinstance(one, Optimizer)]
+    if len(found) == 1:
+        return found[0]
+    name = f"configure_optimizers of {type_name(module)}"
+    if not found:
+        raise WorkloadError(
+            f"{name} returned {describe_type(made)} without an optimizer",
+            hint="return an optimizer, or a dict that has it as optimizer",
+        )
+    raise WorkloadError(f"{name} returned {len(found)} optimizers, and a plan is for one", hint=_BY_HAND)
 
-    It is that of a copy of the module, whose parameters are empty until the given ones take their places.
+
+class TrialTrainer:
+    """What a module sees as `self.trainer` in a trial: the Trainer, except that it logs nowhere and knows its data.
 
     Args:
-        trainer: What the module sees as its trainer.
-        module: The module.
+        trainer: The Trainer, which stays as it is.
     """
 
-    def __init__(self, trainer: TrialTrainer, module: nn.Module) -> None:
-        self._trainer, self._module = trainer, copy_module(module, empty_tensors(module))
+    def __init__(self, trainer: Any) -> None:
+        self.real = trainer
+        self.training, self.validating, self.sanity_checking = True, False, False
+        self.train_dataloader: Any = None
+        self.datamodule: Any = None
+        self._module: Any = None
+        self._configured: list[Any] | None = None
 
-    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
-        """Return the optimizer; raise WorkloadError unless it is exactly one."""
-        empty = [one for one in self._module.parameters() if one.requires_grad]
-        module: Any = copy_module(self._module, {id(old): new for old, new in zip(empty, params, strict=True)})
-        with self._trainer.attached(module), user_code("configure_optimizers"):
-            made = module.configure_optimizers()
-        found = [one for one in find_configured(made) if isinstance(one, Optimizer)]
-        if len(found) == 1:
-            return found[0]
-        name = f"configure_optimizers of {type_name(module)}"
-        if not found:
-            raise WorkloadError(
-                f"{name} returned {describe_type(made)} without an optimizer",
-                hint="return an optimizer, or a dict that has it as optimizer",
-            )
-        raise WorkloadError(f"{name} returned {len(found)} optimizers, and a plan is for one", hint=_BY_HAND)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("real", "__setstate__", "__deepcopy__"):  # While it is unpickled, it has no attributes yet.
+            raise AttributeError(name)
+        return getattr(self.real, name)
+
+    @property
+    def logger(self) -> Any:
+        """A logger that writes nothing, if the Trainer has one."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """As many loggers as the Trainer has, which write nothing."""
+        return [self._lightnings("loggers.logger").DummyLogger() for _ in self.real.loggers]
+
+    @property
+    def num_training_batches(self) -> float:
+        """The batches of an epoch; infinity if the loader has no length."""
+        try:
+            count: int = len(self.train_dataloader)
+        except (TypeError, NotImplementedError):
+            return math.inf
+        limit: float | None = self.real.limit_train_batches
+        return min(count, limit) if isinstance(limit, int) else int(count * (1.0 if limit is None else limit))
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The updates of the training, as a schedule asks for them."""
+        epochs: int | None = self.real.max_epochs
+        steps: int = self.real.max_steps
+        if epochs == -1 or self.num_training_batches == math.inf:
+            return math.inf if steps == -1 else steps
+        updates: int = math.ceil(self.num_training_batches / self.real.accumulate_grad_batches) * max(epochs or 1, 1)
+        return updates if steps == -1 else min(updates, steps)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that the attached module configures: not those of a trial, so that only rates can be read."""
+        return [one for one in self._configure() if isinstance(one, Optimizer)]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedules of these optimizers."""
+        config = self._lightnings("utilities.types").LRSchedulerConfig
+        return [config(one) for one in self._configure() if not isinstance(one, Optimizer)]
+
+    def _configure(self) -> list[Any]:
+        if self._configured is None:
+            self._configured = []  # What `configure_optimizers` itself sees.
+            self._configured = list(find_configured(self._module.configure_optimizers()))
+        return self._configured
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Stand for `optimizers` of a module, which returns an only one by itself."""
+        wrap = self._lightnings("core.optimizer").LightningOptimizer if use_pl_optimizer else lambda one: one
+        found = [wrap(one) for one in self.optimizers]
+        return found[0] if len(found) == 1 else found
+
+    def _lightnings(self, name: str) -> Any:
+        """Return a module of the package that the Trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
+        found = [kind for kind in type(self.real).__mro__ if kind.__module__.endswith(".trainer.trainer")]
+        return import_module(f"{found[0].__module__.removesuffix('.trainer.trainer')}.{name}")
+
+    @contextmanager
+    def attached(self, model: nn.Module, *, training: bool = True) -> Iterator[None]:
+        """Be the trainer of `model` and of the Lightning modules in it within; what they log goes nowhere."""
+        modules = [part for part in model.modules() if "_trainer" in vars(part)]
+        kept = [(part, {name: vars(part)[name] for name in _ATTACHED if name in vars(part)}) for part in modules]
+        before = self.training, self.validating
+        self.training, self.validating, self._module = training, not training, model
+        for part in modules:
+            vars(part).update(_trainer=self, log=_ignore, log_dict=_ignore, optimizers=self._optimizers)
+        try:
+            yield
+        finally:
+            self.training, self.validating = before
+            self._module = self._configured = None
+            for part, values in kept:
+                for name in _ATTACHED:
+                    vars(part).pop(name, None)
+                vars(part).update(values)
 
 
 def _check(trainer: Any, module: Any) -> None:
@@ -318,3 +418,34 @@ def _only(names: Mapping[str, Any], what: str, fits: Callable[[Any], bool] = lam
             hint="leave one at its top level, or call autoaccum.plan(trainer=..., model=..., data=...)",
         )
     return next((value for _, value in found.values()), None)
+
+
+def is_a(value: Any, name: str) -> bool:
+    """Return whether `value` is an instance of Lightning's class of this name."""
+    kinds = [] if isinstance(value, type) else type(value).__mro__
+    return any(kind.__name__ == name and _is_lightnings(kind) for kind in kinds)
+
+
+def find_configured(made: Any) -> Iterator[Any]:
+    """Yield the optimizers and the schedules in what `configure_optimizers` returned (core/optimizer.py)."""
+    if isinstance(made, Mapping):
+        made = list(made.values())
+    if isinstance(made, list | tuple):
+        for one in made:
+            yield from find_configured(one)
+    elif hasattr(made, "state_dict"):
+        yield made
+
+
+def overrides(owner: Any, name: str) -> bool:
+    """Return whether a class of the user's defines the method `name` of `owner`."""
+    defining = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
+    return defining is not None and not _is_lightnings(defining)
+
+
+def _is_lightnings(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _PACKAGES
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""

@@ -8,7 +8,6 @@ Trainer that has neither its model nor its data.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +25,16 @@ from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
 from autoaccum.sources.batches import batch_size, has_size
-from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
+from autoaccum.sources.model_copies import copy_module, current, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
-from autoaccum.sources.optimizers import OptimizerLike
+from autoaccum.sources.optimizers import OptimizerLike, OptimizerOfModel
 from autoaccum.sources.pytree import map_tensors, tensors
-from autoaccum.sources.samples import some_samples, take_longest
+from autoaccum.sources.samples import some_samples
 from autoaccum.sources.spec import Workload
 from autoaccum.sources.tracebacks import user_code
-from autoaccum.sources.trainers import SAMPLES
+
+PARTS: tuple[str, ...] = ()
+"""What `plan` may be given beside the Trainer."""
 
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LEFT_OUT = (
@@ -43,8 +44,8 @@ _LEFT_OUT = (
 _WRITE = "define model, batch and loss in a file, as in examples/workload_file.md"
 
 
-def make_workload(trainer: Any, *, live: bool = False) -> Workload:
-    """Return the Workload of a Trainer (see `trainers.workload_of`).
+def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Workload:
+    """Return the Workload of a Trainer (see `adapters.workload_of`).
 
     Raises:
         WorkloadError: The Trainer trains in a way that no trial can run, or has no dataset that can be read.
@@ -56,29 +57,60 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
             raise WorkloadError(f"the Trainer's {name} ({type_name(value)}) holds the model itself", hint=_WRITE)
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
+    packed: dict[str, Any] = {}
+    if _is_packed(collate, dataset):
+        collate = PackedBatches(collate)
+        packed = {"split": collate.split, "size": collate.size}
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
     given = trainer.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trained)
     loss = TrainerLoss(shadow, model)
-    workload = Workload(
-        model=_Builder(trainer, live=live),
-        loss=PreparedLoss(shadow, loss),
+    return Workload(
+        model=partial(_build_model, trainer, live=live),
+        loss=loss,
         **loss.divides,
-        optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
+        optimizer=(
+            OptimizerOfModel(_without_autocast(model, empty_tensors(model)), partial(_create_optimizer, shadow))
+            if given is None
+            else OptimizerLike.of(_bare(given), trained)
+        ),
         precision=PRECISIONS[args.mixed_precision],
         accumulate_in="parameters" if half else "fp32",
         dataset=dataset,
         collate=collate,
+        **packed,
         evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
         evaluate=_Evaluation(shadow, _evaluation_passes(trainer)) if evaluates else None,
         modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
         name=type_name(model),
     )
-    if _is_packed(collate, dataset):
-        packed = PackedBatches(collate)
-        workload = dataclasses.replace(workload, collate=packed, split=packed.split, size=packed.size)
-    return take_longest(workload, SAMPLES)
+
+
+def free_card(trainer: Any) -> None:
+    """Move the model of a Trainer back to the CPU: each trial moves a copy of its own to the card.
+
+    Weights packed by bitsandbytes stay, since they cannot be moved.
+    """
+    model = trainer.model
+    _follow_parameters(trainer.optimizer)
+    if next(model.parameters()).device.type != "cpu" and getattr(model, "quantization_method", None) is None:
+        model.to("cpu")
+        _follow_parameters(trainer.optimizer)
+
+
+def _follow_parameters(optimizer: Any) -> None:
+    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card.
+
+    Elsewhere, the parameters, their list and their state stay as they are.
+    """
+    for group in () if optimizer is None else optimizer.param_groups:
+        parameters = group["params"]
+        for index, before in enumerate(parameters):
+            if (after := current(before)) is not before:
+                parameters[index] = after
+                if before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
 
 
 def _is_packed(collate: Any, dataset: Any) -> bool:
@@ -237,29 +269,24 @@ def _evaluation_passes(trainer: Any) -> int:
     return passes if args.eval_accumulation_steps is None else min(passes, int(args.eval_accumulation_steps))
 
 
-class _Builder:
-    """Makes the model as `train()` would prepare it: in train mode, with gradient checkpointing and NEFTune's noise.
+def _build_model(trainer: Any, *, live: bool) -> nn.Module:
+    """Make the model as `train()` would prepare it: in train mode, with gradient checkpointing and NEFTune's noise.
 
     A live one shares parameters and buffers with the Trainer's model, and nothing else: hooks, modes and attributes
     that a trial sets are its own.
     """
+    model = trainer.model
+    shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if live else {}
+    made = _without_autocast(model, dict(shared)).train()
+    _enable_checkpointing(made, trainer.args)
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:
+        from transformers.integrations.neftune import activate_neftune
 
-    def __init__(self, trainer: Any, *, live: bool) -> None:
-        self._trainer, self._live = trainer, live
-
-    def __call__(self) -> nn.Module:
-        trainer, model = self._trainer, self._trainer.model
-        shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if self._live else {}
-        made = _copy_unprepared(model, dict(shared)).train()
-        _enable_checkpointing(made, trainer.args)
-        if getattr(trainer, "neftune_noise_alpha", None) is not None:
-            from transformers.integrations.neftune import activate_neftune
-
-            activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
-        return made
+        activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
+    return made
 
 
-def _copy_unprepared(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _without_autocast(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a model without the autocast that accelerate wraps around its `forward` when a Trainer trains."""
     made = copy_module(model, memo)
     attributes = vars(made)
@@ -286,52 +313,46 @@ class TrainerLoss:
     """The Trainer's `compute_loss` of one batch: a mean, and what it divides by.
 
     The Trainer counts that (`num_items_in_batch`); where it does not, the model's class tells.
+
+    Attributes:
+        divides: The weight for a Workload or an Accumulator; the reduction of a sum, which has none.
     """
 
-    def __init__(self, shadow: Any, model: nn.Module) -> None:
-        self._shadow = shadow
+    trained_by = "transformers"
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        self._trainer = trainer
         self._inferred = ModelLoss()
         self._inferred.read_model(model)
-        self.divides: dict[str, Any] = {"weight": self.weight}
-        """The weight for a Workload or an Accumulator; a sum has none."""
-        if self._inferred.reduction == "sum":
-            self.divides = {"reduction": "sum"}
+        sums = self._inferred.reduction == "sum"
+        self.divides: dict[str, Any] = {"reduction": "sum"} if sums else {"weight": self.weight}
 
-    def count(self, batch: Any) -> Any:
-        """Return `num_items_in_batch` of one batch; None where the Trainer passes none."""
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
-        return self._shadow._get_num_items_in_batch([batch], device)
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of one batch by a model that is not prepared by the Trainer."""
+        with _as_prepared(self._trainer, model):
+            return self.compute(model, batch)
 
     def compute(self, model: nn.Module, batch: Any) -> Any:
         """Return the mean over the batch's own items."""
         # `compute_loss` may take the labels out of the batch.
-        return self._shadow.compute_loss(model, copy.copy(batch), num_items_in_batch=self.count(batch))
+        return self._trainer.compute_loss(model, copy.copy(batch), num_items_in_batch=self._count(batch))
 
     def weight(self, batch: Any) -> float:
         """Return `num_items_in_batch`, or the number that the model's class implies."""
-        counted = self.count(batch)
+        counted = self._count(batch)
         return self._inferred.weight(batch) if counted is None else float(counted)
-
-
-class PreparedLoss:
-    """The loss of a model that is prepared as for the Trainer."""
-
-    trained_by = "transformers"
-
-    def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
-        self._shadow, self._loss = shadow, loss
 
     def ignores_items(self, model: nn.Module) -> bool:
         """Return whether the Trainer adds up means of micro-batches (`model_loss.ignores_items`)."""
-        shadow = self._shadow
-        divides = (shadow.label_smoother, shadow.compute_loss_func, getattr(shadow, "loss_is_scaled_for_ga", None))
+        trainer = self._trainer
+        divides = (trainer.label_smoother, trainer.compute_loss_func, getattr(trainer, "loss_is_scaled_for_ga", None))
         return divides == (None, None, None) and ignores_items(model)
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return the loss of one batch."""
-        with _as_prepared(self._shadow, model):
-            return self._loss.compute(model, batch)
+    def _count(self, batch: Any) -> Any:
+        """Return `num_items_in_batch` of one batch; None where the Trainer passes none."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+        return self._trainer._get_num_items_in_batch([batch], device)
 
 
 class _Evaluation:
@@ -372,27 +393,12 @@ def _as_prepared(shadow: Any, model: nn.Module) -> Iterator[None]:
         shadow.model = shadow.model_wrapped = None
 
 
-class _OptimizerFactory:
-    """Makes an optimizer of a list of parameters by the Trainer's own `create_optimizer`, which asks for their names.
-
-    The names are those of a copy of the model whose parameters are empty until the given ones take their places.
-    """
-
-    def __init__(self, shadow: Any, model: nn.Module) -> None:
-        self._shadow, self._names = shadow, _copy_unprepared(model, empty_tensors(model))
-
-    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
-        empty = [one for one in self._names.parameters() if one.requires_grad]
-        if len(empty) != len(params):
-            raise WorkloadError(
-                f"the model has {len(params)} trainable parameters, the Trainer's had {len(empty)}",
-                hint="freeze and unfreeze parameters before the Trainer is made",
-            )
-        shadow = self._shadow
-        shadow.model = copy_module(self._names, {id(old): new for old, new in zip(empty, params, strict=True)})
-        try:
-            with user_code("create_optimizer() of the Trainer"):
-                shadow.create_optimizer()
-            return _bare(shadow.optimizer)
-        finally:
-            shadow.model = shadow.optimizer = None
+def _create_optimizer(shadow: Any, model: nn.Module) -> Optimizer:
+    """Return what the Trainer's own `create_optimizer` makes for a model, of which it asks the names."""
+    shadow.model = model
+    try:
+        with user_code("create_optimizer() of the Trainer"):
+            shadow.create_optimizer()
+        return _bare(shadow.optimizer)
+    finally:
+        shadow.model = shadow.optimizer = None
