@@ -19,8 +19,9 @@ ROWS = (
     {"errors"},
     {"units", "checks", "serialization", "files"},
     {"options"},
-    {"workload"},
+    {"sources"},
     {"accumulation"},
+    {"simulation"},
     {"devices"},
     {"planning"},
     {"training"},
@@ -37,6 +38,9 @@ HOMES: dict[str, str | tuple[str, ...]] = {
     "pynvml": "devices/card_memory.py",
     "rich": "reporting",
     "matplotlib": "reporting/figures",
+    "transformers": "integrations",
+    "accelerate": "integrations",
+    "lightning": "integrations",
 }
 WITHOUT_TORCH = (
     "errors.py",
@@ -70,7 +74,7 @@ WITHOUT_TORCH = (
     "pytest_plugin.py",
     "tuning/tuning_records.py",
     "tuning/study.py",
-    "workload/module_names.py",
+    "sources/module_names.py",
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
