@@ -231,13 +231,11 @@ class Forecast:
         peak_bytes: A function of a size from 2 samples on, to the peak or None if it is not known; None: no peak is.
         notes: Notes for the plan.
         alone: Why every size is traced by itself, which takes long; empty where larger ones follow from small ones.
-        trials: Trials made before it, so that a time limit finds an answer.
     """
 
     peak_bytes: Callable[[int], int | None] | None = None
     notes: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
-    trials: tuple[Trial, ...] = ()
 
 
 ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]

@@ -252,14 +252,14 @@ def plan_front(setup: PlanSetup, request: PlanRequest, card: str, notify: Listen
     Raises:
         AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
     """
-    trials = SaverTrials(setup.device, request, SearchLimits(None, None), notify)
+    trials = SaverTrials(setup.device, request, SearchLimits(), notify)
     request = trials.request
     plans: dict[Words, Plan] = {}
 
     def plan_larger(words: Words, above: int) -> Parts | None:
         """Return the parts of the plan with these savers, unless its micro-batch is not above that size."""
         notify(SaversTried(words))
-        trials.use(words)
+        setup.device.use_savers(words)
         if above:
             larger = next(size for size in request.sizes(trials.size) if size > above)
             tried = trials.runner.try_size(larger, fresh=True, unlimited=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -35,14 +34,13 @@ class SaverTrials:
     """Tries savers with one micro-batch: `PlanRequest.micro_batch`, or else the least that can be trained.
 
     On a simulated card all savers are tried, and compared by the estimated seconds of an update. An installed card is
-    simulated for that, and where trials on it refute the choice, the next one is taken. On the CPU only `recompute` is
-    tried, by trials.
+    simulated for that, and its own trials may refute the choice. On the CPU only `recompute` is tried, by trials. What
+    was tried or counted once is known from then on.
 
     Attributes:
         device: The device on which savers are tried: that of the plan, or its simulation.
         request: The request, with the `multiple_of` that the inspection found.
         inspection: The inspection of the workload without savers.
-        load_seconds: The time that it took.
         size: The size that has to fit, in samples.
         runner: Runs trials, which nobody is told of.
         remarks: Sentences on savers that cannot be used.
@@ -62,12 +60,9 @@ class SaverTrials:
         self._limits, self._notify, self.remarks = limits, notify, list[str]()
         self._tried: dict[Words, Trial] = {}
         self._costs: dict[Words, UpdateCost | None] = {}
-        self._refuted: set[Words] = set()
-        before = time.monotonic()
         self.device = device.simulation()
-        self.use(())
+        self.device.use_savers(())
         self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
-        self.load_seconds = time.monotonic() - before
         self.request = request = request.with_multiple_of(self.inspection.multiple_of)
         sizes = request.sizes(self.inspection.least_size)
         wanted = request.micro_batch
@@ -77,62 +72,40 @@ class SaverTrials:
                 hint="give one of them (--micro-batch)",
             )
         self.size = sizes[0] if wanted is None else request.schedule(wanted).micro_batch
-        self.runner = TrialRunner(self.device, request, lambda event: None, limits, self.inspection)
+        self._counts = "predict" in self.device.capabilities
+        self._offloads = OFFLOADS if self._counts and self.inspection.parallel != "fsdp2" else ()
+        self.runner = TrialRunner(self.device, request, self.inspection, limits, lambda event: None)
         parts = self.runner.parts_to_try(self.size, fresh=True)
-        one_trace = self.counts and not self.runner.joined
+        one_trace = self._counts and not self.runner.joined
         self._parts = parts[:1] * min(2, len(parts)) if one_trace else parts  # Uneven ones are proved with the plan.
 
-    @property
-    def counts(self) -> bool:
-        """Whether costs are counted, on a simulated card."""
-        return "predict" in self.device.capabilities
-
-    @property
-    def offloads(self) -> Words:
-        """The offloads that may be used."""
-        return OFFLOADS if self.counts and self.inspection.parallel != "fsdp2" else ()
-
-    def is_of(self, device: Device) -> bool:
-        """Return whether the inspection is by this device."""
-        return self.device is device
-
-    def use(self, words: Words) -> None:
-        """Let the device use these savers."""
-        self.device.use_savers(words)
-
-    def choose(self) -> Words:
-        """Return the savers that fit and cost least, of those that are not refuted.
+    def choose(self, refuted: Collection[Words] = ()) -> Words:
+        """Return the savers that fit and cost least, of those that trials of the plan have not `refuted`.
 
         Raises:
             DoesNotFitError: None fit.
             WorkloadError, NotMeasuredError: A trial without savers fails, or the limit on time ends the choice.
         """
+
+        def fits(words: Words) -> bool:
+            return words not in refuted and self.fits(words)
+
         try:
-            chosen = choose_savers(self.offloads, self.inspection.blocks, self.fits, self._seconds)
+            chosen = choose_savers(self._offloads, self.inspection.blocks, fits, self._seconds)
         except SearchStopped as stopped:
             raise NotMeasuredError(f"{stopped} ended the choice of savers", hint="allow more") from None
         if chosen is None:
             raise self.does_not_fit()
-        self.use(chosen)
         return chosen
 
     def list_sets(self) -> list[Words]:
         """Return the sets of savers that fit and can be used: offloads in all combinations, and recomputed blocks."""
-        self.count(())  # An error without savers is the workload's own.
+        self._count(())  # An error without savers is the workload's own.
         blocks = self.inspection.blocks
-        recomputes = bool(blocks) and self.count((f"{RECOMPUTE}={blocks}",)) is not None
-        offloads = [word for word in self.offloads if self.count((word,)) is not None]
+        recomputes = bool(blocks) and self._count(with_blocks((), blocks)) is not None
+        offloads = [word for word in self._offloads if self._count((word,)) is not None]
         sets = list_sets(offloads, blocks if recomputes else 0, self.fits)
-        return [words for words in sets if self.count(words) is not None]
-
-    def end(self, device: Device) -> None:
-        """End the simulation of an installed card before trials on it."""
-        if not self.is_of(device):
-            self.device.close()
-
-    def refute(self, words: Words) -> None:
-        """Leave out savers that trials of the plan refuted."""
-        self._refuted.add(words)
+        return [words for words in sets if self._count(words) is not None]
 
     def notes(self, chosen: Words, parts: Parts) -> tuple[str, ...]:
         """Return notes for a plan of `parts` per update on a rank: why these savers, and what they cost."""
@@ -141,28 +114,22 @@ class SaverTrials:
         peak = self._peak(self._tried[()])
         would = "ran out of memory" if peak is None else f"would take {format_bytes(peak)}"
         why = f"{format_savers(chosen)} chosen, since micro-batch {self.size} {would} without savers"
-        return "; ".join((why, *self._costs_in_words(chosen, parts))), *self.remarks
-
-    def _costs_in_words(self, chosen: Words, parts: Parts) -> Iterator[str]:
         cost, without = self._costs.get(chosen), self._costs.get(())
         if cost is None or without is None:
-            yield "only recompute was tried: on this device its memory alone can be compared"
-            return
+            return f"{why}; only recompute was tried: on this device its memory alone can be compared", *self.remarks
         more = cost.flops.of(parts) / max(1.0, without.flops.of(parts)) - 1
         moved = cost.moved_bytes.of(parts) - without.moved_bytes.of(parts)
         seconds = self.estimate(chosen, parts).seconds / self.estimate((), parts).seconds - 1
         costs = [f"{more:.0%} more FLOPs"] if more else []
         costs += [f"{format_bytes(int(moved))} moved between card and host per update"] if moved > 0 else []
-        yield f"it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}"
+        return f"{why}; it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}", *self.remarks
 
     def fits(self, words: Words) -> bool:
         """Return whether the size fits with these savers, by a trial of them if there was none."""
-        if words in self._refuted:
-            return False
         if words not in self._tried:
-            self.use(words)
+            self.device.use_savers(words)
             self._notify(SaversTried(words))
-            self._tried[words] = tried = self.runner.try_again(self._parts)
+            self._tried[words] = tried = self.runner.try_parts(self._parts)
             self._notify(SaversTried(words, tried))
             if tried.outcome == "error":
                 if not words:
@@ -170,54 +137,11 @@ class SaverTrials:
                 self._remark(words, tried.message or "")
         return self._tried[words].ran
 
-    def _seconds(self, words: Words) -> float:
-        """Return the estimated seconds of an update; the number of recomputed blocks where costs are not counted."""
-        if not self.counts:
-            return float(words[0].partition("=")[2]) if words else 0.0
-        if self.count(words) is None:
-            return math.inf
-        return self.estimate(words, self.request.schedule(self.size).micro_batches).seconds
-
     def estimate(self, words: Words, parts: Parts) -> SpeedEstimate:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""
-        cost = self.count(words)
+        cost = self._count(words)
         assert cost is not None
         return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
-
-    def count(self, words: Words) -> UpdateCost | None:
-        """Return the cost of an update with these savers, counted once; None if they cannot be used.
-
-        It is counted only where it is no sum of others.
-        """
-        if words not in self._costs:
-            of_parameters = tuple(word for word in words if word in _OF_PARAMETERS)
-            of_activations = tuple(word for word in words if word not in of_parameters)
-            if of_parameters and of_activations:
-                costs = [self.count(some) for some in (of_activations, of_parameters, ())]
-                known = [cost for cost in costs if cost is not None]
-                self._costs[words] = add_costs(*known) if len(known) == len(costs) else None
-            else:
-                self._costs[words] = self._count(words)
-        return self._costs[words]
-
-    def _count(self, words: Words) -> UpdateCost | None:
-        self.use(words)
-        try:
-            return self.device.count_cost(limit_seconds=self._limits.seconds_left(None, 0.0))
-        except (WorkloadError, NotMeasuredError) as error:
-            if not words:
-                raise
-            self._remark(words, error.message)
-            return None
-
-    def _remark(self, words: Words, why: str) -> None:
-        remark = f"{format_savers(words)} cannot be used: {first_line(why)}"
-        if remark not in self.remarks:
-            self.remarks.append(remark)
-
-    def _peak(self, trial: Trial) -> int | None:
-        """Return what a trial takes, or would take; None where it was not predicted and ran out of memory."""
-        return peak_bytes(trial) if trial.ran or self.counts else None
 
     def does_not_fit(self) -> DoesNotFitError:
         """Return the error of a size that fits with no savers."""
@@ -235,6 +159,49 @@ class SaverTrials:
             f"micro-batch {self.size} does not fit with any savers: {why}",
             hint=f"take {ways}a smaller model, --precision bf16, or more memory",
         )
+
+    def _seconds(self, words: Words) -> float:
+        """Return the estimated seconds of an update; the number of recomputed blocks where costs are not counted."""
+        if not self._counts:
+            return float(words[0].partition("=")[2]) if words else 0.0
+        if self._count(words) is None:
+            return math.inf
+        return self.estimate(words, self.request.schedule(self.size).micro_batches).seconds
+
+    def _count(self, words: Words) -> UpdateCost | None:
+        """Return the cost of an update with these savers; None if they cannot be used.
+
+        It is counted only where it is no sum of others.
+        """
+        if words not in self._costs:
+            of_parameters = tuple(word for word in words if word in _OF_PARAMETERS)
+            of_activations = tuple(word for word in words if word not in of_parameters)
+            if of_parameters and of_activations:
+                costs = [self._count(some) for some in (of_activations, of_parameters, ())]
+                known = [cost for cost in costs if cost is not None]
+                self._costs[words] = add_costs(*known) if len(known) == len(costs) else None
+            else:
+                self._costs[words] = self._count_by_device(words)
+        return self._costs[words]
+
+    def _count_by_device(self, words: Words) -> UpdateCost | None:
+        self.device.use_savers(words)
+        try:
+            return self.device.count_cost(limit_seconds=self._limits.seconds_left())
+        except (WorkloadError, NotMeasuredError) as error:
+            if not words:
+                raise
+            self._remark(words, error.message)
+            return None
+
+    def _remark(self, words: Words, why: str) -> None:
+        remark = f"{format_savers(words)} cannot be used: {first_line(why)}"
+        if remark not in self.remarks:
+            self.remarks.append(remark)
+
+    def _peak(self, trial: Trial) -> int | None:
+        """Return what a trial takes, or would take; None where it was not predicted and ran out of memory."""
+        return peak_bytes(trial) if trial.ran or self._counts else None
 
 
 def add_costs(one: UpdateCost, other: UpdateCost, plain: UpdateCost) -> UpdateCost:

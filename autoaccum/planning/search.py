@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,
     peak_bytes,
+    refuted_warning,
     stop_warning,
     tight_warning,
     trial_error,
@@ -65,7 +67,7 @@ class SearchResult:
         capped: The search ended because the largest size worth trying ran, not because memory ran out.
         trials: All trials, in the order they ran.
         warnings: Sentences for the plan.
-        refuted: Trials that failed from a clean state, each with the largest size that had run before.
+        notes: Sentences of those who asked for the search.
         stopped: The limit that ended the search early; sizes between `largest_fit` and `first_fail` may fit.
     """
 
@@ -76,8 +78,12 @@ class SearchResult:
     capped: bool
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
-    refuted: tuple[tuple[Trial, int], ...] = ()
+    notes: tuple[str, ...] = ()
     stopped: Stop | None = None
+
+    def proved_by(self, trial: Trial) -> SearchResult:
+        """Return the result that another trial confirms."""
+        return dataclasses.replace(self, trial=trial, trials=(*self.trials, trial))
 
 
 def search(
@@ -124,7 +130,7 @@ def search(
         history.keep(trial_before)
     forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1])
     stop: SearchStopped | None = None
-    refuted: list[tuple[Trial, int]] = []
+    refuted: list[str] = []
     while True:
         try:
             if stop is None:
@@ -143,10 +149,10 @@ def search(
         confirmed = history.confirmation(size)
         uncertain = history.uncertain_failure
         if confirmed is not None and uncertain is None:
-            return _result(history, size, confirmed, tuple(refuted), stop)
+            return _result(history, size, confirmed, refuted, stop)
         final = history.run(size, fresh=True, unlimited=True)
         if not history.fits(final):
-            refuted.append((final, largest))
+            refuted.append(refuted_warning(final, largest, predicted=history.needs.predicted))
             history.refute(final)
         elif uncertain is not None and history.uncertain_failure is not None:
             raise uncertain_oom_error(uncertain)
@@ -197,11 +203,11 @@ def _narrow_down(
 
 
 def _result(
-    history: _History, size: int, confirmed: Trial, refuted: tuple[tuple[Trial, int], ...], stop: SearchStopped | None
+    history: _History, size: int, confirmed: Trial, refuted: list[str], stop: SearchStopped | None
 ) -> SearchResult:
     largest, first_fail = history.largest_fit, history.first_fail
     capped = largest == history.sizes[-1]
-    warnings = []
+    warnings = [*refuted]
     if any(t.outcome == "tight" and t.micro_batch == largest for t in history.trials):
         warnings.append(tight_warning(largest, predicted=history.needs.predicted))
     if stop is not None and not capped:
@@ -214,7 +220,6 @@ def _result(
         capped=capped,
         trials=tuple(history.trials),
         warnings=tuple(warnings),
-        refuted=refuted,
         stopped=None if stop is None or capped else stop.stop,
     )
 

@@ -23,8 +23,8 @@ from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, Workl
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.trial_runner import SearchLimits, explain_memory
+from autoaccum.planning.planner import explain_memory, plan_on_device
+from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.simulation.cards import context_memory, find_card
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -149,9 +149,9 @@ def test_another_allocator_needs_no_trace() -> None:
 def test_no_time_is_left_for_an_explanation() -> None:
     told: list[Event] = []
     with simulated(SyntheticTracer()) as device:
-        subject, late = PlanSetup(device, "model.py"), iter([0.0, 601.0])
-        limits = SearchLimits(None, 600.0, clock=lambda: next(late))
-        found = explain_memory(subject, make_request(64, explain=True), (20, 20), limits, told.append)
+        limits = SearchLimits(None, 600.0, started=0.0, clock=lambda: 601.0)
+        request = make_request(64, explain=True)
+        found = explain_memory(PlanSetup(device, "model.py"), request, (20, 20), limits, told.append)
     assert found == (None, ("where the memory goes was not traced: the time limit of 600 s was over",))
     assert not any(isinstance(event, Explained) for event in told)
 

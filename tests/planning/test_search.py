@@ -295,7 +295,7 @@ def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() ->
 
     result = search(trial, part_sizes(80, 80), limit_bytes=LIMIT, grow=optimistic)
     assert (result.size, result.trial.fresh) == (27, True)
-    assert [(t.micro_batch, larger) for t, larger in result.refuted] == [(40, 45)]
+    assert result.warnings[0].startswith("40 did not run again from a clean state (oom), although 45 ran before")
 
 
 @pytest.mark.parametrize(("ceiling", "size", "first_fail"), [(300, 80, None), (60, 40, 80)])
