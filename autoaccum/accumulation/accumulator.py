@@ -135,8 +135,8 @@ class Accumulator:
             losses, hard mining). It is then computed once, of all outputs, on each rank of those of all ranks, and
             each micro-batch runs forward twice, without and with a graph; with an exact BatchNorm once, and what
             backward needs waits in host memory.
-        outputs: For a coupled loss that is no criterion: `outputs(model, batch)`, which returns a nest of tensors whose
-            first dimension is the sample, or numbers such as a learned temperature.
+        outputs: For a coupled loss that is no criterion: `outputs(model, batch)`, which returns tuples and dicts of
+            tensors whose first dimension is the sample, or numbers such as a learned temperature.
         coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`; give `outputs` with it.
         split: `split(batch, sizes)`: a list of parts with these numbers of samples, for batches in which samples are
             not rows of tensors (graphs, images of many patches, packed tokens). Give `size` with it.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,14 +24,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
-from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
-from autoaccum.sources.batches import batch_size, move_batch, split_batch
+from autoaccum.sources import pytree
+from autoaccum.sources.batches import move_batch, split_batch
 from autoaccum.sources.model_copies import (
     cast_batch,
-    copy_model,
     copy_module,
     copy_objective,
     copy_workload_model,
@@ -38,18 +38,16 @@ from autoaccum.sources.model_copies import (
     is_large,
     objective_in_float64,
     one_thread,
-    prepare_copy,
 )
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.samples import take_small_batch
 from autoaccum.sources.spec import Workload
 
-SAMPLES = 4
 _HALF = 2
 """Samples of a half. BatchNorm and contrastive losses cannot run with one."""
 
-_MOST_WORK, _MOST_FLOAT64_WORK = 2 * 10**9, 10**9
-"""Limits for a forward of half the samples, in floating-point operations: as it is, and in float64, which is slower."""
+_MOST_WORK = 10**9
+"""The most floating-point operations in a forward of half the samples, which runs some forty times in float64."""
 
 _CHANGES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
 """Changes of the parameters, relative to their values; two weights are fitted to the losses under all of them."""
@@ -57,7 +55,6 @@ _CHANGES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
 _TOLERANCE, _HALF_TOLERANCE, _REPEATABLE = {torch.float64: 1e-8, torch.float32: 5e-5}, 5e-2, 1e-6
 
 _TOO_LARGE = Coupling(reason="the model is too large for an experiment beside it")
-_NOT_COPIED = Coupling(reason="the model cannot be copied")
 
 
 def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
@@ -65,58 +62,38 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
 
     The experiment builds the workload's model once more. `model`, which was built from it before, shows its size.
     """
-
-    def experiment() -> Coupling:
-        model_copy, is_copied = copy_workload_model(workload)
-        each = workload.multiple_of or 1
-        half = each * -(-_HALF // each)
-        batch = take_small_batch(workload, 2 * half)
-        return _check(model_copy, workload.objective, batch, workload.batchnorm, half) if is_copied else _NOT_COPIED
-
-    return _run_safely(model, experiment)
-
-
-def probe_model(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
-    """Find out whether the samples of `batch` are coupled in `model`, without changing the model."""
-
-    def experiment() -> Coupling:
-        model_copy, is_copied = copy_model(model)
-        if not is_copied:
-            return _NOT_COPIED
-        prepare_copy(model_copy)
-        return _check(model_copy, objective, batch, batchnorm, batch_size(batch) // 2)
-
-    return _run_safely(model, experiment)
-
-
-def _run_safely(model: nn.Module, experiment: Callable[[], Coupling]) -> Coupling:
     if is_large(model):
         return _TOO_LARGE
     try:
         with fixed_seeds(), one_thread():
-            return experiment()
+            return _probe_copy(workload)
     except (Exception, SystemExit) as error:  # The user's code must not end a plan or a training.
         return Coupling(reason=_describe_error(error))
 
 
-def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, half: int) -> Coupling:
-    sizes = [half, half, batch_size(batch) - 2 * half]
-    if batchnorm == "frozen":
+def _probe_copy(workload: Workload) -> Coupling:
+    model, is_copied = copy_workload_model(workload)
+    if not is_copied:
+        return Coupling(reason="the model cannot be copied")
+    each = workload.multiple_of or 1
+    half = each * -(-_HALF // each)
+    sizes, objective = [half, half], workload.objective
+    batch = take_small_batch(workload, 2 * half)
+    if workload.batchnorm == "frozen":
         objective = copy_objective(objective)
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
     counter = FlopCounterMode(display=False)
     with suppress(Exception, SystemExit), counter:  # The experiment below reports the error.
-        _Runs(model, objective, sizes[:2], {}).run(split_batch(narrow, sizes)[0])
+        _Runs(model, objective, sizes, {}).run(split_batch(narrow, sizes)[0])
     if counter.get_total_flops() > _MOST_WORK:
         return _TOO_LARGE
-    if counter.get_total_flops() <= _MOST_FLOAT64_WORK:
-        with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
-            wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
-            found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
-            if found.reason is None or found.found:
-                return found
+    with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
+        wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
+        found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
+        if found.reason is None or found.found:
+            return found
     return find_coupling(model, objective, narrow, sizes)
 
 
@@ -127,7 +104,7 @@ def find_coupling(
     sizes: Sequence[int],
     auxiliary: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Coupling:
-    """Compare the losses of the first two parts of `batch` with the loss of both together.
+    """Compare the losses of two parts of `batch` with its loss.
 
     Only forwards are run, with the RNG neutral and the parameters changed several times. An error becomes the `reason`
     of the result.
@@ -136,17 +113,14 @@ def find_coupling(
         model: A copy of the model in training mode, which the experiment may change.
         objective: The loss; its criterion is copied.
         batch: A batch on the model's device and of its dtype; it is not changed.
-        sizes: The numbers of samples of the parts, in order. BatchNorm cannot run parts of one sample.
+        sizes: The numbers of samples of both parts. BatchNorm cannot run parts of one sample.
         auxiliary: Modules by name that the loss calls and the model does not contain, such as a teacher.
     """
-    filled = [size for size in sizes if size > 0][:2]
-    if len(filled) < 2:
+    if not all(sizes):
         return Coupling(reason="there is only one part")
     try:
-        parts = [part for part, size in zip(split_batch(batch, list(sizes)), sizes, strict=True) if size > 0][:2]
-        together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
         with fixed_seeds(), uncompiled():
-            return _Runs(model, objective, filled, auxiliary).find([together, *parts])
+            return _Runs(model, objective, sizes, auxiliary).find([batch, *split_batch(batch, sizes)])
     except (Exception, SystemExit) as error:
         return Coupling(reason=_describe_error(error))
 
@@ -184,20 +158,15 @@ class _Runs:
 
     def _find_modules(self, batches: Sequence[Any]) -> Coupling:
         """Find the modules that couple samples; after each of them, the halves continue with the whole's values."""
-        found: dict[str | None, None] = {}
-        pairs: dict[str, None] = {}
-        losses, mixes_inputs = [], False
+        calls, losses = ModuleCalls(self._sizes), list[list[dict[str, float]]]()
         for _ in self._changed_parameters():
-            recorder = ModuleCalls(self._sizes, found, pairs)
-            losses.append([self.run(batches[0], recorder)])
-            for index, part in enumerate(batches[1:]):
-                recorder.part = index
-                losses[-1].append(self.run(part, recorder))
-            mixes_inputs |= recorder.mixes_inputs
-        coupling = [name for name in dict.fromkeys([*found, *pairs]) if name is not None]
-        loss = True if None in found or not coupling else self._mixes(losses)
-        modules, tables = (tuple(name or WHOLE_MODEL for name in names) for names in (coupling, pairs))
-        return Coupling(modules, None if loss and tables else loss, None, tables, mixes_inputs)
+            losses.append([])
+            for calls.part, batch in zip((None, 0, 1), batches, strict=True):
+                losses[-1].append(self.run(batch, calls))
+        coupling = [name for name in dict.fromkeys([*calls.coupling, *calls.tables]) if name is not None]
+        loss = True if None in calls.coupling or not coupling else self._mixes(losses)
+        modules, tables = (tuple(name or WHOLE_MODEL for name in names) for names in (coupling, calls.tables))
+        return Coupling(modules, None if loss and tables else loss, None, tables, calls.mixes_inputs)
 
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""
@@ -267,3 +236,132 @@ def _change(parameter: Tensor, values: Tensor, strength: float, generator: torch
 def _describe_error(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_Call: TypeAlias = "tuple[str, str, int]"
+"""A module's name, `in` or `out`, and the number of its calls before this one."""
+
+_ROW_TOLERANCE, _MOST_ROWS = {torch.float64: 1e-6, torch.float32: 2e-3}, 2048
+
+
+class ModuleCalls:
+    """Records inputs and outputs of modules in a run of the whole batch, and compares those of runs of its parts.
+
+    A tensor of a part that differs is replaced by the whole's rows, so that only the module whose own code depends on
+    the other samples is found, not those after it.
+
+    Args:
+        sizes: The numbers of samples of the parts.
+
+    Attributes:
+        part: The index of the part that runs; None is the whole.
+        coupling: The names of modules that couple samples; None stands for the loss.
+        tables: The names of modules that return a table of all samples by all samples.
+        mixes_inputs: Whether the loss gives the model inputs of a sample that depend on the others.
+        top_outputs: The outputs of the modules that the loss calls, in runs of the whole, in order.
+    """
+
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self._sizes = sizes
+        self._whole: dict[_Call, list[Tensor]] = {}
+        self.part: int | None = None
+        self.coupling: dict[str | None, None] = {}
+        self.tables: dict[str, None] = {}
+        self.mixes_inputs = False
+        self.top_outputs: list[Tensor] = []
+
+    @contextmanager
+    def attach(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Record or compare all modules of `roots`, which are given by name; remove all hooks at the end."""
+        stack: list[tuple[str, int]] = []
+        counts = Counter[str]()
+
+        def enter(name: str) -> Callable[..., Any]:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                caller = stack[-1][0] if stack else None
+                stack.append((name, counts[name]))
+                counts[name] += 1
+                return self._visit((name, "in", stack[-1][1]), (args, kwargs), caller)
+
+            return hook
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            name, count = stack.pop()
+            if self.part is None and not stack:
+                self.top_outputs += [tensor.detach().clone() for tensor in _floating_tensors(output)]
+            return self._visit((name, "out", count), output, name)
+
+        with ExitStack() as hooks:
+            for prefix, root in roots.items():
+                for name, module in root.named_modules(prefix=prefix):
+                    hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+                    hooks.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def _visit(self, call: _Call, tree: Any, responsible: str | None) -> Any:
+        tensors = _floating_tensors(tree)
+        if self.part is None:
+            self._whole[call] = [tensor.detach().clone() for tensor in tensors]
+            return tree
+        expected = self._whole.get(call, [])
+        if len(expected) != len(tensors):
+            return tree
+        wholes = iter(expected)
+
+        def compare(part: Tensor) -> Tensor:
+            return self._compare(next(wholes), part, call, responsible) if _is_dense(part) else part
+
+        return pytree.map_tensors(tree, compare, lambda node: node)
+
+    def _compare(self, whole: Tensor, part: Tensor, call: _Call, responsible: str | None) -> Tensor:
+        """Return the tensor of the part or, if they differ, the whole's rows in its place."""
+        assert self.part is not None
+        total, size = sum(self._sizes), self._sizes[self.part]
+        if whole.ndim != part.ndim or whole.numel() <= 1 or not part.numel():
+            return part
+        growing = [dim for dim, length in enumerate(part.shape) if length < whole.shape[dim]]
+        samples = [dim for dim in growing if part.shape[dim] * total == whole.shape[dim] * size]
+        if len(samples) > 1:
+            if call[1] == "out":
+                self.tables[call[0]] = None
+            return part
+        dim = (samples or growing or [0])[0]
+        for other in growing:  # A part may be padded to a shorter length.
+            whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
+        rows = self._rows(whole, part.detach(), dim) if growing else whole
+        if rows is None or rows.shape != part.shape or len(growing) > 1 or (not growing and _is_close(rows, part)):
+            return part
+        self.coupling[responsible] = None
+        self.mixes_inputs |= call[:2] == ("", "in")
+        return rows.clone().requires_grad_().clone() if part.requires_grad else rows.clone()
+
+    def _rows(self, whole: Tensor, part: Tensor, dim: int) -> Tensor | None:
+        """Return the whole's rows of the part's samples; None if the part equals these, or others in any order."""
+        length, total = part.shape[dim], whole.shape[dim]
+        rows = whole.narrow(dim, 0 if self.part == 0 else total - length, length)
+        if _is_close(rows, part):
+            return None
+        if total <= _MOST_ROWS:  # Some models sort by length, or flatten with time first.
+            wholes, parts = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
+            nearest = torch.cdist(parts, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+            if _is_close(whole.index_select(dim, nearest), part):
+                return None
+        return rows
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal up to rounding, relative to the median of their entries."""
+    if one.dtype == other.dtype and torch.equal(one, other):  # The median takes longer.
+        return True
+    tolerance = _ROW_TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
+    sizes = one[one.isfinite() & (one != 0)].abs()
+    median = float(sizes.median()) if sizes.numel() else 0.0
+    return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * median, equal_nan=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _floating_tensors(tree: Any) -> list[Tensor]:
+    return list(filter(_is_dense, pytree.tensors(tree)))

@@ -20,7 +20,7 @@ from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
-from autoaccum.accumulation.whole_batch.parts_runners import LossOfAll
+from autoaccum.accumulation.whole_batch.coupled_loss import loss_of_outputs
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.sources.batches import batch_size, move_batch, split_batch
@@ -162,7 +162,6 @@ class Evaluation:
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
         self._ranks = ranks or TrainingRanks()
-        self._loss_of_all = LossOfAll()
 
     def run(self, model: nn.Module, update: int) -> Evaluated:
         """Evaluate `model` after `update`.
@@ -213,7 +212,7 @@ class Evaluation:
             waiting.insert(0, part)
         if outputs:
             record, samples = LossRecord(), batch_size(batch)
-            self._loss_of_all.loss(forward, outputs, parts, [batch], record)
+            loss_of_outputs(forward, outputs, parts, [batch], record)
             figures, _ = record.read(None)
             metrics.add(figures, match_weights(self._objective.weight(batch), figures), samples)
 

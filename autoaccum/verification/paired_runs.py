@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.module_calls import ModuleCalls
+from autoaccum.accumulation.coupling_probe import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
 from autoaccum.devices.trial_run import seed_everything

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
-from autoaccum.accumulation.coupling_probe import find_coupling, probe_model, probe_workload
+from autoaccum.accumulation.coupling_probe import find_coupling, probe_workload
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.pytree import map_tensors
 from autoaccum.sources.spec import Workload
@@ -74,23 +74,11 @@ def test_coupled_modules_and_losses_are_named(name: str) -> None:
     assert (found.modules, found.loss) == (modules, loss), found
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("sorted and packed", (2, 3)), ("GPT with dropout", (2, 2, 4))])
-def test_the_parts_may_have_any_sizes(name: str, sizes: tuple[int, ...]) -> None:
-    found = probe(WELL[name], sizes)
-    assert (found.modules, found.loss) == ((), False), found
-
-
-@pytest.mark.parametrize("name", ["in-batch negatives", "BatchNorm2d"])
-def test_coupling_is_found_from_unequal_parts(name: str) -> None:
-    case, modules, loss = COUPLED[name]
-    found = probe(case, (2, 3))
-    assert (found.modules, found.loss) == (modules, loss), found
-
-
-@pytest.mark.parametrize("name", ["GPT with dropout", "BatchNorm2d", "in-batch negatives"])
-def test_single_precision_gives_the_same(name: str) -> None:
+@pytest.mark.parametrize("how", [{"sizes": (2, 3)}, {"dtype": torch.float32}], ids=["unequal parts", "float32"])
+@pytest.mark.parametrize("name", ["sorted and packed", "GPT with dropout", "BatchNorm2d", "in-batch negatives"])
+def test_unequal_parts_and_single_precision_give_the_same(name: str, how: Any) -> None:
     case, modules, loss = COUPLED.get(name) or (WELL[name], (), False)
-    found = probe(case, dtype=torch.float32)
+    found = probe(case, **how)
     assert (found.modules, found.loss) == (modules, loss), found
 
 
@@ -196,8 +184,8 @@ FAILING: dict[str, tuple[Callable[[], nn.Module], nn.Module, str]] = {
 }
 
 
-def check(model: Callable[[], nn.Module], criterion: nn.Module) -> Coupling:
-    return probe_workload(Workload(model=model, batch=small.rows, criterion=criterion), small.mlp())
+def check(model: Callable[[], nn.Module], criterion: nn.Module, **options: Any) -> Coupling:
+    return probe_workload(Workload(model=model, batch=small.rows, criterion=criterion, **options), small.mlp())
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -207,8 +195,6 @@ def test_a_failure_within_is_the_reason(name: str) -> None:
     assert not found.found
     assert found.reason is not None
     assert found.reason.startswith(reason)
-    live = probe_model(model(), resolve_objective(criterion=criterion), small.rows(4), "micro")
-    assert live.reason == found.reason or live.reason == "the model cannot be copied"
 
 
 class NormalisedLoss(nn.Module):
@@ -221,11 +207,10 @@ class NormalisedLoss(nn.Module):
 
 
 def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
-    for mode in ("micro", "frozen"):
-        criterion = NormalisedLoss()
-        found = probe_model(small.mlp(), resolve_objective(criterion=criterion), small.rows(4), mode)
-        assert found.found is (mode == "micro")
-        assert criterion.norm.training
+    criterion = NormalisedLoss()
+    assert check(small.mlp, criterion).found
+    assert not check(small.mlp, criterion, batchnorm="frozen").found
+    assert criterion.norm.training
 
 
 def test_a_model_that_fails_in_float64_runs_as_it_is() -> None:

@@ -21,8 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch
 from autoaccum.accumulation.host_storage import HostStorage
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep
-from autoaccum.accumulation.whole_batch.rank_meetings import Shares
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep, Shares
 from autoaccum.errors import WorkloadError
 
 _EPS = 2.0**-20

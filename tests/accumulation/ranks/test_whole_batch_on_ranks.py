@@ -54,7 +54,7 @@ class Towers(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Any:
         given = right  # Returned as it came.
         left, right = functional.normalize(self.left(left)), functional.normalize(self.right(right))
-        return {"towers": [left, right], "right": given, "numbers": (self.temperature, self.table)}
+        return {"towers": (left, right), "right": given, "numbers": (self.temperature, self.table)}
 
 
 class Experts(nn.Module):
@@ -159,35 +159,6 @@ def running(shares: list[int] | None) -> Values:
     return dict(recorded.model[0].named_buffers())
 
 
-class Captioned(nn.Module):
-    """Returns a list of two towers, and a list with an entry for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return {"towers": [self.left(x), self.right(x)], "norms": [row.norm() for row in x.unbind()]}
-
-
-def captioned_loss(outputs: Any, batch: Any) -> Tensor:
-    (left, right), norms = outputs["towers"], torch.stack(outputs["norms"])
-    return torch.as_tensor((functional.cross_entropy(left @ right.T, batch[1]) * norms).mean())
-
-
-def captioned(shares: list[int] | None) -> Values:
-    """An update where each rank has one part, of as many samples as there are towers, or none."""
-    torch.manual_seed(5)
-    recorded = Recorded(
-        Captioned().double(),
-        outputs=lambda model, batch: model(batch[0]),
-        coupled_loss=captioned_loss,
-        micro_batch=2 if shares else 6,
-    )
-    recorded.accumulator.step_parts(dealt((rows(6)[0], torch.arange(6)), shares))
-    return values_of(recorded)
-
-
 def ignored(shares: list[int] | None) -> Values:
     """An update in which the last samples have no weight, and still count for BatchNorm."""
     torch.manual_seed(5)
@@ -235,7 +206,6 @@ UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[in
         for case in ("exact", "twice", "exact and coupled")
     },
     "running": (running, {4: [4, 0, 5, 2]}),
-    "lists of samples and records": (captioned, {4: [2, 0, 2, 2]}),
     "no weight on rank 1": (ignored, {2: [5, 6]}),
     "a parameter of the loss": (tempered, {2: [5, 6], 3: SHARES[3]}),
 }

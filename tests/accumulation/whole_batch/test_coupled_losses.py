@@ -16,7 +16,7 @@ from whole_batches import Recorded, check_buffers, check_equal
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.accumulation.whole_batch.parts_runners import OutputsJoining
+from autoaccum.accumulation.whole_batch.coupled_loss import join_outputs
 from autoaccum.errors import UsageError, WorkloadError
 
 WIDTH = 6
@@ -236,80 +236,29 @@ def test_a_batch_that_the_workload_splits_itself() -> None:
         recorded.accumulator.step_parts(split(batch, [5, 5]))
 
 
-def spread(outputs: Any, batch: Any) -> Tensor:
-    """A loss of one vector for each sample, made of its list, by which it matters how many there are."""
-    z = torch.stack([one["z"].mean(0) if isinstance(one, dict) else one.reshape(-1, 8).mean(0) for one in outputs])
-    return torch.as_tensor(functional.normalize(z) @ z.T).square().mean()
-
-
-def ones(model: nn.Module, batch: Any) -> Any:
-    return list(outputs(model, batch)["left"])
-
-
-def single_rows(model: nn.Module, batch: Any) -> Any:
-    return outputs(model, batch)["left"].split(1)
-
-
-def boxes(model: nn.Module, batch: Any) -> Any:
-    left = outputs(model, batch)["left"]
-    return [{"z": row.expand(int(label) + 1, 8) * 2.0} for row, label in zip(left, batch["labels"], strict=True)]
-
-
-def maps(model: nn.Module, batch: Any) -> Any:
+def pair(model: nn.Module, batch: Any) -> Any:
     found = outputs(model, batch)
-    return [found["left"], found["right"]]
+    return found["left"], found["right"]
 
 
 def rows_of_two(model: nn.Module, batch: Any) -> Any:
-    return [one.repeat_interleave(2, 0) for one in maps(model, batch)]
+    return [one.repeat_interleave(2, 0) for one in (*pair(model, batch), outputs(model, batch)["left"])]
 
 
-def contrast_of_maps(outputs: Any, batch: Any) -> Tensor:
-    assert [one.ndim for one in outputs] == [2, 2]
+def contrast_of_pair(outputs: Any, batch: Any) -> Tensor:
+    assert [one.ndim for one in outputs[:2]] == [2, 2]
     return torch.as_tensor((outputs[0] @ outputs[1].T).square().mean())
 
 
-@pytest.mark.parametrize(("function", "loss"), [(ones, spread), (single_rows, spread), (boxes, spread)])
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 5])
-def test_a_list_of_samples_is_joined_as_a_list(function: Any, loss: Any, micro_batch: int) -> None:
-    model, batch = Towers().double(), batch_of()
-    recorded = Recorded(model, outputs=function, coupled_loss=loss, coupled=True, micro_batch=micro_batch)
-    for _ in range(2):
-        recorded.step(batch)
-        check_equal(recorded, model, lambda model, batch: loss(function(model, batch), batch), batch)
-
-
-@pytest.mark.parametrize("function", [maps, rows_of_two])
+@pytest.mark.parametrize("function", [pair, rows_of_two])
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
-def test_a_list_of_maps_may_be_as_long_as_a_part(function: Any, micro_batch: int) -> None:
+def test_tuples_and_lists_are_records(function: Any, micro_batch: int) -> None:
+    """A tuple may be as long as a part, and a sample have several rows."""
     model, batch = Towers().double(), batch_of()
-    options: Any = {"outputs": function, "coupled_loss": contrast_of_maps, "coupled": True}
+    options: Any = {"outputs": function, "coupled_loss": contrast_of_pair, "coupled": True}
     recorded = Recorded(model, **options, micro_batch=micro_batch)
     recorded.step(batch)
-    check_equal(recorded, model, lambda model, batch: contrast_of_maps(function(model, batch), batch), batch)
-
-
-def test_the_run_that_tells_samples_from_maps_leaves_nothing() -> None:
-    """Random states and buffers are those of the same update with a dict of the same outputs."""
-    batch, states, model = batch_of(), [], Stateful().double()
-    for named in (False, True):
-        recorded = Recorded(
-            model,
-            outputs=(lambda m, b: dict(enumerate(maps(m, b)))) if named else maps,
-            coupled_loss=lambda found, _: functional.mse_loss(found[0], found[1]),
-            coupled=True,
-            micro_batch=2,
-        )
-        torch.manual_seed(3)
-        random.seed(3)
-        with pytest.warns(UserWarning, match="BatchNorm normalises by the micro-batch in norm"):
-            recorded.step(batch)
-        states.append((recorded, torch.get_rng_state(), random.random()))
-    assert torch.equal(states[0][1], states[1][1])
-    assert states[0][2] == states[1][2]
-    check_buffers(states[0][0].model, states[1][0].model)
-    for name, gradient in states[0][0].gradients.items():
-        torch.testing.assert_close(gradient, states[1][0].gradients[name], rtol=0, atol=0)
+    check_equal(recorded, model, lambda model, batch: contrast_of_pair(function(model, batch), batch), batch)
 
 
 @pytest.mark.parametrize(
@@ -336,14 +285,15 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
     cases: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
         (lambda left, right: [left] if len(left) == 3 else [left, right], "have different structures, or other"),
         (lambda left, right: left @ left.T, "cannot be joined: Sizes of t"),
-        (lambda left, right: [left, len(left)], "other values that are no tensors"),
+        (lambda left, right: [left, len(left)], "an output is 4, the number of samples of a part"),
+        (lambda left, right: list(left), "a list of 4 entries for a part of 4 samples, which may be one for each: stack"),
         (lambda left, right: left.new_ones(7, 2, requires_grad=True), r"4 samples has the shape \[7, 2"),
         (lambda left, right: {0: left.mean()}, "an output is a number that differs between two parts of the batch"),
     ]
     for change, message in cases:
 
         def function(model: nn.Module, batch: Any, change: Any = change) -> Any:
-            return change(*maps(model, batch))
+            return change(*pair(model, batch))
 
         options: Any = {"outputs": function, "coupled_loss": lambda z, _: z[0].sum(), "coupled": True}
         with pytest.raises(WorkloadError, match=message):
@@ -376,4 +326,4 @@ def test_a_summed_coupled_loss_is_computed_of_the_whole_batch() -> None:
 def test_memory_that_runs_out_where_outputs_are_joined_is_no_error_of_theirs() -> None:
     parts = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
     with OutOfMemoryAt(0), pytest.raises(torch.OutOfMemoryError):
-        OutputsJoining().join(parts, [2, 2], lambda samples: None)
+        join_outputs(parts, [2, 2])
