@@ -32,7 +32,7 @@ They raise `UsageError` where an argument cannot be honoured, `WorkloadError` wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,6 @@ def compare(
     max_micro_batch: int | None = None,
     micro_batch: int | None = None,
     ceiling: bool = False,
-    prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
     sort: str | None = None,
     on_row: Callable[[ComparisonRow], None] = lambda row: None,
     on_event: PlanListener = lambda event: None,
@@ -172,16 +171,13 @@ def compare(
         savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
             as of `plan`.
         max_micro_batch, micro_batch, ceiling: As of `plan`.
-        prices: What an hour of each card costs, by its name; or a CSV file with the columns `name` and `per_hour`. Rows
-            then have the cost of a million samples.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
-            card (or by cost, with prices), then by number of ranks; sets of savers with the fastest first.
+            card, then by number of ranks; sets of savers with the fastest first.
         on_row: Called with each row as it is found; also before an error.
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
-    from autoaccum.planning.comparison import compare_plans
-    from autoaccum.planning.comparison_request import ComparisonRequest
+    from autoaccum.planning.comparison import ComparisonRequest, compare_plans
 
     request = ComparisonRequest(
         target_batch=target_batch,
@@ -191,7 +187,6 @@ def compare(
         max_micro_batch=max_micro_batch,
         micro_batch=micro_batch,
         ceiling=ceiling,
-        prices=prices,
         sort=sort,
         options=options,
     )

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 @click.option("--micro-batch", type=count, metavar="N", help="With --savers auto: choose savers with which N fit.")
 @click.option("--ceiling", is_flag=True, help="Find the largest sizes that fit to the sample.")
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
-@click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON on stdout, with every plan whole.")
 @click.option("-o", "--output", metavar="FILE", help="Write that JSON to a file.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
@@ -45,7 +44,7 @@ def command(
 
     Examples:
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed
-      autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --prices prices.csv
+      autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --sort micro-batch
       autoaccum compare model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
       autoaccum compare model.py --target-batch 256 --gpu rtx4090 --savers all --plot savers.svg
 

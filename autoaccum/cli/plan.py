@@ -64,7 +64,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 @click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 @click.option("--sort", hidden=True)
-@click.option("--prices", hidden=True)
 def command(
     workload: str,
     as_json: bool,
@@ -167,7 +166,7 @@ def command(
 def _check_is_one_plan(request: dict[str, Any]) -> None:
     """Refuse what asks for several plans, with the command that makes a table of them."""
     gpu, shows_savers = request["gpu"] or "", request["savers"] == ("show",)
-    of_tables = [request.pop("sort"), request.pop("prices"), "," in gpu, gpu.strip().casefold() == "all", shows_savers]
+    of_tables = [request.pop("sort"), "," in gpu, gpu.strip().casefold() == "all", shows_savers]
     if not any(of_tables) and not isinstance(request["world_size"], range):
         return
     from autoaccum.cli.compare import command as compare

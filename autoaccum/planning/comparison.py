@@ -1,4 +1,4 @@
-"""Plans of one workload in a table: for cards, numbers of ranks and sets of savers."""
+"""Plans of one workload in a table: for simulated cards, numbers of ranks and sets of savers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.devices.base import Device, Trial, TrialSettings
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
-from autoaccum.planning.comparison_request import ComparisonRequest
+from autoaccum.checks import check_alone, check_word
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Options
 from autoaccum.planning.device_choice import make_device, make_fleet
-from autoaccum.planning.plan_events import Event, Listener, SaversTried, TrialFinished
-from autoaccum.planning.plan_messages import peak_bytes
+from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_trials import Parts, SaverTrials, Words, find_front
-from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
+from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.serialization import to_plain
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from autoaccum.devices.simulated.card_fleet import CardFleet
     from autoaccum.simulation.cards import Card
 
-_MILLION = 1_000_000
+_ALL_SAVERS: Final = ("all", ("all",), ["all"])
+"""In place of savers: sets of them are compared."""
 _SHARES_TRACES = (
     "planned from traces that cards share: `autoaccum plan --gpu NAME` traces the parts of this plan itself"
 )
@@ -44,11 +46,8 @@ class ComparisonRow:
         savers: The savers of the plan.
         plan: The plan; None if not even the least micro-batch fits.
         limit_bytes: The budget of each rank.
-        peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
         message: Why nothing fits.
-        update: The estimated seconds of an update, without what ranks exchange; None: not estimated.
-        samples_per_second: The target batch in that time.
-        cost_per_million: What a million samples cost by that estimate, where the price of the card is known.
+        update_seconds: The estimated time of an update, without what ranks exchange; None: not estimated.
         warnings: Those of the plan, and sentences on savers that cannot be used.
     """
 
@@ -57,11 +56,8 @@ class ComparisonRow:
     savers: Words = ()
     plan: Plan | None = None
     limit_bytes: int
-    peak_bytes: int | None = None
     message: str | None = None
-    update: SpeedEstimate | None = None
-    samples_per_second: float | None = None
-    cost_per_million: float | None = None
+    update_seconds: float | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -74,6 +70,13 @@ class ComparisonRow:
         """The budget less the least that the schedule needs, where `Plan.headroom_bytes` is less the peak."""
         return None if self.plan is None or self.plan.least_bytes is None else self.limit_bytes - self.plan.least_bytes
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """The target batch in the estimated time of an update."""
+        return (
+            None if self.plan is None or self.update_seconds is None else self.plan.target_batch / self.update_seconds
+        )
+
 
 SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "card": lambda row: row.card,
@@ -81,12 +84,11 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "micro-batch": lambda row: row.plan and -row.plan.micro_batch,
     "iter_size": lambda row: row.plan and row.plan.iter_size,
     "needed": lambda row: row.plan and row.plan.least_bytes,
-    "peak": lambda row: row.peak_bytes,
+    "peak": lambda row: row.plan and row.plan.peak_bytes,
     "headroom": lambda row: None if row.headroom_bytes is None else -row.headroom_bytes,
     "speed": lambda row: None if row.samples_per_second is None else -row.samples_per_second,
-    "cost": lambda row: row.cost_per_million,
 }
-"""By each of `comparison_request.COLUMNS`, what is less in a better row; None: not known."""
+"""The columns that rows can be sorted by, each with what is less in a better row; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,94 @@ class Comparison:
         """Return the rows in the order of a column, the best first, those that fit before others; None: as they are."""
         if column is None:
             return self
-        key = SORT_KEYS[column]
-
-        def order(row: ComparisonRow) -> tuple[bool, bool, Any]:
-            value = key(row)
-            return not row.fits, value is None, value or 0
-
-        return dataclasses.replace(self, rows=tuple(sorted(self.rows, key=order)))
+        values = [(row, SORT_KEYS[column](row)) for row in self.rows]
+        values.sort(key=lambda pair: (not pair[0].fits, pair[1] is None, pair[1] or 0))
+        return dataclasses.replace(self, rows=tuple(row for row, _ in values))
 
 
-PlanCards = Callable[[int, Sequence[str]], Iterable[ComparisonRow]]
-"""Plans for so many ranks of each of these cards, and returns their rows in any order."""
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRequest:
+    """The request for a comparison; the fields are the arguments of `autoaccum.compare`.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+    """
+
+    target_batch: int
+    gpu: str
+    world_size: int | range = 1
+    savers: str | Sequence[str] | None = None
+    max_micro_batch: int | None = None
+    micro_batch: int | None = None
+    ceiling: bool = False
+    sort: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_alone("compare")
+        if isinstance(self.world_size, range) and (not self.world_size or self.world_size.step != 1):
+            raise UsageError(
+                f"world_size is {self.world_size!r}", hint="give a number, or a range such as range(1, 65)"
+            )
+        if self.sort is not None:
+            check_word(self.sort, "column", SORT_KEYS)
+        if self.sort == "speed" and not self.estimates:
+            raise UsageError(
+                "speed is estimated for several cards or sets of savers, since what ranks exchange is not counted, and"
+                f" this is one card, {self.gpu}",
+                hint="leave --sort out",
+            )
+        self.plan_request()
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        """The cards."""
+        from autoaccum.simulation.cards import find_cards
+
+        return find_cards(self.gpu)
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """The numbers of ranks to begin with, ascending: of a range, powers of two and its ends."""
+        return choose_world_sizes(self.world_size) if isinstance(self.world_size, range) else [self.world_size]
+
+    @property
+    def compares_savers(self) -> bool:
+        """Whether sets of savers are compared."""
+        return self.savers in _ALL_SAVERS
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the time of an update is estimated."""
+        return len(self.cards) > 1 or self.compares_savers
+
+    def plan_request(self, world_size: int | None = None, gpu: str | None = None) -> PlanRequest:
+        """Return the request for a plan; without arguments on the first card, and the least number of ranks."""
+        given = {
+            **self.options,
+            "gpu": gpu or self.cards[0].name,
+            "world_size": world_size or self.world_sizes[0],
+            "savers": None if self.compares_savers else self.savers,
+        }
+        return PlanRequest(
+            self.target_batch,
+            Options.of("compare", given),
+            max_micro_batch=self.max_micro_batch,
+            micro_batch=self.micro_batch,
+            ceiling=self.ceiling,
+            # Of several cards, gradients of a sharded model are summed with each micro-batch.
+            chooses_reduce=len(self.cards) == 1,
+        )
+
+
+def choose_world_sizes(within: range) -> list[int]:
+    """Return the powers of two within a range of numbers of ranks, and its ends.
+
+    >>> choose_world_sizes(range(1, 65)), choose_world_sizes(range(3, 13))
+    ([1, 2, 4, 8, 16, 32, 64], [3, 4, 8, 12])
+    """
+    powers = [1 << exponent for exponent in range(within[-1].bit_length())]
+    return sorted({within[0], within[-1], *(power for power in powers if power in within)})
 
 
 def compare_plans(
@@ -135,48 +214,46 @@ def compare_plans(
     Raises:
         AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
     """
-    cards, prices = {card.name: card for card in request.cards}, request.read_prices()
+    cards = {card.name: card for card in request.cards}
     shares = len(cards) > 1
 
     def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
-        asked = request.plan_request()
-        options = dataclasses.replace(asked.options, world_size=world_size, gpu=names[0])
-        asked = dataclasses.replace(asked, options=options)
+        asked = request.plan_request(world_size, names[0])
         fleets: list[CardFleet] = []
 
-        def make_one(settings: TrialSettings) -> Device:
+        def make_first(settings: TrialSettings) -> Device:
             fleets.append(make_fleet(settings, confirms=not shares))
             return make_device(settings)  # It starts nothing.
 
-        shared = make_setup(workload, asked, on_output=on_output, device_maker=make_one)
+        shared = make_setup(workload, asked, on_output=on_output, device_maker=make_first)
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
-            setup = PlanSetup(device, shared.reference)
             with device:
+                setup = PlanSetup(device, shared.reference)
                 if request.compares_savers:
-                    rows = plan_front(setup, asked, card.name, on_event)
-                else:
-                    rows = [plan_row(setup, asked, card.name, estimates=request.estimates)]
-            return [_with_price(row, prices.get(card.name)) for row in rows]
+                    return plan_front(setup, asked, card.name, on_event)
+                return [plan_row(setup, asked, card.name, estimates=request.estimates)]
 
         (fleet,) = fleets
         with shared.running(), closing(fleet):
             for _, rows in fleet.each([cards[name] for name in names], plan):
-                yield from map(_noted, rows) if shares else rows
+                yield from map(_note_shared_traces, rows) if shares else rows
 
-    comparison = find_rows(plan_cards, list(cards), request.world_sizes, on_row)
-    return comparison.sorted_by(request.sort or ("cost" if request.prices is not None else None))
+    return find_rows(plan_cards, list(cards), request.world_sizes, on_row).sorted_by(request.sort)
 
 
 def find_rows(
-    plan: PlanCards, cards: Sequence[str], sizes: Sequence[int], on_row: Callable[[ComparisonRow], None]
+    plan: Callable[[int, Sequence[str]], Iterable[ComparisonRow]],
+    cards: Sequence[str],
+    sizes: Sequence[int],
+    on_row: Callable[[ComparisonRow], None],
 ) -> Comparison:
     """Plan for each card and number of ranks, and between those where the model begins to fit for the least that does.
 
     Of several cards, each is planned with no more ranks than train the model.
 
     Args:
-        plan: Plans for cards.
+        plan: Plans for so many ranks of each of these cards, and returns their rows in any order.
         cards: The names of the cards.
         sizes: The numbers of ranks, ascending.
         on_row: Called with each row as it is found.
@@ -186,8 +263,8 @@ def find_rows(
     """
     rows: list[ComparisonRow] = []
 
-    def run(size: int, some: Sequence[str]) -> None:
-        for row in plan(size, some) if some else ():
+    def run(size: int, names: Sequence[str]) -> None:
+        for row in plan(size, names) if names else ():
             rows.append(row)
             on_row(row)
 
@@ -204,8 +281,8 @@ def find_rows(
         if not between:
             ordered = sorted(rows, key=lambda row: (cards.index(row.card), row.world_size))
             return Comparison(tuple(ordered), find_least(rows))
-        for size, some in between.items():
-            run(size, some)
+        for size, names in between.items():
+            run(size, names)
 
 
 def find_least(rows: Iterable[ComparisonRow]) -> dict[str, int]:
@@ -223,23 +300,10 @@ def plan_row(setup: PlanSetup, request: PlanRequest, card: str, *, estimates: bo
     Raises:
         AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
     """
-    trials: list[Trial] = []
-
-    def keep(event: Event) -> None:
-        if isinstance(event, TrialFinished):
-            trials.append(event.trial)
-
     try:
-        plan = plan_on_device(setup, request, on_event=keep)
+        plan = plan_on_device(setup, request)
     except DoesNotFitError as error:
-        peaks = [peak for trial in trials if (peak := peak_bytes(trial)) is not None]
-        return ComparisonRow(
-            card=card,
-            world_size=request.options.world_size,
-            limit_bytes=setup.device.limit_bytes,
-            peak_bytes=min(peaks, default=None),
-            message=error.message,
-        )
+        return _row_without_plan(setup, request, card, error)
     return _row_of_plan(plan, card, _estimate(setup.device, plan) if estimates else None)
 
 
@@ -275,55 +339,41 @@ def plan_front(setup: PlanSetup, request: PlanRequest, card: str, notify: Listen
 
     front = find_front(
         trials.list_sets(),
-        lambda words, parts: trials.estimate(words, parts).seconds,
+        trials.estimate,
         plan_larger,
         request.schedule(request.cap).micro_batches,
     )
     if not front:
-        return [
-            ComparisonRow(
-                card=card,
-                world_size=request.options.world_size,
-                limit_bytes=setup.device.limit_bytes,
-                message=trials.does_not_fit().message,
-            )
-        ]
+        return [_row_without_plan(setup, request, card, trials.does_not_fit())]
     rows = [_row_of_plan(plans[words], card, trials.estimate(words, parts)) for words, parts in front.items()]
     return [dataclasses.replace(row, warnings=(*row.warnings, *trials.remarks)) for row in rows]
 
 
-def _row_of_plan(plan: Plan, card: str, update: SpeedEstimate | None) -> ComparisonRow:
+def _row_of_plan(plan: Plan, card: str, update_seconds: float | None) -> ComparisonRow:
     return ComparisonRow(
         card=card,
         world_size=plan.world_size,
         savers=tuple(plan.workload.get("savers") or ()),
         plan=plan,
         limit_bytes=plan.limit_bytes,
-        peak_bytes=plan.peak_bytes,
-        update=update,
-        samples_per_second=None if update is None else plan.target_batch / update.seconds,
+        update_seconds=update_seconds,
         warnings=plan.warnings,
     )
 
 
-def _with_price(row: ComparisonRow, price: float | None) -> ComparisonRow:
-    if price is None or row.samples_per_second is None:
-        return row
-    seconds = _MILLION / row.samples_per_second
-    return dataclasses.replace(row, cost_per_million=price * row.world_size * seconds / 3600)
+def _row_without_plan(setup: PlanSetup, request: PlanRequest, card: str, error: DoesNotFitError) -> ComparisonRow:
+    ranks, limit_bytes = request.options.world_size, setup.device.limit_bytes
+    return ComparisonRow(card=card, world_size=ranks, limit_bytes=limit_bytes, message=error.message)
 
 
-def _noted(row: ComparisonRow) -> ComparisonRow:
-    """Return a row whose plan says that its traces are those of several cards."""
+def _note_shared_traces(row: ComparisonRow) -> ComparisonRow:
     if row.plan is None:
         return row
     return dataclasses.replace(row, plan=dataclasses.replace(row.plan, notes=(*row.plan.notes, _SHARES_TRACES)))
 
 
-def _estimate(device: Device, plan: Plan) -> SpeedEstimate | None:
+def _estimate(device: Device, plan: Plan) -> float | None:
     """Return the estimated seconds of an update by the plan; None where its cost cannot be counted."""
-    if "predict" not in device.capabilities:
-        return None
     try:
         cost = device.count_cost()
     except (WorkloadError, NotMeasuredError):

@@ -41,7 +41,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setup
 from autoaccum.planning.saver_trials import SaverTrials, Words
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.throughput import Throughput, describe_knee, estimate_throughput
+from autoaccum.planning.throughput import Throughput, estimate_throughput
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class _Planner:
             kept = f"updates were not {doing}, and the plan has the largest micro-batch, not the fastest"
             return dataclasses.replace(largest, warnings=(*largest.warnings, f"{kept}: {first_line(error)}")), None
         result = largest if known.knee == largest.size else self._prove(known.knee, largest)
-        return dataclasses.replace(result, notes=(describe_knee(known), *result.notes)), known
+        return dataclasses.replace(result, notes=(known.describe_knee(), *result.notes)), known
 
     def agree(self, result: SearchResult, ranks: Ranks) -> SearchResult:
         """Take the least of what the ranks have found; those with more run that schedule as well.

@@ -17,7 +17,7 @@ from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
-from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
+from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.units import format_bytes
 
@@ -119,7 +119,7 @@ class SaverTrials:
             return f"{why}; only recompute was tried: on this device its memory alone can be compared", *self.remarks
         more = cost.flops.of(parts) / max(1.0, without.flops.of(parts)) - 1
         moved = cost.moved_bytes.of(parts) - without.moved_bytes.of(parts)
-        seconds = self.estimate(chosen, parts).seconds / self.estimate((), parts).seconds - 1
+        seconds = self.estimate(chosen, parts) / self.estimate((), parts) - 1
         costs = [f"{more:.0%} more FLOPs"] if more else []
         costs += [f"{format_bytes(int(moved))} moved between card and host per update"] if moved > 0 else []
         return f"{why}; it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}", *self.remarks
@@ -137,7 +137,7 @@ class SaverTrials:
                 self._remark(words, tried.message or "")
         return self._tried[words].ran
 
-    def estimate(self, words: Words, parts: Parts) -> SpeedEstimate:
+    def estimate(self, words: Words, parts: Parts) -> float:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""
         cost = self._count(words)
         assert cost is not None
@@ -166,7 +166,7 @@ class SaverTrials:
             return float(words[0].partition("=")[2]) if words else 0.0
         if self._count(words) is None:
             return math.inf
-        return self.estimate(words, self.request.schedule(self.size).micro_batches).seconds
+        return self.estimate(words, self.request.schedule(self.size).micro_batches)
 
     def _count(self, words: Words) -> UpdateCost | None:
         """Return the cost of an update with these savers; None if they cannot be used.

@@ -43,7 +43,7 @@ _REACHED_BYTES: Final = 0.8
 """The same of its memory's bandwidth, in operators that read and write whole tensors."""
 
 BAND: Final = 2.5
-"""The factor by which a number of seconds may be off."""
+"""The factor by which a number of seconds may be off; two ways to run the same workload on one card err alike."""
 RATIO_BAND: Final = 1.6
 """The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
 size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
@@ -76,7 +76,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest.
+    """Samples per second by ascending micro-batch.
 
     Attributes:
         kind: `measured` by timed updates, or `estimated` for a card that is not here.
@@ -85,14 +85,49 @@ class Throughput:
     target_batch: int
     device: str
     speeds: tuple[Speed, ...]
-    fastest: int
-    knee: int
     kind: Literal["measured", "estimated"] = "measured"
+
+    @property
+    def fastest(self) -> int:
+        """The fastest micro-batch; of several, the smallest."""
+        return max(self._known, key=lambda speed: speed.samples_per_second or 0.0).micro_batch
+
+    @property
+    def knee(self) -> int:
+        """The smallest micro-batch within 2 % of the fastest."""
+        return self.at_knee.micro_batch
 
     @property
     def at_knee(self) -> Speed:
         """The speed of the knee."""
-        return next(speed for speed in self.speeds if speed.micro_batch == self.knee)
+        rates = [speed.samples_per_second or 0.0 for speed in self._known]
+        near = zip(self._known, rates, strict=True)
+        return next(speed for speed, rate in near if rate >= max(rates) * (1 - KNEE_SHARE))
+
+    def describe_knee(self) -> str:
+        """Return a sentence on the choice of the knee, and on how sure it is."""
+        speeds = {speed.micro_batch: speed for speed in self._known}
+        rates = {size: f"{format_rate(speed.samples_per_second)} samples/s" for size, speed in speeds.items()}
+        if self.knee == self.fastest:
+            words = f"micro-batch {self.knee} makes the most, {rates[self.knee]}"
+        else:
+            words = (
+                f"micro-batch {self.knee} makes {rates[self.knee]}, within {100 * KNEE_SHARE:g} % of the fastest,"
+                f" {self.fastest} with {rates[self.fastest]}"
+            )
+        largest = max(speeds)
+        if largest not in (self.knee, self.fastest):
+            words += f"; the largest that fits, {largest}, makes {rates[largest]}"
+        if self.kind == "estimated":
+            return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
+        spread = max(speeds[size].spread for size in (self.knee, self.fastest))
+        if spread > KNEE_SHARE:
+            words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
+        return words
+
+    @property
+    def _known(self) -> list[Speed]:
+        return [speed for speed in self.speeds if speed.samples_per_second is not None]
 
 
 def measure_throughput(
@@ -103,17 +138,25 @@ def measure_throughput(
     Args:
         time_update: Makes one update in micro-batches of the given size, and returns its seconds.
         target_batch: Samples per update.
-        sizes: The micro-batches.
+        sizes: The micro-batches, ascending.
         device: The name of the device.
     """
-    timed = time_sizes(time_update, sorted(sizes, reverse=True))
-    speeds = tuple(_speed_of(size, target_batch, timed.get(size)) for size in sorted(sizes))
-    fastest, knee = find_knee(speeds)
-    return Throughput(target_batch=target_batch, device=device, speeds=speeds, fastest=fastest, knee=knee)
+    timed = _time_sizes(time_update, sizes[::-1])
+    speeds = []
+    for size in sizes:
+        iter_size = len(split_evenly(target_batch, size))
+        if size not in timed:
+            speeds.append(Speed(micro_batch=size, iter_size=iter_size))
+            continue
+        rates = [target_batch / seconds for seconds in timed[size]]
+        low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
+        measured = {"samples_per_second": median, "low": low, "high": high}
+        speeds.append(Speed(micro_batch=size, iter_size=iter_size, updates=len(rates), **measured))
+    return Throughput(target_batch=target_batch, device=device, speeds=tuple(speeds))
 
 
-def time_sizes(time_update: Callable[[int], float], sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Return seconds of updates by size.
+def _time_sizes(time_update: Callable[[int], float], sizes: Sequence[int]) -> dict[int, list[float]]:
+    """Return seconds of updates by size: at least three of each, and more if they are short.
 
     The largest come first; after two in a row that are far behind the best, smaller ones are omitted. Then the sizes
     take turns, so that a drifting clock affects all of them alike.
@@ -127,54 +170,14 @@ def time_sizes(time_update: Callable[[int], float], sizes: Sequence[int]) -> dic
         behind = behind + 1 if timed[size][0] > _FAR_BEHIND * min(taken[0] for taken in timed.values()) else 0
         if behind >= _IN_A_ROW:
             break
-    while any(map(needs_more_updates, timed.values())):
-        for size in filter(lambda one: needs_more_updates(timed[one]), timed):
+
+    def needs_more(seconds: Sequence[float]) -> bool:
+        return len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_SECONDS)
+
+    while waiting := [size for size, seconds in timed.items() if needs_more(seconds)]:
+        for size in waiting:
             timed[size].append(time_update(size))
     return timed
-
-
-def needs_more_updates(seconds: Sequence[float]) -> bool:
-    """Return whether to time more updates: at least three, and more if they are short."""
-    return len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_SECONDS)
-
-
-def _speed_of(micro_batch: int, target_batch: int, seconds: Sequence[float] | None) -> Speed:
-    iter_size = len(split_evenly(target_batch, micro_batch))
-    if seconds is None:
-        return Speed(micro_batch=micro_batch, iter_size=iter_size)
-    low, median, high = statistics.quantiles([target_batch / one for one in seconds], n=4, method="inclusive")
-    measured = {"samples_per_second": median, "low": low, "high": high}
-    return Speed(micro_batch=micro_batch, iter_size=iter_size, updates=len(seconds), **measured)
-
-
-def find_knee(speeds: Sequence[Speed]) -> tuple[int, int]:
-    """Return the fastest micro-batch, and the smallest whose median is within 2 % of it."""
-    medians = {speed.micro_batch: speed.samples_per_second for speed in speeds if speed.samples_per_second is not None}
-    best = max(medians.values())
-    fastest = min(size for size, median in medians.items() if median == best)
-    return fastest, min(size for size, median in medians.items() if median >= best * (1 - KNEE_SHARE))
-
-
-def describe_knee(known: Throughput) -> str:
-    """Return a sentence on the choice of the knee, and on how sure it is."""
-    timed = {speed.micro_batch: speed for speed in known.speeds if speed.samples_per_second is not None}
-    rates = {size: f"{format_rate(speed.samples_per_second)} samples/s" for size, speed in timed.items()}
-    if known.knee == known.fastest:
-        words = f"micro-batch {known.knee} makes the most, {rates[known.knee]}"
-    else:
-        words = (
-            f"micro-batch {known.knee} makes {rates[known.knee]}, within {100 * KNEE_SHARE:g} % of the fastest,"
-            f" {known.fastest} with {rates[known.fastest]}"
-        )
-    largest = max(timed)
-    if largest not in (known.knee, known.fastest):
-        words += f"; the largest that fits, {largest}, makes {rates[largest]}"
-    if known.kind == "estimated":
-        return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
-    spread = max(timed[size].spread for size in (known.knee, known.fastest))
-    if spread > KNEE_SHARE:
-        words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
-    return words
 
 
 def format_rate(rate: float | None) -> str:
@@ -216,27 +219,12 @@ def micro_batch_ladder(
     return tuple(sizes.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedEstimate:
-    """The estimated seconds of an update: a number to compare with others, and the band that contains a real one.
-
-    The band is that of one number. Two ways to run the same workload err alike: their ratio is better known than either
-    on one card, and to `RATIO_BAND` between cards.
-    """
-
-    seconds: float
-    least_seconds: float
-    most_seconds: float
-
-
-def estimate_seconds(
-    cost: UpdateCost, rates: CardRates, parts: Sequence[int], *, precision: str = "fp32"
-) -> SpeedEstimate:
+def estimate_seconds(cost: UpdateCost, rates: CardRates, parts: Sequence[int], *, precision: str = "fp32") -> float:
     """Estimate the seconds of an update by `parts`: its work on the card, what it moves, and its work on the host.
 
     Products take time by their FLOPs, all else on the card by the bytes that it reads and writes; where the host takes
-    longer to launch the operators of a micro-batch, that counts. Transfers may run while the card computes, which is
-    the lower end of the band.
+    longer to launch the operators of a micro-batch, that counts. The number is one to compare with others: a real one
+    may differ by a factor of `BAND`, and a ratio between cards by `RATIO_BAND`.
 
     Args:
         cost: What the update costs.
@@ -257,16 +245,13 @@ def estimate_seconds(
     for size, count in Counter(parts).items():
         computing += count * busy(partial(Amount.of_part, size=size))
     moving = cost.moved_bytes.of(parts) / _LINK_BYTES.get(major, _LATER_LINK_BYTES)
-    on_host = cost.host_bytes.of(parts) / _HOST_BYTES
-    seconds = computing + moving + on_host
-    least = max(computing, moving) + on_host
-    return SpeedEstimate(seconds=seconds, least_seconds=least / BAND, most_seconds=seconds * BAND)
+    return computing + moving + cost.host_bytes.of(parts) / _HOST_BYTES
 
 
 def estimate_throughput(
     cost: UpdateCost, rates: CardRates, schedules: Sequence[Sequence[int]], *, device: str, precision: str
 ) -> Throughput:
-    """Estimate samples per second by the largest micro-batch, and the knee.
+    """Estimate samples per second by the largest micro-batch.
 
     Args:
         cost: As of `estimate_seconds`, like `rates` and `precision`.
@@ -277,22 +262,8 @@ def estimate_throughput(
     """
     speeds = []
     for parts in schedules:
-        samples, update = sum(parts), estimate_seconds(cost, rates, parts, precision=precision)
-        speeds.append(
-            Speed(
-                micro_batch=max(parts),
-                iter_size=len(parts),
-                samples_per_second=samples / update.seconds,
-                low=samples / update.most_seconds,
-                high=samples / update.least_seconds,
-            )
-        )
-    fastest, knee = find_knee(speeds)
-    return Throughput(
-        target_batch=sum(schedules[-1]),
-        device=device,
-        speeds=tuple(speeds),
-        fastest=fastest,
-        knee=knee,
-        kind="estimated",
-    )
+        rate = sum(parts) / estimate_seconds(cost, rates, parts, precision=precision)
+        size, iter_size = max(parts), len(parts)
+        speed = Speed(micro_batch=size, iter_size=iter_size, samples_per_second=rate, low=rate / BAND, high=rate * BAND)
+        speeds.append(speed)
+    return Throughput(target_batch=sum(schedules[-1]), device=device, speeds=tuple(speeds), kind="estimated")

@@ -13,7 +13,7 @@ from rich.text import Text
 from autoaccum.checks import counted, join_words
 from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
 from autoaccum.planning.saver_trials import format_savers
-from autoaccum.planning.throughput import BAND, RATIO_BAND
+from autoaccum.planning.throughput import RATIO_BAND
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
@@ -58,14 +58,9 @@ _COLUMNS: Final = (
     _Column(">micro-batch", _of_plan("micro_batch")),
     _Column(">iter_size", _of_plan("iter_size")),
     _Column(">needed", lambda row: _size(getattr(row.plan, "least_bytes", None))),
-    _Column(">peak", lambda row: _size(row.peak_bytes)),
+    _Column(">peak", lambda row: _size(getattr(row.plan, "peak_bytes", None))),
     _Column(">headroom", lambda row: None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB"),
     _Column(_SPEED, lambda row: row.samples_per_second, _any("samples_per_second")),
-    _Column(
-        ">cost",
-        lambda row: None if row.cost_per_million is None else f"{row.cost_per_million:.3g}",
-        _any("cost_per_million"),
-    ),
     _Column("reduce", _of_plan("reduce"), lambda rows: any(row.plan and row.plan.reduce for row in rows)),
     _Column("savers", lambda row: format_savers(row.savers) if row.fits else None, _any("savers")),
 )
@@ -112,8 +107,6 @@ def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[st
             "speed: samples per second as a share of the fastest, an estimate from FLOPs, bytes and kernels; between"
             f" cards a ratio may be off by {RATIO_BAND:g} times{several_ranks}"
         )
-    if any(row.cost_per_million for row in rows):
-        yield f"cost: of a million samples by the prices and that estimate, which may be off by {BAND:g} times"
     if len({row.card for row in rows}) == 1 and len({row.world_size for row in rows}) > 1:
         for least in (comparison.least_world_sizes or {}).values():
             fewer = [row for row in rows if row.world_size < least]

@@ -21,8 +21,14 @@ from autoaccum.devices.simulated.card_fleet import CardFleet
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
 from autoaccum.errors import WorkloadError
-from autoaccum.planning.comparison import SORT_KEYS, Comparison, ComparisonRow, find_rows, plan_front, plan_row
-from autoaccum.planning.comparison_request import COLUMNS, choose_world_sizes
+from autoaccum.planning.comparison import (
+    Comparison,
+    ComparisonRow,
+    choose_world_sizes,
+    find_rows,
+    plan_front,
+    plan_row,
+)
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
@@ -105,21 +111,19 @@ def test_a_warning_says_which_rows_it_is_about() -> None:
 def test_columns_that_do_not_apply_are_left_out_and_rows_sorted_by_what_is_better() -> None:
     rows = (
         row_of("none", fits=False),
-        row_of("b", samples_per_second=9.0, cost_per_million=3.0, savers=("recompute=2",)),
-        row_of("c", samples_per_second=7.0),
-        row_of("a", samples_per_second=8.0, cost_per_million=1.0),
+        row_of("b", update_seconds=1.0, savers=("recompute=2",)),
+        row_of("c", update_seconds=2.0),
+        row_of("a"),
     )
     table = Comparison(rows, {})
-    orders = {
-        column: "".join(row.card[0] for row in table.sorted_by(column).rows) for column in ("card", "speed", "cost")
-    }
-    assert orders == {"card": "abcn", "speed": "bacn", "cost": "abcn"}
+    orders = {column: "".join(row.card[0] for row in table.sorted_by(column).rows) for column in ("card", "speed")}
+    assert orders == {"card": "abcn", "speed": "bcan"}
     assert table.sorted_by(None) is table
-    assert set(SORT_KEYS) == set(COLUMNS)
     header, *lines = printed(table)
-    assert header.split()[-3:] == ["speed", "cost", "savers"]
+    assert header.split()[-2:] == ["speed", "savers"]
     assert [line.split()[:2] for line in lines[:2]] == [["none", "no"], ["b", "yes"]]
     assert "1.000" in lines[1]
+    assert "0.500" in lines[2]
     assert lines[1].endswith("recompute=2")
     assert printed(Comparison((row_of("a"),), {}))[0].split() == [
         *("fits", "micro-batch", "iter_size", "needed", "peak", "headroom")

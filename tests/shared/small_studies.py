@@ -167,7 +167,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         "workload": {"reference": "line.py", **vars(FACTS)},
         "space": SPACE,
         "budget": 64,
-        "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds), fastest=16, knee=8),
+        "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds)),
         "rows": rows,
         "best": best,
         "own": next((row for row in complete if is_default(row, SPACE)), None),
