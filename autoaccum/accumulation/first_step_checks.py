@@ -26,7 +26,7 @@ from autoaccum.sources.model_loss import IGNORED
 from autoaccum.sources.objective import AS_ONE_MODULE, Objective
 from autoaccum.sources.pytree import CustomBatch
 from autoaccum.sources.weight_candidates import find_leaves, ignored_labels_warning, is_integer
-from autoaccum.sources.weight_check import Advice, BatchLosses, Unchecked, compare_losses
+from autoaccum.sources.weight_check import Advice, LossComparison, Unchecked, explain_mismatch
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.backpropagation import Backpropagation
@@ -202,18 +202,17 @@ class WeightingCheck:
             if any(map(normalises_by_batch, modules)):
                 return True
             before = random_digest()
-            runs = BatchLosses(model, objective, batch, lambda one: objective.terms(model, one))
+            comparison = LossComparison(model, objective, lambda one: objective.terms(model, one), batch, sizes)
             if backpropagation.device.type != "cpu":
-                runs.tolerance = max(runs.tolerance, _CARD_TOLERANCE)
-            comparison = runs.compare(parts)
-            if not all(math.isfinite(comparison.declared(name)) for name in runs.whole):
+                comparison.tolerance = max(comparison.tolerance, _CARD_TOLERANCE)
+            if not all(math.isfinite(comparison.declared(name)) for name in comparison.whole):
                 return False
-            found = compare_losses(runs, batch, comparison, coupled=False)
+            found = explain_mismatch(comparison, coupled=False)
             if random_digest() != before or any(module.training for module in modules):
                 return True
         self._found = [text for text in found if not isinstance(text, Unchecked)]
-        others = [(name, comparison.combined(name, one)) for name in runs.whole for one in (sizes, *uneven)]
-        shows = any(not comparison.agrees(*other, runs.tolerance) for other in others)
+        others = [(name, comparison.combined(name, one)) for name in comparison.whole for one in (sizes, *uneven)]
+        shows = any(not comparison.agrees(*other) for other in others)
         self._is_checked = bool(found or not counts or (uneven and shows))
         return self._is_checked
 

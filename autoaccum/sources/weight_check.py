@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,14 +17,11 @@ from autoaccum.sources.objective import Objective, match_weights
 from autoaccum.sources.samples import take_small_batch
 from autoaccum.sources.spec import Workload
 from autoaccum.sources.tracebacks import user_code
-from autoaccum.sources.weight_candidates import Candidate, list_candidates, shorten, shorten_apart
+from autoaccum.sources.weight_candidates import list_candidates, shorten
 
-_SAMPLES = 5
 _SIZES = (2, 3)
 """Sizes of unequal parts; none is 1, since BatchNorm and contrastive losses need more samples."""
 
-_PARTS = 2
-_SUM = Candidate("sum", ())
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
 _HALF_TOLERANCE = 2e-2
 """The relative difference up to which two losses count as equal."""
@@ -55,62 +52,120 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     Raises:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
     """
-    each = workload.multiple_of or 1
+    sizes = [(workload.multiple_of or 1) * size for size in _SIZES]
     with fixed_seeds():
-        batch = take_small_batch(workload, each * _SAMPLES)
-        sizes = [each * size for size in _SIZES]
-        parts = split_batch(batch, sizes)
-        runs = _run_copy(workload, batch)
-        found = compare_losses(runs, batch, runs.compare(parts), coupled=coupled)
-        ways = [] if found else shorten(batch, sizes, new_labels=runs.may_fail)
-        for varied, comparison in runs.compare_changed((way.batch for way in ways if way.batch is not None), sizes):
-            return compare_losses(runs, varied, comparison, coupled=coupled)
-        return found
+        comparison = _compare_copy(workload, take_small_batch(workload, sum(sizes)), sizes)
+        found = explain_mismatch(comparison, coupled=coupled)
+        varied = None if found else comparison.shortened()
+        return found if varied is None else explain_mismatch(varied, coupled=coupled)
 
 
-class BatchLosses:
-    """The losses of a batch and of parts of it, as `forward(batch)` returns their terms; no batch is modified."""
+class LossComparison:
+    """The losses of a batch and of its parts of some sizes, as `forward(batch)` returns their terms.
+
+    No batch is modified.
+
+    Args:
+        model: The model that `forward` calls.
+        objective: The loss as given.
+        forward: Returns the terms of the loss of a batch on the model's device.
+        batch: The batch.
+        sizes: Samples in each part.
+
+    Raises:
+        WorkloadError: The loss or the weight raises, or cannot be used.
+    """
 
     def __init__(
-        self, model: nn.Module, objective: Objective, batch: Any, forward: Callable[[Any], Mapping[str, Tensor]]
+        self,
+        model: nn.Module,
+        objective: Objective,
+        forward: Callable[[Any], Mapping[str, Tensor]],
+        batch: Any,
+        sizes: Sequence[int],
     ) -> None:
-        self._forward, self.objective = forward, objective
+        self.objective, self.batch, self.sizes = objective, batch, sizes
+        self._model, self._forward = model, forward
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.whole = self.losses(batch)
         dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
         self.tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=_HALF_TOLERANCE)
+        self.whole, self.parts = self._terms(batch), split_batch(batch, sizes)
+        self.losses = [self._terms(part) for part in self.parts]
+        with user_code("weight(batch)"):
+            self.weights = [match_weights(objective.weight(part), self.whole.keys()) for part in self.parts]
 
-    def losses(self, batch: Any) -> dict[str, float]:
-        """Return the terms of the loss of `batch`."""
+    def of(self, batch: Any, sizes: Sequence[int]) -> LossComparison:
+        """Compare another batch or other parts with the same model."""
+        other = LossComparison(self._model, self.objective, self._forward, batch, sizes)
+        other.tolerance = self.tolerance
+        return other
+
+    def shortened(self, *, apart: bool = False) -> LossComparison | None:
+        """Compare the batch with its samples shortened (`weight_candidates.shorten`); None if no such batch runs."""
+        # An assertion on a GPU would be the last thing it does.
+        for way in shorten(self.batch, self.sizes, new_labels=self._device.type == "cpu", apart=apart):
+            with suppress(WorkloadError):
+                other = None if way.batch is None else self.of(way.batch, self.sizes)
+                if other is not None and all(map(math.isfinite, other.whole.values())):
+                    return other
+        return None
+
+    def differs_from_run_to_run(self) -> bool:
+        """Return whether the same part has another loss when it runs again."""
+        again = self._terms(self.parts[0])
+        return any(abs(again[name] - loss) > 0.1 * self.tolerance * abs(loss) for name, loss in self.losses[0].items())
+
+    def combined(self, name: str, weights: Sequence[float] | None) -> float:
+        """Return the loss of the whole batch computed from its parts: a weighted mean, or their sum without weights."""
+        losses = [part[name] for part in self.losses]
+        if weights is None:
+            return sum(losses)
+        counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
+        total = sum(weight for _, weight in counted)
+        return sum(loss * (weight / total) for loss, weight in counted) if counted else math.nan
+
+    def declared(self, name: str) -> float:
+        """Return the loss of the whole batch as computed from its parts with the workload's own weights."""
+        is_sum = self.objective.reduction == "sum"
+        return self.combined(name, None if is_sum else [part[name] for part in self.weights])
+
+    def agrees(self, name: str, combined: float) -> bool:
+        """Return whether `combined` equals the loss of the whole batch, up to rounding."""
+        finite = [abs(part[name]) for part in self.losses if math.isfinite(part[name])]
+        return abs(combined - self.whole[name]) <= self.tolerance * max(abs(self.whole[name]), *finite, 1e-30)
+
+    def mismatched(self) -> list[str]:
+        """Return the terms with a weight above 0 whose parts do not add up to the whole."""
+        return [name for name in self._weighted() if not self.agrees(name, self.declared(name))]
+
+    def raise_if_nan(self) -> None:
+        """Raise a WorkloadError if a term with a weight above 0 is NaN."""
+        for name in self._weighted():
+            if math.isnan(self.whole[name]):
+                raise WorkloadError(
+                    f"{_name_term(name)} of a batch of {sum(self.sizes)} samples is nan",
+                    hint="look for a mean over no elements, the logarithm of zero, or inputs that are not finite",
+                )
+
+    def describe(self, name: str) -> str:
+        """Describe the mismatch of a term, as the start of a sentence."""
+        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
+        return (
+            f"the weighting does not match the loss ({_name_term(name)} of {sum(self.sizes)} samples is "
+            f"{self.whole[name]:.6g}; its parts of {' and '.join(map(str, self.sizes))}, {how}, give"
+            f" {self.declared(name):.6g})"
+        )
+
+    def _weighted(self) -> list[str]:
+        return [name for name in self.whole if any(part[name] > 0 for part in self.weights)]
+
+    def _terms(self, batch: Any) -> dict[str, float]:
         with user_code(f"the loss of {batch_size(batch)} samples"):
             terms = self._forward(move_batch(cast_batch(batch, None), self._device))
             return {name: float(term.detach()) for name, term in terms.items()}
 
-    @property
-    def may_fail(self) -> bool:
-        """Whether a forward may raise without harm: an assertion on a GPU would be the last thing it does."""
-        return self._device.type == "cpu"
 
-    def compare(self, parts: list[Any], batch: Any = None) -> LossComparison:
-        """Return the losses of the batch, or of another `batch`, and of its `parts`."""
-        whole = self.whole if batch is None else self.losses(batch)
-        return LossComparison(self.objective, whole, parts, [self.losses(part) for part in parts])
-
-    def compare_apart(self, batch: Any, sizes: Sequence[int]) -> list[LossComparison]:
-        """Compare batches in which masks, labels and padding of `batch` no longer count the same."""
-        changed = shorten_apart(batch, new_labels=self.may_fail)
-        return [comparison for _, comparison in self.compare_changed(changed, sizes)]
-
-    def compare_changed(self, batches: Iterable[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, LossComparison]]:
-        """Yield those of `batches` that run with a finite loss, and their comparisons with parts of these sizes."""
-        for batch in batches:
-            with suppress(WorkloadError):
-                comparison = self.compare(split_batch(batch, sizes), batch)
-                if all(map(math.isfinite, comparison.whole.values())):
-                    yield batch, comparison
-
-
-def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
+def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int]) -> LossComparison:
     """Run a copy of the workload's model, in eval mode unless it computes a loss only in training mode."""
     model, _ = copy_workload_model(workload)
     objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
@@ -122,61 +177,56 @@ def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
 
     model.eval()
     try:
-        return BatchLosses(model, objective, batch, forward)
+        return LossComparison(model, objective, forward, batch, sizes)
     except WorkloadError:
         model.train()  # Detectors return no loss in eval mode.
         has_grad = True  # A model may compute gradients within its forward.
-    return BatchLosses(model, objective, batch, forward)
+    return LossComparison(model, objective, forward, batch, sizes)
 
 
-def compare_losses(runs: BatchLosses, batch: Any, comparison: LossComparison, *, coupled: bool) -> list[str]:
-    """Return what `check_weighting` does for the `comparison` of two parts of `batch`."""
+def explain_mismatch(comparison: LossComparison, *, coupled: bool) -> list[str]:
+    """Return what `check_weighting` does for a comparison of a batch with two parts of it."""
     comparison.raise_if_nan()
-    wrong = comparison.mismatched(runs.tolerance)
+    wrong = comparison.mismatched()
     if not wrong:
         return []
     if any(not math.isfinite(comparison.whole[name]) for name in wrong):
         return [Unchecked("the weighting could not be checked, since the loss of a small batch is infinite")]
-    again = runs.losses(comparison.parts[0])
-    if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
+    if comparison.differs_from_run_to_run():
         return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
-    weights, samples = find_weights(runs, batch, comparison, wrong)
+    weights, samples = find_weights(comparison, wrong)
+    mismatches = [comparison.describe(name) for name in wrong]
     if len(weights) == len(wrong):
-        mismatches = [comparison.describe(name) for name in wrong]
-        return [
-            Advice(f"{mismatches[0]}: {advise(runs.objective, weights, comparison.whole, samples)}"),
-            *mismatches[1:],
-        ]
+        advice = advise(comparison.objective, weights, comparison.whole, samples)
+        return [Advice(f"{mismatches[0]}: {advice}"), *mismatches[1:]]
     cause = None if coupled else "no usual weight fits: run autoaccum verify to find the cause"
-    advice = {name: f"it likely divides by {weights[name]}" if name in weights else cause for name in wrong}
-    return [f"{comparison.describe(name)}: {sentence}" for name, sentence in advice.items() if sentence is not None]
+    causes = [f"it likely divides by {weights[name]}" if name in weights else cause for name in wrong]
+    return [f"{mismatch}: {cause}" for mismatch, cause in zip(mismatches, causes, strict=True) if cause is not None]
 
 
-def find_weights(
-    runs: BatchLosses, batch: Any, comparison: LossComparison, terms: Sequence[str]
-) -> tuple[dict[str, str], str]:
+def find_weights(comparison: LossComparison, terms: Sequence[str]) -> tuple[dict[str, str], str]:
     """Return the weight, as code or `sum`, that fits each of the `terms`, and the code that counts samples.
 
-    Weights that fit the `comparison` of two parts of `batch` are also tried on parts of the sizes exchanged, and on
-    changed batches; one of these that no weight fits does not count. A term without such a weight is left out.
+    Weights that fit the `comparison` of two parts are also tried on parts of the sizes exchanged, and on shortened
+    samples; one of these that no weight fits does not count. A term without such a weight is left out.
     """
-    sizes = list(map(batch_size, comparison.parts))
-    every = [comparison, runs.compare(split_batch(batch, sizes[::-1]), batch), *runs.compare_apart(batch, sizes)]
-    counted = list_candidates(batch, [part for one in every for part in one.parts])
+    exchanged = comparison.of(comparison.batch, comparison.sizes[::-1])
+    tried = [comparison, exchanged, *filter(None, [comparison.shortened(apart=True)])]
+    counted = list_candidates(comparison.batch, [part for each in tried for part in each.parts])
     weights = {}
     for name in terms:
-        fitting = [_SUM, *counted]
-        for index, tried in enumerate(every):
-            counts = slice(index * _PARTS, (index + 1) * _PARTS)
-            fits = [
-                candidate
-                for candidate in fitting
-                if tried.agrees(name, tried.combined(name, candidate.counts[counts] or None), runs.tolerance)
-            ]
+        fitting = {"sum": (), **counted}
+        for index, each in enumerate(tried):
+            place = slice(index * len(each.parts), (index + 1) * len(each.parts))
+            fits = {
+                code: counts
+                for code, counts in fitting.items()
+                if each.agrees(name, each.combined(name, counts[place] or None))
+            }
             fitting = fits if index == 0 else fits or fitting
         if fitting:
-            weights[name] = fitting[0].code
-    return weights, counted[0].code if counted else "len(batch)"
+            weights[name] = next(iter(fitting))
+    return weights, next(iter(counted), "len(batch)")
 
 
 def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str) -> str:
@@ -198,74 +248,9 @@ def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str
     if complete and len(codes) == 1:
         code = next(iter(codes))
     elif objective.weight_function is not None:
-        return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
+        return "; ".join(f"{_name_term(name)} likely divides by {code}" for name, code in found.items())
     return f"the likely right weight{removal} is: def weight(batch): return {code}"
 
 
-class LossComparison:
-    """The losses of a whole batch and of its parts."""
-
-    def __init__(
-        self, objective: Objective, whole: dict[str, float], parts: list[Any], losses: list[dict[str, float]]
-    ) -> None:
-        self.objective, self.whole, self.parts, self.losses = objective, whole, parts, losses
-        with user_code("weight(batch)"):
-            self.weights = [match_weights(objective.weight(part), whole.keys()) for part in parts]
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in all parts."""
-        return sum(batch_size(part) for part in self.parts)
-
-    def combined(self, name: str, weights: Sequence[float] | None) -> float:
-        """Return the loss of the whole batch computed from its parts: a weighted mean, or their sum without weights."""
-        losses = [part[name] for part in self.losses]
-        if weights is None:
-            return sum(losses)
-        counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
-        total = sum(weight for _, weight in counted)
-        return sum(loss * (weight / total) for loss, weight in counted) if counted else math.nan
-
-    def declared(self, name: str) -> float:
-        """Return the loss of the whole batch as computed from its parts with the workload's own weights."""
-        if self.objective.reduction == "sum":
-            return self.combined(name, None)
-        return self.combined(name, [part[name] for part in self.weights])
-
-    def agrees(self, name: str, combined: float, tolerance: float) -> bool:
-        """Return whether `combined` equals the loss of the whole batch, up to rounding."""
-        scale = max(
-            abs(self.whole[name]), *(abs(part[name]) for part in self.losses if math.isfinite(part[name])), 1e-30
-        )
-        return abs(combined - self.whole[name]) <= tolerance * scale
-
-    def mismatched(self, tolerance: float) -> list[str]:
-        """Return the terms with a weight above 0 whose parts do not add up to the whole."""
-        return [
-            name
-            for name in self.whole
-            if any(part[name] > 0 for part in self.weights) and not self.agrees(name, self.declared(name), tolerance)
-        ]
-
-    def raise_if_nan(self) -> None:
-        """Raise a WorkloadError if a term with a weight above 0 is NaN."""
-        for name, loss in self.whole.items():
-            if math.isnan(loss) and any(part[name] > 0 for part in self.weights):
-                raise WorkloadError(
-                    f"{name_term(name)} of a batch of {self.samples} samples is nan",
-                    hint="look for a mean over no elements, the logarithm of zero, or inputs that are not finite",
-                )
-
-    def describe(self, name: str) -> str:
-        """Describe the mismatch of a term, as the start of a sentence."""
-        sizes = " and ".join(str(batch_size(part)) for part in self.parts)
-        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
-        return (
-            f"the weighting does not match the loss ({name_term(name)} of {self.samples} samples is "
-            f"{self.whole[name]:.6g}; its parts of {sizes}, {how}, give {self.declared(name):.6g})"
-        )
-
-
-def name_term(name: str) -> str:
-    """Return the name of a term of the loss in messages."""
+def _name_term(name: str) -> str:
     return "the loss" if name == "loss" else f"the loss's term {name!r}"

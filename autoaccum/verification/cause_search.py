@@ -16,8 +16,7 @@ from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.sources.batches import split_batch
-from autoaccum.sources.weight_check import BatchLosses, LossComparison, advise, find_weights
+from autoaccum.sources.weight_check import LossComparison, advise, find_weights
 from autoaccum.verification.loop_causes import explain_loop
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances, compare
@@ -155,16 +154,16 @@ class _Search:
         """
         objective = self._runs.objective
         try:
-            losses, comparison = self._compare_losses(ablation)
-            wrong = comparison.mismatched(losses.tolerance)
-            weights, samples = find_weights(losses, self._runs.batch, comparison, wrong) if wrong else ({}, "")
+            comparison = self._compare_losses(ablation)
+            wrong = comparison.mismatched()
+            weights, samples = find_weights(comparison, wrong) if wrong else ({}, "")
         except AutoaccumError:
             return None
         if not weights or len(weights) < len(wrong):
             return None
-        applied = replace(ablation, weights=tuple((name, weights.get(name, "")) for name in losses.whole))
+        applied = replace(ablation, weights=tuple((name, weights.get(name, "")) for name in comparison.whole))
         kinds = {code == SUM for code in weights.values()}
-        is_mixed = len(weights) < len(losses.whole) and (objective.reduction == "sum" or True in kinds)
+        is_mixed = len(weights) < len(comparison.whole) and (objective.reduction == "sum" or True in kinds)
         can_apply = len(kinds) == 1 and not is_mixed
         proved = can_apply and self._is_equal(applied)
         if can_apply and not proved:
@@ -172,12 +171,12 @@ class _Search:
         return Cause(
             kind="reduction" if objective.reduction == "sum" or SUM in weights.values() else "weight",
             found="; ".join(comparison.describe(name) for name in wrong),
-            change=advise(objective, weights, losses.whole, samples),
-            where=tuple(wrong) if len(losses.whole) > 1 else (),
+            change=advise(objective, weights, comparison.whole, samples),
+            where=tuple(wrong) if len(comparison.whole) > 1 else (),
             proved=proved,
         )
 
-    def _compare_losses(self, ablation: Ablation) -> tuple[BatchLosses, LossComparison]:
+    def _compare_losses(self, ablation: Ablation) -> LossComparison:
         """Compare the losses of the batch and of two parts of it, forward only; BatchNorm is at rest."""
         runs, model = self._runs, self._runs.fixture.fresh().model
         rested = replace(ablation, batchnorm="frozen") if self._batchnorms else ablation
@@ -188,8 +187,7 @@ class _Search:
             with run.running("the loss"), torch.no_grad(), neutral_rng():
                 return run.terms(batch)
 
-        losses = BatchLosses(model, runs.objective, runs.batch, forward)
-        return losses, losses.compare(split_batch(runs.batch, self._two_parts))
+        return LossComparison(model, runs.objective, forward, runs.batch, self._two_parts)
 
     @property
     def _two_parts(self) -> tuple[int, int]:
