@@ -154,10 +154,9 @@ def tune(
     trials: int = 30,
     learning_rate: str | tuple[float, float] | None = None,
     budget_samples: int | None = None,
-    storage: str | os.PathLike[str] | None = None,
+    storage: str | os.PathLike[str] = "tune.db",
     study: str | None = None,
     seed: int = 0,
-    pruner: str = "halving",
     progress: bool = True,
     on_event: Callable[[Any], Any] | None = None,
     **options: Unpack[OptionArguments],
@@ -168,9 +167,8 @@ def tune(
         found.best.setting.learning_rate, found.plan.save("best.json")
 
     Every trial trains in a process of its own, from the same weights and in the same order of data, and is ranked by
-    its loss on held-out data. Micro-batches are searched only where samples are coupled, such as by a BatchNorm in
-    `micro` mode; otherwise they change speed and memory alone, and each is timed once. No micro-batch above the plan's
-    ceiling is run.
+    its loss on held-out data. The micro-batch changes speed and memory alone, so it is planned once, the fastest; a
+    BatchNorm in `micro` mode normalises by it in every trial.
 
     The same call resumes an interrupted Optuna study, and several processes may work on one study at the same time.
     On one card, give each its share as `memory`.
@@ -183,15 +181,13 @@ def tune(
         learning_rate: The range, `"1e-4..1e-1"` or a pair; from a hundredth to a hundred times the workload's own
             when None.
         budget_samples: Samples that a trial trains on; one pass over the data when None.
-        storage: An SQLite file (`tune.db` when None), a `.journal` file, or a URL of Optuna's `RDBStorage`.
+        storage: The SQLite file of the study.
         study: The name of the study in the storage; the workload's name when None.
         seed: Seeds the sampler and every trial of the search.
-        pruner: `halving` (at a quarter and at half of the budget), or `none`.
         progress: Draw progress on stderr.
         on_event: Called with each event of `autoaccum.tuning.tuning_records`, and with warnings (`fit_events.Notice`).
         options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
-            `batchnorm`, `coupled`, `multiple_of`, `optimizer`, `time_limit` (no trial starts later) and
-            `trial_limit`.
+            `batchnorm`, `coupled`, `multiple_of`, `optimizer` and `time_limit` (no trial starts later).
 
     Raises:
         UsageError: The study of that name searches something else.
@@ -209,10 +205,9 @@ def tune(
         trials=trials,
         learning_rate=read_rates(learning_rate),
         budget_samples=budget_samples,
-        storage=None if storage is None else str(storage),
+        storage=os.fspath(storage),
         study=study,
         seed=seed,
-        pruner=pruner,
     )
     console = make_console(stderr=True)
     with TuneProgress(console, quiet=not progress) as shown:

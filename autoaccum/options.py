@@ -81,7 +81,7 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     | _SHARDING
     | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
     "tune": _SHARDING
-    | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
+    | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of", "trial_limit"},
     "guard": frozenset({"device", "trial_limit", "accumulate_in", "multiple_of"}),
     "explain": _SHARDING
     | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit", "evaluation_batch"}

@@ -20,7 +20,7 @@ _CODE_INTERRUPTED = 130
 _OUTPUTS = ("as_json", "output", "report", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "storage", "study"),
-    *("pruner", "memory", "reserve", "time_limit", "trial_limit"),
+    *("memory", "reserve", "time_limit"),
 )
 """The flags that a command for `fit` leaves out, or gives itself."""
 
@@ -44,25 +44,19 @@ _OF_THE_STUDY = (
 @click.option("--budget-samples", type=count, metavar="N", help="Samples that a trial trains on.  [default: one epoch]")
 @click.option(
     "--storage",
-    metavar="FILE|URL",
-    help="Where the study is: an SQLite file, a .journal file, or a URL.  [default: tune.db]",
+    metavar="FILE",
+    default="tune.db",
+    show_default=True,
+    help="The SQLite file of the study.",
 )
 @click.option("--study", metavar="NAME", help="Name of the study.  [default: the workload's]")
 @click.option(
     "--seed", type=natural, default=0, show_default=True, metavar="N", help="Seed of the sampler and all trials."
 )
-@click.option(
-    "--pruner",
-    default="halving",
-    show_default=True,
-    metavar="halving|none",
-    help="Optuna's pruner: halving ends poor trials at a quarter and at half of the budget.",
-)
 @options(
     "tune",
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
-    trial_limit="End a trial after this time.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan of the best setting, for `autoaccum fit --plan`.")
@@ -84,9 +78,9 @@ def command(
     `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
 
     Each trial trains in a process of its own, from the same weights and in the same order of data; the first one
-    has the workload's own learning rate. A trial that diverges or runs out of memory finishes with an infinite
-    loss. The micro-batch changes speed and memory alone, so throughput is measured once; it is searched only where
-    samples are coupled, such as by a BatchNorm. No micro-batch above the plan's ceiling is run.
+    has the workload's own learning rate. Poor trials are ended at a quarter or at half of the budget. A trial that
+    diverges or runs out of memory finishes with an infinite loss. The micro-batch changes speed and memory alone, so
+    it is planned once, as by `plan --prefer fastest`.
 
     The study is Optuna's, whose commands and dashboard read it. The same command resumes it, and several may run at
     once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
@@ -118,15 +112,13 @@ def command(
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _check_outputs(workload: str, storage: str | None, output: str | None, *, force: bool) -> None:
+def _check_outputs(workload: str, storage: str, output: str | None, *, force: bool) -> None:
     """Raise UsageError now for a file that could not be written later or is an input."""
     from autoaccum.files import check_output
-    from autoaccum.tuning.study import parse_storage_address, storage_file
 
-    study = storage_file(parse_storage_address(storage))
     if output is not None:
         check_apart("-o", output, workload)
-        if study is not None and Path(output).resolve() == Path(study).resolve():
+        if Path(output).resolve() == Path(storage).resolve():
             raise UsageError(f"-o names the study itself, {output}", hint="choose another name")
         check_output(output, force=force, hint="for the record on stdout, use --json")
 
@@ -153,9 +145,7 @@ def _show(
             from autoaccum.reporting.figures.tuning_figure import draw_tuning
             from autoaccum.reporting.tune_report import tune_page
 
-            pictures = draw_tuning(tuning, click.get_current_context().params["storage"])
-            hidden = _without_password(tuning)
-            write_page(tune_page(tuning, pictures), report, force=force, without=("quiet",), instead=hidden)
+            write_page(tune_page(tuning, draw_tuning(tuning)), report, force=force, without=("quiet",))
             written["report"] = Path(report)
     except AutoaccumError:
         print_tuning(stderr, tuning, _offers(tuning, output), written)
@@ -179,25 +169,19 @@ def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
     tuning.plan.save(output, force=force)
 
 
-def _without_password(tuning: Tuning) -> dict[str, str]:
-    """Return the storage as it may be shown, where a URL was given."""
-    return {"storage": tuning.storage} if "://" in (click.get_current_context().params["storage"] or "") else {}
-
-
 def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
-    """Return the words of commands that are offered, by what they do; a password is never among them."""
+    """Return the words of commands that are offered, by what they do."""
     params = click.get_current_context().params
-    shown = _without_password(tuning)
     found: dict[str, list[str]] = {}
     if tuning.best is not None:
         kept = output or "best.json"
         if output is None:
-            found["keep its plan"] = [*running_words(without=_OUTPUTS, instead=shown), "-o", kept]
+            found["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", kept]
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
         target = "" if tuning.best.setting is None else str(tuning.best.setting.target_batch)
         run = ["--run-dir", f"runs/{Path(kept).stem}"]
         found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept, *run]
-    more = running_words(without=(*_OUTPUTS, "trials"), instead=shown)
+    more = running_words(without=(*_OUTPUTS, "trials"))
     found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
     return found

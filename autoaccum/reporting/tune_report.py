@@ -26,17 +26,15 @@ from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
     Row,
-    RowState,
     SearchSpace,
     SearchStarted,
+    State,
     StudyOpened,
-    TrialEnded,
-    TrialStarted,
     Tuning,
 )
 from autoaccum.units import percent
 
-STYLES: dict[RowState, str] = {
+STYLES: dict[State, str] = {
     "complete": "green",
     "pruned": "",
     "diverged": "magenta",
@@ -60,7 +58,7 @@ def tuning_record(tuning: Tuning) -> dict[str, Any]:
 def row_cells(row: Row, space: SearchSpace) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
-    took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
+    took = f"{row.seconds:.1f} s" if row.samples else "-"
     words = filter(None, (setting_words(row, space), *_notes(row, space)))
     return str(row.number), _outcome(row), format_loss(loss), took, "; ".join(words)
 
@@ -80,7 +78,7 @@ def _notes(row: Row, space: SearchSpace) -> Iterator[str]:
         yield row.reason
 
 
-def setting_words(trial: Row | TrialStarted, space: SearchSpace) -> str:
+def setting_words(trial: Row, space: SearchSpace) -> str:
     """Write the settings of a trial that differ between trials; empty until they are drawn."""
     setting = trial.setting
     if setting is None:
@@ -88,8 +86,6 @@ def setting_words(trial: Row | TrialStarted, space: SearchSpace) -> str:
     words = [f"learning rate {setting.learning_rate:.3g}"]
     if len(space.target_batches.sizes) > 1:
         words.append(f"effective batch {setting.target_batch}")
-    if space.coupled is not None:
-        words.append(f"micro-batch {setting.micro_batch}")
     return ", ".join(words)
 
 
@@ -98,8 +94,6 @@ def space_words(space: SearchSpace) -> str:
     rates, targets = space.learning_rates, space.target_batches
     words = [f"learning rates {rates.low:.3g} to {rates.high:.3g}"]
     words.append(f"effective batch {' or '.join(map(str, targets.sizes))}")
-    if space.coupled is not None:
-        words.append(f"micro-batch {' or '.join(map(str, space.micro_batches))}, since {space.coupled}")
     return "; ".join(words)
 
 
@@ -134,7 +128,7 @@ def result_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
         yield "best", Text(f"{setting_words(best, space)}, of trial {best.number}", "bold green")
         yield "loss", Text(f"{format_loss(best.loss)} on held-out data", "bold green")
         yield "default rate", Text(_own_words(tuning, best))
-    yield "micro-batch", Text(_micro_batch_words(tuning))
+    yield "micro-batch", Text(f"{space.micro_batch}, the plan's for all trials")
     if plan is not None:
         yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
     yield "budget", Text(f"{tuning.budget:,} samples a trial; losses are of {tuning.workload['held_out']}")
@@ -155,15 +149,6 @@ def _own_words(tuning: Tuning, best: Row) -> str:
     theirs, ours = own.loss or 0.0, best.loss or 0.0
     change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
     return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)}{change}"
-
-
-def _micro_batch_words(tuning: Tuning) -> str:
-    space = tuning.space
-    if space.coupled is not None:
-        setting = None if tuning.best is None else tuning.best.setting
-        size = space.micro_batch if setting is None else setting.micro_batch
-        return f"{size}, searched with the learning rate, since {space.coupled}"
-    return f"{space.micro_batch}; with exact accumulation it changes speed and memory, not the gradient"
 
 
 def _trial_words(tuning: Tuning) -> str:
@@ -212,16 +197,16 @@ class TuneProgress(PlanProgress):
         match event:
             case StudyOpened():
                 self._open(event)
-            case SearchStarted(space, micro_batch, remembered):
+            case SearchStarted(space, remembered):
                 self._space = space
                 how = "was planned for this study before" if remembered else "is the plan's for all trials"
-                self.say(f"micro-batch {micro_batch} {how}")
+                self.say(f"micro-batch {space.micro_batch} {how}")
                 self.say(f"searching {space_words(space)}")
-            case TrialStarted(number):
+            case Row(state="running"):
                 done = f"{self._finished} of {self._trials} are done"
-                self.show(f"trial {number}, {done}: {setting_words(event, self._space)} ...")
-            case TrialEnded(row):
-                self._end_run(row)
+                self.show(f"trial {event.number}, {done}: {setting_words(event, self._space)} ...")
+            case Row():
+                self._end_run(event)
             case Notice(text):
                 self.warn(text)
             case _:
@@ -233,7 +218,7 @@ class TuneProgress(PlanProgress):
         self.say(
             f"{facts.name}: {facts.model}, {parameter_words(facts.parameters, facts.dtypes, facts.precision)},"
             f" {facts.optimizer} at a"
-            f" learning rate of {facts.learning_rate:.3g}{schedule}; on {facts.card or facts.device}; losses on"
+            f" learning rate of {facts.learning_rate:.3g}{schedule}; on {facts.device}; losses on"
             f" {facts.held_out}"
         )
         done = f"; continuing after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""

@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess
-from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.child.requests import Request
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
-from autoaccum.tuning.tuning_records import (
-    ContinueTraining,
-    Describe,
-    FinalState,
-    LoadForTuning,
-    Outcome,
-    Setting,
-    Train,
-    TuneRequest,
-    WorkloadFacts,
-)
+from autoaccum.tuning.tuning_records import Outcome, Setting, ShouldContinue, TuneRequest, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
 """A finished child may exit by itself, so that the workload's exit handlers run."""
-_MOST_SECONDS = 3600.0
+_LOAD_SECONDS = 3600.0
 """Limit of loading: anything longer hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadForTuning(Request[str]):
+    """Load the workload; the reply is the digest of its source files."""
+
+    paths: ImportPaths
+    reference: str
+    options: Mapping[str, Any]
+    target_batch: int
+
+    doing = "loading the workload"
+
+
+@dataclass(frozen=True)
+class Describe(Request[WorkloadFacts]):
+    """Build what the workload trains, and describe it."""
+
+    doing = "building the workload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgress:
+    """The loss at a milestone, in percent of the budget; or the outcome, at the end."""
+
+    percent: int = 0
+    loss: float = 0.0
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Request[TrainingProgress]):
+    """Train up to the first milestone."""
+
+    setting: Setting
+    budget: int
+    seed: int
+    evaluation_batch: int
+
+    doing = "training"
+
+
+@dataclass(frozen=True)
+class ContinueTraining(Request[TrainingProgress]):
+    """Train up to the next milestone, or end the training here."""
+
+    should_continue: bool
+
+    doing = "training"
 
 
 class TrialProcesses:
@@ -53,58 +94,36 @@ class TrialProcesses:
             DoesNotFitError: Loading it runs the machine out of memory.
             NotMeasuredError: The process cannot be started, or died.
         """
-        process = self._start()
         try:
-            _call(process, self._load())
-            facts = _call(process, Describe())
-        finally:
-            process.end(grace_seconds=_LEAVE_SECONDS)
+            with self._loaded() as process:
+                facts = process.call(Describe(), _LOAD_SECONDS)
+        except ChildDied as death:
+            raise death_error(death, LoadForTuning.doing, _LOAD_SECONDS) from None
+        except JobFailed as failed:
+            raise failure_error(failed.failure, "the machine") from None
         self._digest = facts.digest
         return facts
 
-    def train(
-        self,
-        setting: Setting,
-        budget: int,
-        seed: int,
-        evaluation_batch: int,
-        should_continue: Callable[[int, float], bool],
-    ) -> Outcome:
+    def train(self, setting: Setting, budget: int, evaluation_batch: int, should_continue: ShouldContinue) -> Outcome:
         """Train in a fresh process, which is ended afterwards; a failure in it becomes an `Outcome`.
-
-        At each milestone `should_continue` gets the percent of the budget and the loss, and returns whether to
-        continue.
 
         Raises:
             NotMeasuredError: No process can be started.
             WorkloadError: The workload's source files have changed since the study began.
         """
-        limit = self.request.options.trial_limit or math.inf
-        deadline = time.monotonic() + limit
-        train = Train(setting=setting, budget=budget, seed=seed, evaluation_batch=evaluation_batch)
-        process = self._start()
-
-        def call(request: Request[Reply]) -> Reply:
-            return process.call(request, max(0.0, deadline - time.monotonic()))
-
+        seed = self.request.seed
+        request = Train(setting=setting, budget=budget, seed=seed, evaluation_batch=evaluation_batch)
         try:
-            self.check_unchanged(call(self._load()))
-            progress = call(train)
-            while progress.outcome is None:
-                go_on = should_continue(progress.percent, progress.loss)
-                progress = call(ContinueTraining(should_continue=go_on))
-            return progress.outcome
+            with self._loaded() as process:
+                progress = process.call(request, math.inf)
+                while progress.outcome is None:
+                    go_on = should_continue(progress.percent, progress.loss)
+                    progress = process.call(ContinueTraining(go_on), math.inf)
+                return progress.outcome
         except JobFailed as failed:
-            failure = failed.failure
-            state: FinalState = "out_of_memory" if failure.outcome == "oom" else "failed"
-            return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
+            return Outcome.of_failure(failed.failure)
         except ChildDied as death:
-            reason = f"its process {death}"
-            if death.kind == "limit":
-                reason = f"it took longer than a trial may ({limit:g} s), and was ended"
-            return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=reason)
-        finally:
-            process.end(grace_seconds=_LEAVE_SECONDS)
+            return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=f"its process {death}")
 
     def check_unchanged(self, digest: str) -> None:
         """Raise WorkloadError if the digest of the loaded source files is not that of the study."""
@@ -114,23 +133,18 @@ class TrialProcesses:
                 hint="restore it and continue, or start another study: --study NAME",
             )
 
-    def _load(self) -> LoadForTuning:
-        return LoadForTuning(
+    @contextmanager
+    def _loaded(self) -> Iterator[ChildProcess]:
+        """Yield a new process that has loaded the workload; end it afterwards."""
+        load = LoadForTuning(
             paths=ImportPaths.of(),
             reference=self.request.reference,
             options=self.request.options.to_record(),
             target_batch=self.request.target_batch.high,
         )
-
-    def _start(self) -> ChildProcess:
-        return ChildProcess("autoaccum.tuning.tuning_child", on_output=self._on_output, measured=False)
-
-
-def _call(process: ChildProcess, request: Request[Reply]) -> Reply:
-    """Call a child before any trial, where a failure ends the study."""
-    try:
-        return process.call(request, _MOST_SECONDS)
-    except ChildDied as death:
-        raise death_error(death, request.doing, _MOST_SECONDS) from None
-    except JobFailed as failed:
-        raise failure_error(failed.failure, "the machine") from None
+        process = ChildProcess("autoaccum.tuning.tuning_child", on_output=self._on_output, measured=False)
+        try:
+            self.check_unchanged(process.call(load, _LOAD_SECONDS))
+            yield process
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Subset
 
 from autoaccum.accumulation.argument_checks import unwrap_model
-from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
@@ -26,14 +22,11 @@ from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_ra
 from autoaccum.sources.spec import Workload, no_batch
 from autoaccum.sources.tracebacks import blame_exit
 from autoaccum.training.data_source import is_map_style
-from autoaccum.training.fit_events import Evaluated, Started, Updated
+from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
-from autoaccum.tuning.tuning_records import MILESTONES, FinalState, Outcome, Setting, WorkloadFacts
-
-ShouldContinue = Callable[[int, float], bool]
-"""Called with a milestone (percent of the budget) and the held-out loss; returns whether to continue."""
+from autoaccum.tuning.tuning_records import MILESTONES, Outcome, Setting, ShouldContinue, WorkloadFacts
 
 _HELD_OUT_SHARE = 10
 """One of this many samples is held out if the workload has no evaluation_dataset."""
@@ -44,17 +37,16 @@ _UNLIMITED = 10**12
 
 def train_setting(
     workload: Workload,
+    *,
     setting: Setting,
     budget: int,
-    *,
     seed: int,
     evaluation_batch: int,
     device: str,
     should_continue: ShouldContinue,
 ) -> Outcome:
     """Train in this process, and ask `should_continue` at each milestone; a failure becomes an `Outcome`."""
-    monitor = TrialMonitor(budget, should_continue)
-    notices: tuple[str, ...] = ()
+    monitor = _Monitor(budget, should_continue)
     try:
         training, held_out, _, _ = split_data(workload)
         data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
@@ -73,77 +65,56 @@ def train_setting(
         with blame_exit("training"), warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
             notices = train(request).warnings
-        ending, reason, user_traceback = monitor.ending or "complete", monitor.reason, None
+        return dataclasses.replace(monitor.outcome, warnings=notices)
+    except NonFiniteError as error:
+        ended = Outcome(state="diverged", reason=error.message)
+    except DoesNotFitError as error:
+        ended = Outcome(state="out_of_memory", reason=str(error))
     except Exception as error:
-        ending, reason, user_traceback = _classify_error(error)
-    return Outcome(
-        state=ending,
-        loss=monitor.loss if ending in ("complete", "pruned") else None,
-        samples=monitor.samples,
-        seconds=monitor.seconds,
-        oom_retries=monitor.oom_retries,
-        reason=reason,
-        user_traceback=user_traceback,
-        warnings=notices,
-    )
+        ended = Outcome.of_failure(describe_failure(error, "training"))
+    known = monitor.outcome
+    return dataclasses.replace(ended, samples=known.samples, seconds=known.seconds, oom_retries=known.oom_retries)
 
 
-def _classify_error(error: Exception) -> tuple[FinalState, str, str | None]:
-    """Return an error's final state, its reason, and the user's own frames if they are to blame."""
-    if isinstance(error, NonFiniteError):
-        return "diverged", error.message, None
-    if isinstance(error, DoesNotFitError):
-        return "out_of_memory", str(error), None
-    failure = describe_failure(error, "training")
-    return "out_of_memory" if failure.outcome == "oom" else "failed", failure.message, failure.traceback
-
-
-class TrialMonitor:
-    """Follows a training: `on_event` is its callback, and `is_due` decides when it evaluates.
-
-    Its attributes are those of `Outcome`, so far; `ending` is None until something ends the training before its budget.
-    """
+class _Monitor:
+    """Follows a training: `on_event` is its callback, `is_due` says when it evaluates, and `outcome` is that so far."""
 
     def __init__(self, budget: int, should_continue: ShouldContinue) -> None:
-        self.samples = self.oom_retries = 0
-        self.seconds = 0.0
-        self.loss: float | None = None
-        self.ending: FinalState | None = None
-        self.reason: str | None = None
-        self._budget, self._go_on = budget, should_continue
-        self._left = list(MILESTONES)
-        self._since = time.perf_counter()
+        self.outcome = Outcome(state="complete")
+        self._budget, self._should_continue = budget, should_continue
+        self._milestones = list(MILESTONES)
 
     def is_due(self, samples: int) -> bool:
         """Return whether to evaluate now; at the end of the budget training does so by itself."""
-        del samples  # `on_event` has counted them.
-        return not self._has_passed(100) and any(map(self._has_passed, self._left))
+        return samples < self._budget and samples * 100 >= self._budget * (*self._milestones, 100)[0]
 
     def on_event(self, event: Any) -> bool:
         """Handle an event of `fit_events`; return whether training ends here."""
         if isinstance(event, Updated):
-            now = time.perf_counter()
-            self.seconds, self._since = self.seconds + now - self._since, now
-            self.samples, self.oom_retries = event.samples, self.oom_retries + event.retries
-            return self._has_passed(100)
+            trained = event.samples - self.outcome.samples
+            self._set(
+                samples=event.samples,
+                seconds=self.outcome.seconds + trained / event.samples_per_second,
+                oom_retries=self.outcome.oom_retries + event.retries,
+            )
+            return event.samples >= self._budget
         if isinstance(event, Evaluated):
             self._record_loss(event.values["loss"], event.update)
-        if isinstance(event, (Started, Evaluated)):
-            self._since = time.perf_counter()
-        return self.ending is not None
+        return self.outcome.state != "complete"
 
     def _record_loss(self, loss: float, update: int) -> None:
         if not math.isfinite(loss):
-            self.ending, self.reason = "diverged", f"the loss on held-out data is {loss} after update {update}"
+            reason = f"the loss on held-out data is {loss} after update {update}"
+            self._set(state="diverged", loss=None, reason=reason)
             return
-        self.loss = loss
-        while not self._has_passed(100) and self._left and self._has_passed(self._left[0]):
-            if not self._go_on(self._left.pop(0), loss):
-                self.ending = "pruned"
+        self._set(loss=loss)
+        while self.is_due(self.outcome.samples):
+            if not self._should_continue(self._milestones.pop(0), loss):
+                self._set(state="pruned", loss=None)
                 return
 
-    def _has_passed(self, percent: int) -> bool:
-        return self.samples * 100 >= self._budget * percent
+    def _set(self, **known: Any) -> None:
+        self.outcome = dataclasses.replace(self.outcome, **known)
 
 
 def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:
@@ -165,8 +136,9 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
     model = workload.build_model().to(place)
     optimizer = workload.build_optimizer(model)
     schedule = workload.build_scheduler(workload.build_optimizer(model))
-    build = partial(workload.build_optimizer, model)
-    if schedule is not None and not scheduler_follows_rate(build, workload.build_scheduler):
+    if schedule is not None and not scheduler_follows_rate(
+        lambda: workload.build_optimizer(model), workload.build_scheduler
+    ):
         raise WorkloadError(
             f"{type_name(schedule)} ignores the optimizer's learning rate: there is nothing to tune",
             hint='start from the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
@@ -184,10 +156,8 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
         has_batch=workload.batch is not no_batch,
         training_samples=samples,
         held_out=held_out,
-        device=str(place),
-        card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
         dtypes=tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in model.parameters())),
-        batchnorms=tuple(batchnorm_names(model, workload.objective.criterion_module)),
         coupled=workload.coupled,
     )
 

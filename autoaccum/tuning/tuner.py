@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from autoaccum.accumulation.coupling import describe_modules
+from optuna.storages import RDBStorage
+
 from autoaccum.checks import check_alone
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
@@ -21,7 +22,6 @@ from autoaccum.tuning.study import (
     count_finished,
     is_default,
     open_storage,
-    parse_storage_address,
     study_config,
 )
 from autoaccum.tuning.trial_processes import TrialProcesses
@@ -30,6 +30,7 @@ from autoaccum.tuning.tuning_records import (
     Listener,
     SearchSpace,
     SearchStarted,
+    Setting,
     StudyOpened,
     TuneRequest,
     Tuning,
@@ -64,9 +65,8 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
         if on_event is not None:
             on_event(event)
 
-    address = parse_storage_address(request.storage)
-    with open_storage(address) as storage:
-        tuning = _Tuner(TrialProcesses(request, on_output), notify, on_output).run(storage, address)
+    with open_storage(request.storage) as storage:
+        tuning = _Tuner(TrialProcesses(request, on_output), notify, on_output).run(storage)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(notices)))
 
 
@@ -78,14 +78,14 @@ class _Tuner:
     def __init__(self, processes: TrialProcesses, notify: Listener, on_output: Output | None) -> None:
         self._processes, self._notify, self._on_output = processes, notify, on_output
 
-    def run(self, storage: Any, address: Any) -> Tuning:
+    def run(self, storage: RDBStorage) -> Tuning:
         request = self._processes.request
         facts = self._facts = self._processes.describe()
         budget, default = request.budget_samples or _one_epoch(facts), facts.learning_rate
         rates = request.learning_rate or LearningRateRange(default / _RANGE_FACTOR, default * _RANGE_FACTOR)
-        study = Study(storage, address, request.study or facts.name, study_config(request, facts, budget, rates))
-        name = study.optuna.study_name
-        self._notify(StudyOpened(facts, name, repr(address), count_finished(study.rows()), request.trials))
+        name = request.study or facts.name
+        study = Study(storage, request.storage, name, study_config(request, facts, budget, rates))
+        self._notify(StudyOpened(facts, name, request.storage, count_finished(study.rows()), request.trials))
         plan = study.load_plan()
         is_known = plan is not None
         if plan is None:
@@ -94,48 +94,33 @@ class _Tuner:
         if plan.multiple_of > 1:
             options = dataclasses.replace(request.options, multiple_of=plan.multiple_of)
             self._processes.request = dataclasses.replace(request, options=options)
-        coupled, warning = describe_coupling(plan, facts)
-        if warning is not None:
-            self._notify(Notice(warning))
-        timed = [] if plan.throughput is None else [speed.micro_batch for speed in plan.throughput.speeds]
         space = SearchSpace(
             learning_rates=rates,
             target_batches=request.target_batch,
-            # BatchNorm cannot normalise a single sample.
-            micro_batches=tuple(size for size in timed if size > 1) or (plan.micro_batch,),
             micro_batch=plan.micro_batch,
-            coupled=coupled,
             default_learning_rate=default,
         )
-        self._notify(SearchStarted(space, plan.micro_batch, remembered=is_known))
-        search = Search(study, space, budget, plan.largest_fit, self._processes, self._notify)
-        ended = search.run()
+        self._notify(SearchStarted(space, remembered=is_known))
+        ended = Search(study, space, budget, plan.largest_fit, self._processes, self._notify).run()
         rows = study.rows()
         complete = sorted((row for row in rows if row.state == "complete"), key=lambda row: (row.loss, row.number))
-        best = complete[0] if complete else None
-        if best is not None and best.setting is not None:
-            self._warn_of_range(best.setting.learning_rate, rates)
-        tuning = Tuning(
+        best = complete[0].setting if complete else None
+        for end in (rates.low, rates.high):
+            if best is not None and max(best.learning_rate / end, end / best.learning_rate) < _NEAR_FACTOR:
+                self._warn(f"the best learning rate lies near the end of the range, {end:.3g}: search beyond it")
+        return Tuning(
             study=name,
-            storage=repr(address),
+            storage=request.storage,
             workload={"reference": request.reference, **dataclasses.asdict(facts)},
             space=space,
             budget=budget,
             rows=rows,
-            best=best,
+            best=complete[0] if complete else None,
             own=next((row for row in complete if is_default(row, space)), None),
+            plan=None if best is None else self._plan_best(best, plan),
             ended=ended,
             throughput=plan.throughput,
         )
-        return dataclasses.replace(tuning, plan=self._plan_best(tuning, plan))
-
-    def _warn_of_range(self, rate: float, rates: LearningRateRange) -> None:
-        """Warn if the best learning rate lies near an end of the range."""
-        for end in (rates.low, rates.high):
-            if max(rate / end, end / rate) < _NEAR_FACTOR:
-                self._notify(
-                    Notice(f"the best learning rate lies near the end of the range, {end:.3g}: search beyond it")
-                )
 
     def _make_plan(self, target_batch: int, most: int | None = None, prefer: Prefer = "largest") -> Plan:
         """Plan updates as the study trains, with micro-batches of at most `most`. Raises as the planner."""
@@ -147,21 +132,21 @@ class _Tuner:
         self._processes.check_unchanged(str(plan.workload.get("digest")))
         return plan
 
-    def _plan_best(self, tuning: Tuning, plan: Plan) -> Plan | None:
-        """Plan the best setting's schedule, confirmed by a trial, with its learning rate; None without a best."""
-        if tuning.best is None or tuning.best.setting is None:
-            return None
-        setting = tuning.best.setting
+    def _plan_best(self, setting: Setting, plan: Plan) -> Plan | None:
+        """Plan the best setting's schedule, confirmed by a trial, with its learning rate; None where that fails."""
         parts = setting.cut(plan.multiple_of)
         if plan.kind != "measured" or plan.micro_batches != parts:
             try:
                 plan = self._make_plan(setting.target_batch, max(parts))
             except AutoaccumError as error:
-                self._notify(Notice(f"the best setting has no plan: {error}"))
+                self._warn(f"the best setting has no plan: {error}")
                 return None
         if plan.micro_batches != parts:
-            self._notify(Notice(f"micro-batches of {max(parts)} no longer fit: the plan has {plan.micro_batch}"))
+            self._warn(f"micro-batches of {max(parts)} no longer fit: the plan has {plan.micro_batch}")
         return dataclasses.replace(plan, learning_rate=setting.learning_rate)
+
+    def _warn(self, text: str) -> None:
+        self._notify(Notice(text))
 
 
 def _one_epoch(facts: WorkloadFacts) -> int:
@@ -171,27 +156,3 @@ def _one_epoch(facts: WorkloadFacts) -> int:
             hint="give the length of a trial: --budget-samples 10000 (budget_samples=10000)",
         )
     return facts.training_samples
-
-
-def describe_coupling(plan: Plan, facts: WorkloadFacts) -> tuple[str | None, str | None]:
-    """Return why the micro-batch changes the training, as a clause, and a warning if that could not be determined.
-
-    A BatchNorm counts wherever the model has one that is neither frozen nor exact: the plan's experiment uses the
-    initial weights, and does not see one whose own weight is still zero, as at the start of residual blocks. A loss
-    does not count where it is computed of the whole effective batch.
-    """
-    normed = () if facts.batchnorm in ("frozen", "exact") else facts.batchnorms
-    coupling = plan.coupling
-    loss = False if facts.coupled or coupling is None else coupling.loss
-    others = [] if coupling is None else [name for name in coupling.modules if name not in facts.batchnorms]
-    reasons = [
-        *([f"BatchNorm in {describe_modules(normed)} normalises by the micro-batch"] if normed else []),
-        *([f"samples of a micro-batch are coupled in {describe_modules(others)}"] if others else []),
-        *(["the loss mixes the samples of a batch"] if loss else []),
-    ]
-    if not reasons and (coupling is None or coupling.reason is not None or loss is None):
-        return None, (
-            "it could not be determined whether the micro-batch changes the training: trials assume that it does not;"
-            " check with `autoaccum verify`"
-        )
-    return " and ".join(reasons) or None, None

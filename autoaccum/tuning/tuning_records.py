@@ -12,15 +12,13 @@ from itertools import count, takewhile
 from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.checks import check_word, read_count
-from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.requests import Request
+from autoaccum.checks import read_count
+from autoaccum.devices.child.failures import Failure
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Throughput
 
-PRUNERS = ("halving", "none")
 _RATE_HINT = "give two numbers above 0, the smaller first: 1e-4..1e-1"
 _BATCH_HINT = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
 
@@ -28,8 +26,7 @@ _BATCH_HINT = "give a whole number of at least 1, or a range with the smaller fi
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial reports its loss before the end."""
 
-FinalState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
-RowState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
+State = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,9 @@ class TuneRequest:
     trials: int = 30
     learning_rate: LearningRateRange | None = None
     budget_samples: int | None = None
-    storage: str | None = None
+    storage: str = "tune.db"
     study: str | None = None
     seed: int = 0
-    pruner: str = "halving"
 
     def __post_init__(self) -> None:
         if not isinstance(self.reference, (str, os.PathLike)):
@@ -85,7 +81,9 @@ class TuneRequest:
         object.__setattr__(self, "reference", os.fspath(self.reference))
         read_count(self.trials, "trials")
         read_count(self.seed, "seed", least=0)
-        check_word(self.pruner, "pruner", PRUNERS)
+        if "://" in self.storage:
+            scheme = self.storage.partition("://")[0]
+            raise UsageError(f"the storage is a URL, of {scheme}", hint="give an SQLite file, such as tune.db")
         if self.budget_samples is not None:
             read_count(self.budget_samples, "budget_samples")
 
@@ -133,20 +131,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The ranges that settings are drawn from.
-
-    Attributes:
-        micro_batches: Sizes at or below the plan's ceiling, ascending; searched only if `coupled`.
-        micro_batch: The size for uncoupled trials.
-        coupled: Why the micro-batch changes the training, as a clause; None if it changes only speed and memory.
-        default_learning_rate: The workload's own learning rate.
-    """
+    """The ranges that settings are drawn from, the micro-batch of all, and the workload's own learning rate."""
 
     learning_rates: LearningRateRange
     target_batches: BatchSizeRange
-    micro_batches: tuple[int, ...]
     micro_batch: int
-    coupled: str | None
     default_learning_rate: float
 
 
@@ -162,8 +151,7 @@ class WorkloadFacts:
         schedule: The class of its scheduler.
         training_samples: Samples without the held-out ones; None if the data has no known length.
         held_out: The held-out data, as a phrase.
-        card: The name of the GPU; None on the CPU.
-        batchnorms: Names of its BatchNorm modules.
+        device: `cpu`, or the name of the GPU.
         coupled: Whether its loss is computed of the outputs of the whole effective batch.
     """
 
@@ -180,9 +168,7 @@ class WorkloadFacts:
     training_samples: int | None
     held_out: str
     device: str
-    card: str | None = None
     dtypes: tuple[str, ...] = ("fp32",)
-    batchnorms: tuple[str, ...] = ()
     coupled: bool = False
 
 
@@ -193,26 +179,32 @@ class Outcome:
     Attributes:
         state: `diverged`: a loss or a gradient was not finite. `out_of_memory`: not even smaller micro-batches fit.
             `failed`: the user's code raised, or its process died.
-        loss: The held-out loss at the end; None unless complete or pruned.
-        seconds: Seconds of training, without evaluations and starts.
+        loss: The held-out loss at the end; None unless complete.
+        seconds: Seconds of its updates.
         oom_retries: How many times an update was repeated after running out of memory.
         reason: Why it ended early, as a sentence without a full stop.
         user_traceback: The user's own frames, if their code failed.
     """
 
-    state: FinalState
+    state: State
     loss: float | None = None
     samples: int = 0
-    seconds: float | None = None
+    seconds: float = 0.0
     oom_retries: int = 0
     reason: str | None = None
     user_traceback: str | None = None
     warnings: tuple[str, ...] = ()
 
+    @classmethod
+    def of_failure(cls, failure: Failure) -> Outcome:
+        """Return the outcome of a training that failed in a child, or that could not load the workload there."""
+        state: State = "out_of_memory" if failure.outcome == "oom" else "failed"
+        return cls(state=state, reason=failure.message, user_traceback=failure.traceback)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One trial of a study.
+class Row(Outcome):
+    """One trial of a study; also the event when it starts (`running`) and when it has ended.
 
     Attributes:
         setting: None until it is drawn.
@@ -221,13 +213,8 @@ class Row:
     """
 
     number: int
-    state: RowState
-    setting: Setting | None
-    loss: float | None = None
+    setting: Setting | None = None
     losses: tuple[tuple[int, float], ...] = ()
-    seconds: float | None = None
-    oom_retries: int = 0
-    reason: str | None = None
     lost: bool = False
 
 
@@ -236,7 +223,7 @@ class Tuning:
     """The result of a study so far.
 
     Attributes:
-        storage: Its address, without a password.
+        storage: Its file.
         budget: The samples that each trial trains on.
         best: The complete trial with the lowest loss; None if no trial is complete.
         own: The trial with the workload's own learning rate; None if it was not run to the end.
@@ -257,7 +244,7 @@ class Tuning:
     throughput: Throughput | None = None
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    schema: int = 4
+    schema: int = 5
 
 
 @dataclass(frozen=True)
@@ -276,73 +263,11 @@ class SearchStarted:
     """Trials come next; `remembered` is True if the plan was made before."""
 
     space: SearchSpace
-    micro_batch: int
     remembered: bool
-
-
-@dataclass(frozen=True)
-class TrialStarted:
-    """A trial trains from now on."""
-
-    number: int
-    setting: Setting
-
-
-@dataclass(frozen=True)
-class TrialEnded:
-    """A trial is finished and saved."""
-
-    row: Row
 
 
 Listener = Callable[[Any], Any]
 """Called with every event, and the planner's while it plans."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadForTuning(Request[str]):
-    """Load the workload; the reply is the digest of its source files."""
-
-    paths: ImportPaths
-    reference: str
-    options: Mapping[str, Any]
-    target_batch: int
-
-    doing = "loading the workload"
-
-
-@dataclass(frozen=True)
-class Describe(Request[WorkloadFacts]):
-    """Build what the workload trains, and describe it."""
-
-    doing = "building the workload"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingProgress:
-    """The loss at a milestone, in percent of the budget; or the outcome, at the end."""
-
-    percent: int = 0
-    loss: float = 0.0
-    outcome: Outcome | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train(Request[TrainingProgress]):
-    """Train up to the first milestone."""
-
-    setting: Setting
-    budget: int
-    seed: int
-    evaluation_batch: int
-
-    doing = "training"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContinueTraining(Request[TrainingProgress]):
-    """Train up to the next milestone, or end the training here."""
-
-    should_continue: bool
-
-    doing = "training"
+ShouldContinue = Callable[[int, float], bool]
+"""Called with a milestone (percent of the budget) and the held-out loss; returns whether to continue."""

@@ -69,7 +69,13 @@ def train_here(
 ) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
     return train_setting(
-        workload, setting, SAMPLES, seed=0, evaluation_batch=32, device=str(place), should_continue=should_continue
+        workload,
+        setting=setting,
+        budget=SAMPLES,
+        seed=0,
+        evaluation_batch=32,
+        device=str(place),
+        should_continue=should_continue,
     )
 
 
@@ -110,11 +116,11 @@ def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Ca
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     processes = TrialProcesses(request)
-    first = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
+    first = processes.train(setting, 2 * target, made.micro_batch, ending)
     high = replace(setting, learning_rate=1e30)
-    wild = processes.train(high, 2 * target, 0, made.micro_batch, lambda percent, loss: True)
-    again = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
-    pruned = processes.train(setting, 2 * target, 0, made.micro_batch, ending)
+    wild = processes.train(high, 2 * target, made.micro_batch, lambda percent, loss: True)
+    again = processes.train(setting, 2 * target, made.micro_batch, ending)
+    pruned = processes.train(setting, 2 * target, made.micro_batch, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

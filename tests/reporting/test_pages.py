@@ -108,7 +108,7 @@ def test_a_study_page_has_its_trials_and_pictures() -> None:
         "the loss over the trials",
         "the losses within each trial",
     ]
-    assert "with exact accumulation it changes speed and memory" in parsed.text
+    assert "the plan's for all trials" in parsed.text
     assert "diverged" in parsed.text
     lost = dataclasses.replace(study(1), rows=(), best=None, own=None, plan=None)
     parsed = Parsed(tune_page(lost, {}).render())

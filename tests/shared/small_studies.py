@@ -17,7 +17,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.tuning.study import Search, Study, is_default, open_storage, parse_storage_address, study_config
+from autoaccum.tuning.study import Search, Study, is_default, open_storage, study_config
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tuning_records import (
     BatchSizeRange,
@@ -50,9 +50,7 @@ FACTS = WorkloadFacts(
 SPACE = SearchSpace(
     learning_rates=LearningRateRange(OWN_RATE / 100, OWN_RATE * 100),
     target_batches=BatchSizeRange(16, 16),
-    micro_batches=(8, 16),
     micro_batch=16,
-    coupled=None,
     default_learning_rate=OWN_RATE,
 )
 
@@ -102,13 +100,13 @@ class Trainer:
     workload: Workload
     before: Callable[[Setting], object] = lambda setting: None
 
-    def train(self, setting: Setting, budget: int, seed: int, evaluation_batch: int, should_continue: Any) -> Outcome:
+    def train(self, setting: Setting, budget: int, evaluation_batch: int, should_continue: Any) -> Outcome:
         self.before(setting)
         return train_setting(
             self.workload,
-            setting,
-            budget,
-            seed=seed,
+            setting=setting,
+            budget=budget,
+            seed=self.request.seed,
             evaluation_batch=evaluation_batch,
             device="cpu",
             should_continue=should_continue,
@@ -116,7 +114,7 @@ class Trainer:
 
 
 def request_of(**fields: Any) -> TuneRequest:
-    options = Options(**{name: fields.pop(name) for name in ("device", "time_limit", "trial_limit") if name in fields})
+    options = Options(**{name: fields.pop(name) for name in ("device", "time_limit") if name in fields})
     known: dict[str, Any] = {
         "reference": "line.py",
         "target_batch": BatchSizeRange(16, 16),
@@ -129,9 +127,8 @@ def request_of(**fields: Any) -> TuneRequest:
 @contextmanager
 def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
     """A study in a file, created or resumed."""
-    address = parse_storage_address(str(file))
-    with open_storage(address) as storage:
-        yield Study(storage, address, "line", study_config(request, facts, 64, SPACE.learning_rates))
+    with open_storage(str(file)) as storage:
+        yield Study(storage, str(file), "line", study_config(request, facts, 64, SPACE.learning_rates))
 
 
 def search_in(
@@ -163,7 +160,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
     slower = Speed(micro_batch=4, iter_size=4)
     known: dict[str, Any] = {
         "study": "line",
-        "storage": "sqlite:///tune.db",
+        "storage": "tune.db",
         "workload": {"reference": "line.py", **vars(FACTS)},
         "space": SPACE,
         "budget": 64,

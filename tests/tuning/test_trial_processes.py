@@ -12,7 +12,7 @@ from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tuning_records import Outcome, Setting
 
 WORKLOAD = """
-import os, signal, time
+import os, signal
 import torch
 from torch import nn
 
@@ -34,8 +34,6 @@ class Odd(torch.optim.SGD):
         rate = self.param_groups[0]["lr"]
         if rate == 7.0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rate == 8.0:
-            time.sleep(100)
         return super().step(closure)
 
 def optimizer(params):
@@ -60,7 +58,7 @@ def processes(reference: str, warm_children: None) -> TrialProcesses:
 
 def train(processes: TrialProcesses, rate: float) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=16, micro_batch=8)
-    return processes.train(setting, 64, 0, 8, lambda percent, loss: percent < 50 or rate < 1)
+    return processes.train(setting, 64, 8, lambda percent, loss: percent < 50 or rate < 1)
 
 
 def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:
@@ -71,11 +69,9 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialP
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialProcesses, reference: str) -> None:
+def test_a_process_that_is_killed_is_a_failed_trial(processes: TrialProcesses) -> None:
     killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
-    hung = train(TrialProcesses(request_of(reference=reference, device="cpu", trial_limit=4.0)), 8.0)
-    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (4 s), and was ended")
 
 
 def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:

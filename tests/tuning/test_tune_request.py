@@ -17,7 +17,7 @@ from autoaccum.tuning.tuning_records import read_batches, read_rates
         ({"reference": 3}, "the workload is a int"),
         ({"trials": 0}, "trials is 0: give a whole number of at least 1"),
         ({"budget_samples": 0}, "budget_samples is 0"),
-        ({"pruner": "hyperband"}, "there is no pruner 'hyperband': choose halving or none"),
+        ({"storage": "postgresql://me:secret@host/db"}, "the storage is a URL, of postgresql: give an SQLite file"),
     ],
     ids=range(4),
 )

@@ -11,12 +11,12 @@ from matplotlib.text import Text
 
 from autoaccum.planning.throughput import Throughput
 from autoaccum.reporting.figures.style import HEIGHT, LIGHT, TEXT_POINTS, WIDTH, picture_bytes, picture_settings
-from autoaccum.tuning.study import open_storage, parse_storage_address, storage_errors
+from autoaccum.tuning.study import open_storage, storage_errors
 from autoaccum.tuning.tuning_records import Tuning
 
 
-def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
-    """Draw the pictures of a study in `storage` (as `tune` was given it), by the names of their files.
+def draw_tuning(tuning: Tuning) -> dict[str, bytes]:
+    """Draw the pictures of a study, by the names of their files.
 
     Raises:
         StudyError: It cannot be read any more.
@@ -25,12 +25,12 @@ def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
     from optuna.visualization import matplotlib as of_optuna
 
     matplotlib.use("agg")
-    address, loss = parse_storage_address(storage), "held-out loss"
-    with open_storage(address) as opened, storage_errors(address), picture_settings():
+    loss = "held-out loss"
+    with open_storage(tuning.storage) as opened, storage_errors(tuning.storage), picture_settings():
         study = optuna.load_study(storage=opened, study_name=tuning.study)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            warnings.filterwarnings("ignore", "Attempting to set identical")  # One trial is complete.
+            warnings.filterwarnings("ignore", "Attempting to set identical|No artists")  # At most one is complete.
             drawn = {
                 "trials.svg": of_optuna.plot_optimization_history(study, target_name=loss),
                 "rates.svg": of_optuna.plot_slice(study, target_name=loss),
