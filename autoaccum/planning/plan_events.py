@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import MemoryReport
 
 
 @dataclass(frozen=True)
-class Loading:
-    """The workload is being loaded and checked; importing PyTorch takes a while."""
+class Doing:
+    """Something begins that takes a while.
 
-    reference: str
+    Attributes:
+        what: `loading` the workload, which imports PyTorch; `tracing` small sizes to forecast peaks; `timing` updates;
+            `explaining` the memory of the schedule, which is proved.
+        subject: The workload that is loaded, or the micro-batch that is timed.
+    """
+
+    what: Literal["loading", "tracing", "timing", "explaining"]
+    subject: str | int = ""
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,6 @@ class SaversTried:
 
     savers: tuple[str, ...]
     trial: Trial | None = None
-
-
-@dataclass(frozen=True)
-class Tracing:
-    """Small sizes are being traced on a simulated card, to forecast the peaks of larger ones."""
 
 
 @dataclass(frozen=True)
@@ -79,34 +82,11 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
-class TimingStarted:
-    """An update in micro-batches of that size is being timed."""
-
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class ExplanationStarted:
-    """The schedule is proved; the explanation of its memory comes next."""
-
-
-@dataclass(frozen=True)
 class Explained:
     """The memory of the schedule was explained, in more detail than the plan keeps."""
 
     account: MemoryReport
 
 
-Event = (
-    Loading
-    | Inspected
-    | SaversTried
-    | Tracing
-    | TracedAlone
-    | TrialStarted
-    | TrialFinished
-    | TimingStarted
-    | ExplanationStarted
-    | Explained
-)
+Event = Doing | Inspected | SaversTried | TracedAlone | TrialStarted | TrialFinished | Explained
 Listener = Callable[[Event], None]

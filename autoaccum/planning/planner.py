@@ -15,15 +15,7 @@ from autoaccum.devices.base import Forecast, Inspection, Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Reduce
-from autoaccum.planning.plan_events import (
-    Explained,
-    ExplanationStarted,
-    Inspected,
-    Listener,
-    Loading,
-    TracedAlone,
-    Tracing,
-)
+from autoaccum.planning.plan_events import Doing, Explained, Inspected, Listener, TracedAlone
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
@@ -138,7 +130,7 @@ class _Planner:
     def start(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float) -> _Planner:
         """Inspect the workload; on an installed card that is to have savers, with those that its simulation chooses."""
         limits = SearchLimits(request.max_trials, request.options.time_limit, started)
-        notify(Loading(setup.reference))
+        notify(Doing("loading", setup.reference))
         device, before, trials = setup.device, time.monotonic(), None
         if request.options.chooses_savers:
             trials = SaverTrials(device, request, limits, notify)
@@ -297,7 +289,7 @@ class _Planner:
         return dataclasses.replace(result, trials=tuple(self.runner.trials[before:]), notes=forecast.notes)
 
     def _forecast(self, seconds_left: float | None) -> Forecast:
-        self.notify(Tracing())
+        self.notify(Doing("tracing"))
         if seconds_left is not None and not self.predicts:  # Predicted trials need the traces of a forecast.
             seconds_left *= _FORECAST_TIME_SHARE
         forecast = self.setup.device.forecast(limit_seconds=seconds_left, choose=self._choose_parts)
@@ -398,7 +390,7 @@ def explain_memory(
     changes, curve = request.explain or request.report, request.picture or request.report
     if not (changes or curve) or "explain" not in setup.device.capabilities:
         return None, ()
-    notify(ExplanationStarted())
+    notify(Doing("explaining"))
     try:
         seconds = limits.seconds_left()
         account = setup.device.explain(parts, limit_seconds=seconds, changes=changes, curve=curve)

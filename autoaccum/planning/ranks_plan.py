@@ -15,7 +15,7 @@ from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import card_index
-from autoaccum.planning.plan_events import Event, Explained, Listener
+from autoaccum.planning.plan_events import Listener
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MemorySize, format_bytes
@@ -48,19 +48,11 @@ def plan_with_ranks(
         AutoaccumError: As `make_plan`.
     """
     with launched_ranks(on_cards=False) as ranks:
-        tell = on_event if on_event is not None and ranks.rank == 0 else lambda event: None
-        explained: list[Explained] = []
-
-        def hear(event: Event) -> None:
-            if isinstance(event, Explained):
-                explained.append(event)
-            else:
-                tell(event)
-
+        is_first = ranks.rank == 0
+        heard = on_event if on_event is not None and is_first else lambda event: None
+        printed = on_output if is_first else lambda line: None
         try:
-            request = _for_ranks(request, ranks)
-            own = plan_here(ranks, request, hear, on_output if ranks.rank == 0 else lambda line: None)
-            found = ranks.gather((own, explained))
+            plans = ranks.gather(plan_here(ranks, _for_ranks(request, ranks), heard, printed))
         except RankLostError:
             raise
         except OtherRanksFailed as others:
@@ -71,11 +63,9 @@ def plan_with_ranks(
             if known is None:
                 raise
         else:
-            plans = [plan for plan, _ in found]
-            least = min(range(ranks.size), key=lambda rank: (plans[rank].largest_fit, plans[rank].limit_bytes, rank))
-            for event in found[least][1]:
-                tell(event)
-            return _join_plans(plans[least], plans)
+            least = min(plans, key=lambda plan: (plan.largest_fit, plan.limit_bytes))
+            warnings = dict.fromkeys(text for plan in (least, *plans) for text in plan.warnings)
+            return dataclasses.replace(least, devices=tuple(plan.device for plan in plans), warnings=tuple(warnings))
     raise _first_error(failures, ranks)
 
 
@@ -120,21 +110,13 @@ def _with_own_budget(options: Options, ranks: Ranks) -> Options:
     return options
 
 
-def _join_plans(least: Plan, plans: list[Plan]) -> Plan:
-    """Return the plan of the rank where the least fits, with the devices and warnings of all."""
-    warnings = [text for plan in (least, *plans) for text in plan.warnings]
-    return dataclasses.replace(
-        least, devices=tuple(plan.device for plan in plans), warnings=tuple(dict.fromkeys(warnings))
-    )
-
-
 def _first_error(failures: Sequence[RankFailure], ranks: Ranks) -> AutoaccumError:
     """Return the error of the first rank that failed, which names the rank where others did not fail so."""
     first = failures[0]
     error = first.error if isinstance(first, _PlanFailure) else None
     if error is None:
         return first.as_error()
-    if len({one.text for one in failures}) > 1 or len(failures) < ranks.size:
+    if len({failure.text for failure in failures}) > 1 or len(failures) < ranks.size:
         error.message = f"rank {first.rank} of {ranks.size}: {error.message}"
         error.args = (f"rank {first.rank} of {ranks.size}: {error}",)
     return error

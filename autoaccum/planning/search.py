@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from autoaccum.devices.base import Trial
@@ -43,12 +43,7 @@ class RunTrial(Protocol):
     """A function that runs one trial."""
 
     def __call__(self, size: int, *, fresh: bool, unlimited: bool) -> Trial:
-        """Run a trial at `size` samples.
-
-        Args:
-            size: The micro-batch.
-            fresh: Run it in a process that has run none before.
-            unlimited: Run it whatever the limits on the search are.
+        """Run a trial at `size` samples, in a `fresh` process or any; `unlimited`: whatever the limits are.
 
         Raises:
             SearchStopped: A limit forbids the trial, or ended it.
@@ -125,128 +120,132 @@ def search(
         NotMeasuredError: A trial raised an error of the measurement, or failed with an uncertain out-of-memory error
             and no smaller size ran in a fresh process; or the search was stopped before any size had run.
     """
-    history = _History(trial, sizes, limit_bytes, needs or MemoryNeeds(), answer)
-    for trial_before in known:
-        history.keep(trial_before)
-    forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1])
-    stop: SearchStopped | None = None
-    refuted: list[str] = []
-    while True:
-        try:
-            if stop is None:
-                _narrow_down(history, grow, forecast, from_largest=from_largest)
-        except SearchStopped as raised:
-            stop = raised
-        largest = history.largest_fit
-        if largest < sizes[0] and stop is not None:
-            raise NotMeasuredError(
-                f"{stop} ended the search before a micro-batch of {sizes[0]} had run through",
-                hint="allow more, or take a smaller model",
-            )
-        if largest < sizes[0] or history.answer(largest) < sizes[0]:
-            raise does_not_fit_error(history.trials[-1], limit_bytes, needs)
-        size = history.answer(largest)
-        confirmed = history.confirmation(size)
-        uncertain = history.uncertain_failure
-        if confirmed is not None and uncertain is None:
-            return _result(history, size, confirmed, refuted, stop)
-        final = history.run(size, fresh=True, unlimited=True)
-        if not history.fits(final):
-            refuted.append(refuted_warning(final, largest, predicted=history.needs.predicted))
-            history.refute(final)
-        elif uncertain is not None and history.uncertain_failure is not None:
-            raise uncertain_oom_error(uncertain)
-
-
-def _narrow_down(
-    history: _History,
-    grow: Callable[[int], Trial] | None,
-    forecast: CorrectedForecast | None,
-    *,
-    from_largest: bool,
-) -> None:
-    """Run trials until no size is left between the largest that ran and the first that failed."""
-    sizes, widening = history.sizes, 1.0
-    while True:
-        low, high = history.bracket
-        by_forecast = None if forecast is None else forecast.estimate(history.peaks)
-        estimate = by_forecast or history.estimate()
-        if low + 1 == high:
-            if not history.may_be_leftovers(estimate):
-                return
-            history.run(sizes[high], fresh=True)
-            continue
-        is_sure = estimate is not None and estimate.is_sure(sizes)
-        if grow is not None and len(sizes) > 1 and not history.has_grown and by_forecast is None and not is_sure:
-            history.has_grown = True
-            history.keep(grow(sizes[-1]))
-            continue
-        if len(history.trials) >= _MAX_ESTIMATED_TRIALS:
-            size = sizes[(low + high) // 2]
-        else:
-            wide = None if estimate is None else estimate.widened(widening)
-            size = choose_size(
-                sizes[low + 1 : high], history.largest_fit, history.first_fail, wide, from_largest=from_largest
-            )
-        index = bisect_left(sizes, size)
-        # What probably ends the search runs in a fresh process: a success is then confirmed, a failure not repeated.
-        if estimate is not None and size <= estimate.ceiling:
-            # The process of the inspection has more memory than others: what it imported does not count any more.
-            next_fails = index + 1 == high or sizes[index + 1] > estimate.ceiling
-            fresh = next_fails or not any(t.fresh for t in history.trials)
-        else:
-            fresh = estimate is not None and estimate.probability(size) > _UNSURE
-        fresh = not history.needs.predicted and (fresh or history.leftovers_matter)
-        trial = history.run(size, fresh=fresh)
-        if estimate is not None:
-            widening = estimate.widen(widening, size, fits=history.fits(trial))
-
-
-def _result(
-    history: _History, size: int, confirmed: Trial, refuted: list[str], stop: SearchStopped | None
-) -> SearchResult:
-    largest, first_fail = history.largest_fit, history.first_fail
-    capped = largest == history.sizes[-1]
-    warnings = [*refuted]
-    if any(t.outcome == "tight" and t.micro_batch == largest for t in history.trials):
-        warnings.append(tight_warning(largest, predicted=history.needs.predicted))
-    if stop is not None and not capped:
-        warnings.append(stop_warning(str(stop), largest, first_fail))
-    return SearchResult(
-        size=size,
-        trial=confirmed,
-        largest_fit=largest,
-        first_fail=None if capped else first_fail,
-        capped=capped,
-        trials=tuple(history.trials),
-        warnings=tuple(warnings),
-        stopped=None if stop is None or capped else stop.stop,
+    found = _Search(
+        trial,
+        sizes,
+        limit_bytes,
+        needs or MemoryNeeds(),
+        grow,
+        None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1]),
+        answer or (lambda size: sizes[bisect_right(sizes, size) - 1]),
+        from_largest,
     )
+    for trial_before in known:
+        found.keep(trial_before)
+    return found.find_largest()
 
 
-class _History:
+@dataclass
+class _Search:
     """The trials of a search, and what follows from all of them together; the arguments are those of `search`."""
 
-    def __init__(
-        self,
-        trial: RunTrial,
-        sizes: Sequence[int],
-        limit_bytes: int,
-        needs: MemoryNeeds,
-        answer: Callable[[int], int] | None,
-    ) -> None:
-        self._trial, self._limit_bytes, self.sizes, self.needs = trial, limit_bytes, sizes, needs
-        self.answer = answer or (lambda size: sizes[bisect_right(sizes, size) - 1])
-        self.trials: list[Trial] = []
-        self.has_grown = False
-        self._tried_fresh: set[int] = set()
-        self._refuted: int | None = None
+    trial: RunTrial
+    sizes: Sequence[int]
+    limit_bytes: int
+    needs: MemoryNeeds
+    grow: Callable[[int], Trial] | None
+    forecast: CorrectedForecast | None
+    answer: Callable[[int], int]
+    from_largest: bool
+    trials: list[Trial] = field(default_factory=list)
+    tried_fresh: set[int] = field(default_factory=set)
+    has_grown: bool = False
+    refuted: int | None = None
+    stop: SearchStopped | None = None
+
+    def find_largest(self) -> SearchResult:
+        """Return the result of `search`."""
+        sizes, refuted = self.sizes, list[str]()
+        while True:
+            try:
+                if self.stop is None:
+                    self.narrow_down()
+            except SearchStopped as stop:
+                self.stop = stop
+            largest = self.largest_fit
+            if largest < sizes[0] and self.stop is not None:
+                raise NotMeasuredError(
+                    f"{self.stop} ended the search before a micro-batch of {sizes[0]} had run through",
+                    hint="allow more, or take a smaller model",
+                )
+            if largest < sizes[0] or self.answer(largest) < sizes[0]:
+                raise does_not_fit_error(self.trials[-1], self.limit_bytes, self.needs)
+            size = self.answer(largest)
+            confirmed, uncertain = self.confirmation(size), self.uncertain_failure
+            if confirmed is not None and uncertain is None:
+                return self.result(size, confirmed, refuted)
+            final = self.run(size, fresh=True, unlimited=True)
+            if not self.fits(final):
+                refuted.append(refuted_warning(final, largest, predicted=self.needs.predicted))
+                self.refute(final)
+            elif uncertain is not None and self.uncertain_failure is not None:
+                raise uncertain_oom_error(uncertain)
+
+    def result(self, size: int, confirmed: Trial, refuted: Sequence[str]) -> SearchResult:
+        largest, first_fail, stop = self.largest_fit, self.first_fail, self.stop
+        capped = largest == self.sizes[-1]
+        warnings = [*refuted]
+        if any(t.outcome == "tight" and t.micro_batch == largest for t in self.trials):
+            warnings.append(tight_warning(largest, predicted=self.needs.predicted))
+        if stop is not None and not capped:
+            warnings.append(stop_warning(str(stop), largest, first_fail))
+        return SearchResult(
+            size=size,
+            trial=confirmed,
+            largest_fit=largest,
+            first_fail=None if capped else first_fail,
+            capped=capped,
+            trials=tuple(self.trials),
+            warnings=tuple(warnings),
+            stopped=None if stop is None or capped else stop.stop,
+        )
+
+    def narrow_down(self) -> None:
+        """Run trials until no size is left between the largest that ran and the first that failed."""
+        sizes, widening = self.sizes, 1.0
+        while True:
+            low, high = self.bracket
+            by_forecast = None if self.forecast is None else self.forecast.estimate(self.peaks)
+            estimate = by_forecast or self.estimate()
+            if low + 1 == high:
+                if not self.may_be_leftovers(estimate):
+                    return
+                self.run(sizes[high], fresh=True)
+                continue
+            is_sure = estimate is not None and estimate.is_sure(sizes)
+            if self.grow is not None and not self.has_grown and len(sizes) > 1 and by_forecast is None and not is_sure:
+                self.has_grown = True
+                self.keep(self.grow(sizes[-1]))
+                continue
+            if len(self.trials) >= _MAX_ESTIMATED_TRIALS:
+                size = sizes[(low + high) // 2]
+            else:
+                wide = None if estimate is None else estimate.widened(widening)
+                between, first_fail = sizes[low + 1 : high], self.first_fail
+                size = choose_size(between, self.largest_fit, first_fail, wide, from_largest=self.from_largest)
+            trial = self.run(size, fresh=self.is_run_fresh(size, high, estimate))
+            if estimate is not None:
+                widening = estimate.widen(widening, size, fits=self.fits(trial))
+
+    def is_run_fresh(self, size: int, high: int, estimate: Estimate | None) -> bool:
+        """Return whether a fresh process runs the trial of a size, where `high` is the index of the first that failed.
+
+        It does where the trial probably ends the search: a success is then confirmed, a failure not repeated.
+        """
+        if self.needs.predicted or estimate is None:
+            return self.leftovers_matter
+        if size > estimate.ceiling:
+            return self.leftovers_matter or estimate.probability(size) > _UNSURE
+        index = bisect_left(self.sizes, size)
+        next_fails = index + 1 == high or self.sizes[index + 1] > estimate.ceiling
+        # The process of the inspection has more memory than others: what it imported does not count any more.
+        return self.leftovers_matter or next_fails or not any(t.fresh for t in self.trials)
 
     def run(self, size: int, *, fresh: bool, unlimited: bool = False) -> Trial:
         """Run a trial and keep it; raises as `keep`."""
-        trial = self._trial(size, fresh=fresh, unlimited=unlimited)
+        trial = self.trial(size, fresh=fresh, unlimited=unlimited)
         if fresh or trial.fresh:
-            self._tried_fresh.add(size)
+            self.tried_fresh.add(size)
         return self.keep(trial)
 
     def keep(self, trial: Trial) -> Trial:
@@ -261,11 +260,11 @@ class _History:
     def refute(self, trial: Trial) -> None:
         """Leave out the size of a trial that failed from a clean state, and larger ones; raise for the least size."""
         if trial.micro_batch > self.sizes[0]:
-            self._refuted = trial.micro_batch
+            self.refuted = trial.micro_batch
             return
         if trial.outcome == "oom" and not trial.certain:
             raise NotMeasuredError(f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}")
-        raise does_not_fit_error(trial, self._limit_bytes, self.needs)
+        raise does_not_fit_error(trial, self.limit_bytes, self.needs)
 
     def fits(self, trial: Trial) -> bool:
         """Return whether the trial counts as one that fits: a `tight` one only as long as no other trial is `ok`."""
@@ -274,16 +273,16 @@ class _History:
     @property
     def largest_fit(self) -> int:
         """The largest size that ran, below any that was refuted; 0 when none has."""
-        ran = {trial.micro_batch for trial in self._decisive if self.fits(trial)}
+        ran = {trial.micro_batch for trial in self.decisive if self.fits(trial)}
         grown = (trial for trial in self.trials if trial.outcome != "tight")
-        ran |= {size for trial in grown for size, peak in trial.peaks if peak <= self._limit_bytes}
-        return max((size for size in ran if self._refuted is None or size < self._refuted), default=0)
+        ran |= {size for trial in grown for size, peak in trial.peaks if peak <= self.limit_bytes}
+        return max((size for size in ran if self.refuted is None or size < self.refuted), default=0)
 
     @property
     def first_fail(self) -> int | None:
         """The smallest size above `largest_fit` that failed; None when none did."""
         largest = self.largest_fit
-        failed = (t.micro_batch for t in self._decisive if not self.fits(t) and t.micro_batch > largest)
+        failed = (t.micro_batch for t in self.decisive if not self.fits(t) and t.micro_batch > largest)
         return min(failed, default=None)
 
     @property
@@ -292,11 +291,6 @@ class _History:
         first_fail = self.first_fail
         high = len(self.sizes) if first_fail is None else bisect_left(self.sizes, first_fail)
         return min(bisect_right(self.sizes, self.largest_fit), high) - 1, high
-
-    @property
-    def valid_trials(self) -> list[Trial]:
-        """The trials that count: where leftovers matter, failures of used processes do not."""
-        return [t for t in self.trials if t.ran or t.fresh] if self.leftovers_matter else self.trials
 
     @property
     def leftovers_matter(self) -> bool:
@@ -311,19 +305,19 @@ class _History:
         if self.needs.predicted or first_fail is None:
             return False
         # A growing trial may have failed between two of the sizes: then the larger one is repeated.
-        if any(first_fail <= size <= self.sizes[high] for size in self._tried_fresh):
+        if any(first_fail <= size <= self.sizes[high] for size in self.tried_fresh):
             return False
         return estimate is None or estimate.probability(first_fail) > _UNSURE
 
     def confirmation(self, size: int) -> Trial | None:
         """Return the trial that confirmed `size`, in a fresh process; None if there is none."""
-        ran = [t for t in self._decisive if t.micro_batch == size and self.fits(t) and not t.peaks]
+        ran = [t for t in self.decisive if t.micro_batch == size and self.fits(t) and not t.peaks]
         return ran[0] if ran and ran[0].fresh else None
 
     @property
     def uncertain_failure(self) -> Trial | None:
         """The smallest failure that may be a bug, if no smaller size ran in a fresh process."""
-        uncertain = [t for t in self._decisive if not t.ran and not t.certain]
+        uncertain = [t for t in self.decisive if not t.ran and not t.certain]
         if not uncertain:
             return None
         failure = min(uncertain, key=lambda t: t.micro_batch)
@@ -335,13 +329,18 @@ class _History:
         peaks, needs = self.peaks, self.needs
         if not self.trials and needs.update_bytes is not None and needs.sample_bytes:
             peaks = {needs.update_samples: needs.update_bytes}
-        return estimate_from_peaks(peaks, self._limit_bytes, sample_bytes=needs.sample_bytes)
+        return estimate_from_peaks(peaks, self.limit_bytes, sample_bytes=needs.sample_bytes)
 
     @property
-    def _decisive(self) -> list[Trial]:
-        """The trial that counts of each size: the last one in a fresh process, or else the last."""
+    def decisive(self) -> list[Trial]:
+        """The trial that counts of each size: the last one in a fresh process, or else the last.
+
+        Where leftovers matter, failures of used processes do not count.
+        """
         found: dict[int, Trial] = {}
-        for trial in self.valid_trials:
+        for trial in self.trials:
+            if self.leftovers_matter and not (trial.ran or trial.fresh):
+                continue
             known = found.get(trial.micro_batch)
             if known is None or trial.fresh or not known.fresh:
                 found[trial.micro_batch] = trial

@@ -11,7 +11,7 @@ from functools import partial
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.checks import counted
 from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.planning.plan_events import Listener, TimingStarted, TrialFinished, TrialStarted
+from autoaccum.planning.plan_events import Doing, Listener, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import Throughput, measure_throughput
@@ -59,7 +59,7 @@ class TrialRunner:
         request: The request.
         inspection: What is known of the workload.
         limits: The limits on the trials.
-        notify: Gets `TrialStarted`, `TrialFinished` and `TimingStarted`.
+        notify: Gets `TrialStarted`, `TrialFinished` and `Doing`.
         start_seconds: The time that a fresh process takes to start, reserved for the confirmation.
     """
 
@@ -127,7 +127,7 @@ class TrialRunner:
 
             def time_one(size: int) -> float:
                 self._limits.seconds_left(self._reserve_seconds)
-                self._notify(TimingStarted(size))
+                self._notify(Doing("timing", size))
                 return time_update(size)
 
             name = str(self._device.describe().get("card") or self._device.name)

@@ -158,6 +158,12 @@ def trials_table(plan: Plan) -> Table:
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
 _NO_FIT = "no fit"
+_DOING = {
+    "loading": "loading {} ...",
+    "tracing": "tracing small sizes ...",
+    "timing": "timing updates in micro-batches of {} ...",
+    "explaining": "finding out where the memory goes ...",
+}
 _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
 
 
@@ -168,8 +174,8 @@ class PlanProgress(Progress):
 
     def notify(self, event: plan_events.Event) -> None:
         """Show one event."""
-        if isinstance(event, plan_events.Loading):
-            self.show(f"loading {event.reference} ...")
+        if isinstance(event, plan_events.Doing):
+            self.show(_DOING[event.what].format(event.subject))
         elif isinstance(event, plan_events.Inspected):
             self.stop()
             self._predicted = event.predicted
@@ -179,16 +185,10 @@ class PlanProgress(Progress):
             self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
         elif isinstance(event, plan_events.SaversTried):
             self._try_savers(event)
-        elif isinstance(event, plan_events.Tracing):
-            self.show("tracing small sizes ...")
         elif isinstance(event, plan_events.TracedAlone):
             self.stop()
             slow = event.reason.replace("was traced", "is traced")
             self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
-        elif isinstance(event, plan_events.TimingStarted):
-            self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
-        elif isinstance(event, plan_events.ExplanationStarted):
-            self.show("finding out where the memory goes ...")
         elif isinstance(event, plan_events.Explained):
             self.stop()
         elif isinstance(event, plan_events.TrialStarted):

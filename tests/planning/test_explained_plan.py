@@ -20,7 +20,7 @@ from autoaccum.devices.explanation import CATEGORIES, Change, MemoryReport
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
+from autoaccum.planning.plan_events import Doing, Event, Explained, TrialFinished
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import explain_memory, plan_on_device
@@ -90,7 +90,7 @@ def test_it_is_told_after_the_proof_along_with_what_pictures_need() -> None:
     told: list[Event] = []
     plan = explain(listen=told.append, picture=True)
     assert isinstance(told[-3], TrialFinished)
-    assert isinstance(told[-2], ExplanationStarted)
+    assert told[-2] == Doing("explaining")
     assert isinstance(told[-1], Explained)
     account = told[-1].account
     assert account.explanation == plan.explanation

@@ -9,7 +9,7 @@ from asking import make_request
 from scripted_device import ScriptedDevice, TimedDevice
 
 from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.planning.plan_events import Event, TimingStarted
+from autoaccum.planning.plan_events import Doing, Event
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -76,7 +76,7 @@ def test_progress_is_told() -> None:
     events: list[Event] = []
     device = TimedDevice(float)
     plan_on_device(PlanSetup(device, "model.py"), make_request(8, prefer="fastest"), on_event=events.append)
-    assert [event.micro_batch for event in events if isinstance(event, TimingStarted)] == device.timed
+    assert [event.subject for event in events if isinstance(event, Doing) and event.what == "timing"] == device.timed
 
 
 def test_what_cannot_be_timed_at_all_is_refused_before_any_trial() -> None:

@@ -11,7 +11,7 @@ from scripted_device import ScriptedDevice
 from autoaccum.api import plan
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
-from autoaccum.planning.plan_events import Event, Inspected, Loading, TrialFinished, TrialStarted
+from autoaccum.planning.plan_events import Doing, Event, Inspected, TrialFinished, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -161,7 +161,7 @@ def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
     found = plan_on_device(PlanSetup(ScriptedDevice(), "model.py"), make_request(256), on_event=events.append)
-    assert events[0] == Loading("model.py")
+    assert events[0] == Doing("loading", "model.py")
     assert isinstance(events[1], Inspected)
     assert (events[1].cap, events[1].device) == (256, "cpu")
     started = [event for event in events if isinstance(event, TrialStarted)]

@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.planning.plan_events import (
-    Inspected,
-    Loading,
-    Tracing,
-    TrialFinished,
-    TrialStarted,
-)
+from autoaccum.planning.plan_events import Doing, Inspected, TrialFinished, TrialStarted
 from autoaccum.reporting import progress as progress_lines
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.progress import PlanProgress
@@ -45,7 +39,7 @@ def draw(*, terminal: bool = False, quiet: bool = False) -> str:
     file = Terminal() if terminal else io.StringIO()
     console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
     with PlanProgress(console, quiet=quiet) as progress:
-        progress.notify(Loading("digits.py"))
+        progress.notify(Doing("loading", "digits.py"))
         progress.notify(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
             progress.notify(TrialStarted(number, trial.parts))
@@ -94,7 +88,7 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
         progress.notify(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
-        progress.notify(Tracing())
+        progress.notify(Doing("tracing"))
         progress.notify(TrialStarted(1, OOM.parts))
         progress.notify(TrialFinished(1, OOM))
         progress.notify(TrialStarted(2, PROOF.parts))
@@ -125,7 +119,7 @@ def test_without_a_terminal_what_lasts_is_printed_now_and_then(quiet: bool, monk
     monkeypatch.setattr(progress_lines, "LINE_SECONDS", 0.02)
     file = io.StringIO()
     with PlanProgress(make_console(file=file, width=40), quiet=quiet) as progress:
-        progress.notify(Tracing())
+        progress.notify(Doing("tracing"))
         ends = time.monotonic() + (0.2 if quiet else 20)
         while file.getvalue().count("\n") < 2 and time.monotonic() < ends:
             time.sleep(0.01)

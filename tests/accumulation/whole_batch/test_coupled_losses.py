@@ -286,7 +286,10 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
         (lambda left, right: [left] if len(left) == 3 else [left, right], "have different structures, or other"),
         (lambda left, right: left @ left.T, "cannot be joined: Sizes of t"),
         (lambda left, right: [left, len(left)], "an output is 4, the number of samples of a part"),
-        (lambda left, right: list(left), "a list of 4 entries for a part of 4 samples, which may be one for each: stack"),
+        (
+            lambda left, right: list(left),
+            "a list of 4 entries for a part of 4 samples, which may be one for each: stack",
+        ),
         (lambda left, right: left.new_ones(7, 2, requires_grad=True), r"4 samples has the shape \[7, 2"),
         (lambda left, right: {0: left.mean()}, "an output is a number that differs between two parts of the batch"),
     ]
