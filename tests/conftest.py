@@ -20,7 +20,7 @@ from example_counts import FULL
 from hypothesis import settings
 from warm_children import nurseries, warm_children, warm_python, warm_ranks
 
-from autoaccum.planning.device_choice import has_nvidia_gpu
+from autoaccum.devices.device_choice import has_nvidia_gpu
 
 __all__ = ["command", "nurseries", "warm_children", "warm_python", "warm_ranks"]
 

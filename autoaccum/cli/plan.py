@@ -184,7 +184,7 @@ def _read_options(request: dict[str, Any]) -> Options:
 
 def _run_ranks(request: dict[str, Any]) -> bool:
     """Run this command on a rank for each device, if there are enough; leave with their exit code unless it is 0."""
-    from autoaccum.planning.device_choice import has_device_for_each
+    from autoaccum.devices.device_choice import has_device_for_each
 
     options = _read_options(request)
     if not has_device_for_each(options):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.checks import check_alone, check_word
 from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.device_choice import make_device, make_fleet
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import make_device, make_fleet
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.device_choice import make_device
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import make_device
 from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.device_choice import card_index
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import card_index
 from autoaccum.planning.plan_events import Listener
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest

@@ -34,6 +34,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, fin
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import check_word, describe_type
+from autoaccum.devices.device_choice import card_index, check_device
 from autoaccum.devices.live_objects import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
@@ -46,7 +47,6 @@ from autoaccum.options import (
     read_accumulate_in,
     read_savers,
 )
-from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan

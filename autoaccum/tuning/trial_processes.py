@@ -12,8 +12,8 @@ from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, 
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Request
+from autoaccum.devices.device_choice import check_device
 from autoaccum.errors import WorkloadError
-from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.tuning_records import Outcome, Setting, ShouldContinue, TuneRequest, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.accumulation.rng_state import preserve_rng_state
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
+from autoaccum.devices.device_choice import check_device
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.sources.loading import load_workload
 from autoaccum.sources.optimizers import check_optimizer

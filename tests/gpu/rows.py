@@ -11,8 +11,8 @@ import torch
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.device_choice import make_device
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import make_device
 from autoaccum.simulation.cards import Card
 from autoaccum.units import GIB, MemorySize
 from tests.gpu.cases import CASES, Case

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from autoaccum.devices import device_choice
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.errors import UsageError
-from autoaccum.options import Options
-from autoaccum.planning import device_choice
-from autoaccum.planning.device_choice import (
+from autoaccum.devices.device_choice import (
     card_index,
     check_device,
     has_device_for_each,
@@ -18,6 +16,8 @@ from autoaccum.planning.device_choice import (
     make_device,
     torch_build,
 )
+from autoaccum.errors import UsageError
+from autoaccum.options import Options
 from autoaccum.units import parse_size
 
 CPU_BUILD = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
