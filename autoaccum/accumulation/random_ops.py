@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
-from autoaccum.sources.tracebacks import is_autoaccum_file, is_user_file
+from autoaccum.tracebacks import is_autoaccum_file, is_user_file
 
 _DISPATCH = "__torch_dispatch__"
 """The frame of another dispatch mode of this package (`verify` in float64), through which the user's call comes."""

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 from autoaccum.accumulation.rng_state import GENERATORS, Generator
 from autoaccum.sources.module_names import module_files
-from autoaccum.sources.tracebacks import is_user_file
+from autoaccum.tracebacks import is_user_file
 
 if TYPE_CHECKING:
     from autoaccum.sources.objective import Objective

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import Joining, Options, Parallel, Reduce
+from autoaccum.simulation.trace_records import Phase
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from autoaccum.devices.explanation import CardRates, MemoryReport, UpdateCost
+    from autoaccum.devices.explanation import MemoryReport
+    from autoaccum.simulation.cards import CardRates
+    from autoaccum.simulation.trace_records import UpdateCost
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
 of memory. `error`: it failed for another reason, so that a smaller batch would not help."""
-
-Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update", "evaluation"]
-"""The phases of a trial. `evaluation`: between updates (see `Workload`)."""
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""

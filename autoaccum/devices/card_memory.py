@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.errors import UsageError
+from autoaccum.simulation.cards import Card
 
 _NOT_AVAILABLE = 2**64 - 1
 """NVML_VALUE_NOT_AVAILABLE as an unsigned long long."""
@@ -188,4 +189,16 @@ def query_card(library: Any, handle: Any) -> Nvml:
             CardProcess(pid=pid, used_bytes=None if used_bytes in (None, _NOT_AVAILABLE) else int(used_bytes))
             for pid, used_bytes in used.items()
         ),
+    )
+
+
+def installed_card(memory: CardMemory) -> Card:
+    """Return the installed card, to simulate it."""
+    return Card(
+        name=memory.name,
+        title=memory.name,
+        total_bytes=memory.total_bytes,
+        capability=memory.capability,
+        multiprocessors=memory.multiprocessors,
+        source=f"cuda:{memory.index} itself",
     )

@@ -11,6 +11,7 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budge
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
+from autoaccum.errors import AutoaccumError, first_line
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from autoaccum.simulation.cards import Card
 
 _MOST_NAMED = 5
+_MAX_FORECAST_SECONDS = 60.0
 
 
 class CudaDevice(ChildDevice):
@@ -69,36 +71,31 @@ class CudaDevice(ChildDevice):
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""
-        from autoaccum.devices.simulated.explain.explainer import explain_installed_card
-
-        limit_bytes = self.limit_bytes
-        assert self._report is not None
-        return explain_installed_card(
-            self._report,
-            self._make_tracer,
-            self._settings.share,
-            parts,
-            limit_bytes=limit_bytes,
-            savers=self._savers,
-            limit_seconds=limit_seconds,
-            **options,
-        )
+        with self.simulation() as card:
+            card.use_savers(self._savers)
+            assert self._report is not None
+            context_bytes = self._report.context_bytes
+            return card.explain(parts, limit_seconds=limit_seconds, context_bytes=context_bytes, **options)
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
-        """Forecast peaks by a simulation of this card in another process; its output is not shown."""
-        from autoaccum.devices.simulated.explain.explainer import forecast_peaks
-
+        """Forecast peaks by a simulation of this card in another process, which has ended before trials run."""
         self._use_child()
-        assert self._report is not None
-        return forecast_peaks(
-            self._report.memory, self._make_tracer, self._settings.share, limit_seconds, savers=self._savers
-        )
+        seconds = min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS)
+        try:
+            with self.simulation() as card:
+                card.use_savers(self._savers)
+                if (why := card.fit(seconds)) is None:
+                    return Forecast(peak_bytes=card.forecast().peak_bytes)
+        except AutoaccumError as error:
+            why = error.message
+        return Forecast(notes=(f"the search began without a simulation of the card ({first_line(why)})",))
 
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""
+        from autoaccum.devices.card_memory import installed_card
         from autoaccum.devices.environment import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-        from autoaccum.simulation.cards import context_memory, installed_card
+        from autoaccum.simulation.cards import context_memory
 
         limit_bytes = self.limit_bytes
         assert self._report is not None

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
 
-from autoaccum.devices.base import Phase
-
-Category = Literal[
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "averages",
-    "gathered_parameters",
-    "communication",
-    "activations",
-    "outputs",
-    "temporaries",
-    "workspace",
-    "unused",
-]
-"""The purpose of allocated bytes. `parameters`: with buffers. `gradients`: with the fp32 buffers that they accumulate
-in. `averages`: copies of the weights, such as an EMA. `gathered_parameters`: whole parameters of modules that FSDP2
-shards, from before their forward or backward until after it. `communication`: what collectives of several ranks read
-and write beside that. `activations`: tensors that forward keeps for backward (with inputs, and copies by autocast), and
-the few bytes of losses that are not yet read. `outputs`: tensors that the loop holds (the model's outputs and the
-loss), whether or not backward needs them, too; none without `keeps`. `temporaries`: other tensors of backward and
-update, and those of forward that do not outlive it. `workspace`: memory that kernels and libraries take beside tensors.
-`unused`: cached or lost to rounding; part of the peak."""
-
-CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
+from autoaccum.simulation.trace_records import Category, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,63 +140,3 @@ class MemoryReport:
     curve: tuple[CurvePoint, ...] = ()
     notes: tuple[str, ...] = field(default=())
     holdings: tuple[Holding, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Amount:
-    """An amount that grows with each sample of an update and each micro-batch, beside what each update has once."""
-
-    sample: float = 0.0
-    part: float = 0.0
-    update: float = 0.0
-
-    def of(self, parts: Sequence[int]) -> float:
-        """Return the amount of an update by `parts`, in samples.
-
-        >>> Amount(sample=10, part=3, update=1).of([4, 4])
-        87.0
-        """
-        return float(self.sample * sum(parts) + self.part * len(parts) + self.update)
-
-    def of_part(self, size: int) -> float:
-        """Return the amount of one micro-batch."""
-        return float(self.sample * size + self.part)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateCost:
-    """The cost of an update, counted while the Accumulator that trains makes one on a simulated card.
-
-    Attributes:
-        flops: Floating-point operations, as `torch.utils.flop_counter` counts them: of matrix products, convolutions
-            and attention, those of recomputed blocks included.
-        moved_bytes: The bytes that are copied from the card to the host, or back: of batches, and by savers.
-        host_bytes: The bytes that operators read and write in host memory, as an optimizer that updates there.
-        card_bytes: The bytes that operators without FLOPs read and write in the card's memory.
-        kernels: Operators that the host launches on the card.
-    """
-
-    flops: Amount
-    moved_bytes: Amount
-    host_bytes: Amount
-    card_bytes: Amount = Amount()
-    kernels: Amount = Amount()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardRates:
-    """The most that a card can do in a second, by its maker; training reaches a part of it.
-
-    Attributes:
-        capability: The compute capability.
-        tensor_flops: FLOPs of dense products in fp16 or bf16 that are summed in fp32.
-        fp32_flops: The same in fp32, without TF32.
-        memory_bytes: Bytes from and to its memory.
-        source: Where the numbers are from.
-    """
-
-    capability: tuple[int, int]
-    tensor_flops: float
-    fp32_flops: float
-    memory_bytes: float
-    source: str

@@ -32,7 +32,7 @@ from autoaccum.sources.batches import (
 from autoaccum.sources.objective import read_coupled_loss, resolve_objective
 from autoaccum.sources.optimizers import OptimizerLike
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import blame_workload
+from autoaccum.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
 _MORE = f"return as many as asked, or {_SAMPLE}"

@@ -22,7 +22,7 @@ from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 
 EMA_DECAY = 0.999
 """The default of torch.optim.swa_utils.get_ema_multi_avg_fn."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Inspection, Phase, Trial
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import ChildDied, Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.options import Reduce
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:

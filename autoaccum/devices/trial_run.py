@@ -28,7 +28,6 @@ from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.host_draws import drawing, find_own_generators, generator_states
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
@@ -42,6 +41,7 @@ from autoaccum.devices.trial_record import (
 )
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Joining, Reduce
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.spec import Workload

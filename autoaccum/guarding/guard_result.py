@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoaccum.devices.explanation import Category, Holding
+from autoaccum.devices.explanation import Holding
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.serialization import to_plain
+from autoaccum.simulation.trace_records import Category
 from autoaccum.units import format_bytes, parse_size
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.explanation import Holding
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Growth, Measurement, Outcome, Tolerance, Verdict
 from autoaccum.guarding.measuring import describe_shortfall
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
+from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.sources.module_names import common_name, compact_names, mask_numbers
 from autoaccum.units import percent, precise_bytes, signed_bytes
 

@@ -26,7 +26,7 @@ from autoaccum.options import Precision
 from autoaccum.sources.model_copies import copy_module, fixed_seeds
 from autoaccum.sources.optimizers import OptimizerOfModel
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 
 PARTS = ("model", "data", "weight")
 """What `plan` may be given beside the Trainer, which does not hold them before it fits."""

@@ -25,13 +25,13 @@ from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
 from autoaccum.sources.batches import batch_size, has_size
-from autoaccum.sources.model_copies import copy_module, current, empty_tensors, fixed_seeds
+from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
 from autoaccum.sources.optimizers import OptimizerLike, OptimizerOfModel
 from autoaccum.sources.pytree import map_tensors, tensors
 from autoaccum.sources.samples import some_samples
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 
 PARTS: tuple[str, ...] = ()
 """What `plan` may be given beside the Trainer."""
@@ -107,7 +107,8 @@ def _follow_parameters(optimizer: Any) -> None:
     for group in () if optimizer is None else optimizer.param_groups:
         parameters = group["params"]
         for index, before in enumerate(parameters):
-            if (after := current(before)) is not before:
+            replaced_by = getattr(before, "_autoaccum_replaced_by", None)  # Set by `simulation.tracing.placement`.
+            if replaced_by is not None and (after := replaced_by()) is not None:
                 parameters[index] = after
                 if before in optimizer.state:
                     optimizer.state[after] = optimizer.state.pop(before)

@@ -10,7 +10,6 @@ from itertools import combinations
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
-from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import OFFLOADS, RECOMPUTE
 from autoaccum.planning.plan_events import Listener, SaversTried
@@ -19,6 +18,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import format_bytes
 
 _OF_PARAMETERS = ("offload-gradients", "offload-optimizer")

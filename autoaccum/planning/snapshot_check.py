@@ -19,7 +19,7 @@ from autoaccum.simulation.allocator.recording import (
 )
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
+    from autoaccum.devices.simulated.recorded_update import UpdateComparison
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Final, Literal
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
-from autoaccum.devices.explanation import Amount, CardRates, UpdateCost
 from autoaccum.errors import UsageError
+from autoaccum.simulation.cards import CardRates
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import percent
 
 KNEE_SHARE = 0.02

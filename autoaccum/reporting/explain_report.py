@@ -17,7 +17,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes, percent, precise_bytes, signed_bytes
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.explain.recorded_update import (
+    from autoaccum.devices.simulated.recorded_update import (
         Figure,
         RequestDifference,
         SourceDifference,

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 import autoaccum
-from autoaccum.devices.explanation import CATEGORIES, Category
 from autoaccum.reporting.console import make_console, one_line
 from autoaccum.reporting.figures.style import DARK, LIGHT, label
+from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import format_bytes
 
 Tone: TypeAlias = Literal["", "good", "bad", "warn"]

@@ -17,8 +17,6 @@ from functools import cache
 from importlib.resources import files
 from typing import TypeVar
 
-from autoaccum.devices.card_memory import CardMemory
-from autoaccum.devices.explanation import CardRates
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, KIB, MIB, format_bytes, parse_size
 
@@ -47,6 +45,25 @@ REPORTED: Mapping[str, tuple[int, str]] = {
     "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
 }
 """By the driver's name of the card, the context that nvidia-smi showed before any other work, and the source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRates:
+    """The most that a card can do in a second, by its maker; training reaches a part of it.
+
+    Attributes:
+        capability: The compute capability.
+        tensor_flops: FLOPs of dense products in fp16 or bf16 that are summed in fp32.
+        fp32_flops: The same in fp32, without TF32.
+        memory_bytes: Bytes from and to its memory.
+        source: Where the numbers are from.
+    """
+
+    capability: tuple[int, int]
+    tensor_flops: float
+    fp32_flops: float
+    memory_bytes: float
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +187,6 @@ def card_rates(card: Card) -> CardRates:
         fp32_flops=nearest.rates.fp32_flops * share,
         memory_bytes=nearest.rates.memory_bytes * share,
         source=f"assumed: as the {nearest.name}, in proportion to its multiprocessors",
-    )
-
-
-def installed_card(memory: CardMemory) -> Card:
-    """Return the installed card, to simulate it."""
-    return Card(
-        name=memory.name,
-        title=memory.name,
-        total_bytes=memory.total_bytes,
-        capability=memory.capability,
-        multiprocessors=memory.multiprocessors,
-        source=f"cuda:{memory.index} itself",
     )
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.sources.tracebacks import user_line
+from autoaccum.tracebacks import user_line
 
 _ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
 _NO_VALUES = (

@@ -27,7 +27,7 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.sources.adapters import free_card, workload_of
 from autoaccum.sources.module_names import module_files, split_reference
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import blame_workload
+from autoaccum.tracebacks import blame_workload
 
 _SPECIAL = {
     *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.pytree import map_tensors
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 
 if TYPE_CHECKING:
     from autoaccum.sources.spec import Workload
@@ -26,8 +26,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _LARGE = 2**27
 """Parameters of a model that is too large for copies in float64."""
-REPLACED_BY = "_autoaccum_replaced_by"
-"""The attribute of a tensor with a weak reference to the one that took its place when it was moved (`current`)."""
 
 
 @contextmanager
@@ -77,13 +75,6 @@ def empty_tensors(model: nn.Module) -> dict[int, Any]:
     for one in model.parameters():
         empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
     return empty
-
-
-def current(tensor: Any) -> Any:
-    """Return the tensor that took the place of `tensor`: on a simulated card, one that moves is a new one."""
-    reference = vars(tensor).get(REPLACED_BY)
-    newer = None if reference is None else reference()
-    return tensor if newer is None else newer
 
 
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:

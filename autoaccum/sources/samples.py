@@ -21,7 +21,7 @@ from autoaccum.sources import pytree
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.spec import Workload, no_batch
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
 _SEED = 0

@@ -16,8 +16,8 @@ from autoaccum.sources.model_copies import cast_batch, copy_workload_model, fixe
 from autoaccum.sources.objective import Objective, match_weights
 from autoaccum.sources.samples import take_small_batch
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import user_code
 from autoaccum.sources.weight_candidates import list_candidates, shorten
+from autoaccum.tracebacks import user_code
 
 _SIZES = (2, 3)
 """Sizes of unequal parts; none is 1, since BatchNorm and contrastive losses need more samples."""

@@ -27,7 +27,7 @@ from autoaccum.options import BatchNormMode
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import CoupledLoss, Objective, match_weights, with_coupling
 from autoaccum.sources.pytree import unwrap_batch
-from autoaccum.sources.tracebacks import user_code
+from autoaccum.tracebacks import user_code
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]

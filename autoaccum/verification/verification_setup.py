@@ -20,7 +20,7 @@ from autoaccum.sources.loading import load_workload
 from autoaccum.sources.optimizers import check_optimizer
 from autoaccum.sources.samples import apply_settings, replace_fields
 from autoaccum.sources.spec import Workload, no_batch
-from autoaccum.sources.tracebacks import blame_exit
+from autoaccum.tracebacks import blame_exit
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
 

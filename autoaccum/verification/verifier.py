@@ -23,8 +23,8 @@ from autoaccum.options import Options
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.samples import take_small_batch
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import user_code
 from autoaccum.sources.weight_candidates import shorten
+from autoaccum.tracebacks import user_code
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns

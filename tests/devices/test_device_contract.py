@@ -12,7 +12,7 @@ import pytest
 from asking import make_settings
 from warm_children import Nurseries, warmed
 
-from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
+from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.environment import read_torch_release
@@ -20,6 +20,7 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import WorkloadError
 from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.units import GIB, MIB
 
 UNLUCKY_SIZE = 7

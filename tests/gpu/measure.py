@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
+from autoaccum.devices.card_memory import installed_card
 from autoaccum.devices.card_meter import read_card
-from autoaccum.simulation.cards import Card, find_card, installed_card
+from autoaccum.simulation.cards import Card, find_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table

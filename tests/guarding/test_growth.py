@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_locks import whole_measurement
 
-from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.verdict import find_growths
+from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import MIB
 
 

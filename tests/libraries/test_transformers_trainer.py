@@ -23,8 +23,8 @@ from warm_children import WarmRanks
 import autoaccum
 from autoaccum import Plan
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
+from autoaccum.simulation.tracing.placement import REPLACED_BY
 from autoaccum.sources.adapters import free_card, workload_of
-from autoaccum.sources.model_copies import REPLACED_BY
 from autoaccum.units import GIB, MIB
 
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")

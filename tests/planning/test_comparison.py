@@ -16,7 +16,6 @@ from synthetic_traces import INSPECTION, SyntheticTracer
 
 from autoaccum.devices.base import Device
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.devices.simulated.card_fleet import CardFleet
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
@@ -37,6 +36,7 @@ from autoaccum.planning.saver_trials import add_costs
 from autoaccum.reporting.comparison_table import comparison_warnings, print_comparison
 from autoaccum.reporting.console import make_console
 from autoaccum.simulation.cards import Card, find_card
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import GIB, MIB, MemorySize
 
 SHARE = 8

@@ -16,7 +16,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 import autoaccum
 from autoaccum.devices.base import Capability, Device, Inspection, Trial
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import CATEGORIES, Change, MemoryReport
+from autoaccum.devices.explanation import Change, MemoryReport
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
@@ -26,6 +26,7 @@ from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import explain_memory, plan_on_device
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.simulation.cards import context_memory, find_card
+from autoaccum.simulation.trace_records import CATEGORIES
 from autoaccum.units import GIB, MIB, MemorySize
 
 pytestmark = pytest.mark.usefixtures("warm_children")

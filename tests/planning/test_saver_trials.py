@@ -13,7 +13,6 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.base import Inspection, Outcome
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import Amount, UpdateCost
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
@@ -24,6 +23,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import GIB, MIB, MemorySize
 
 BLOCKS = 6

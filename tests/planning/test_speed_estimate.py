@@ -8,10 +8,10 @@ import pytest
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.explanation import Amount, CardRates, UpdateCost
 from autoaccum.devices.simulated.simulation_requests import CountCost
 from autoaccum.planning.throughput import RATIO_BAND, estimate_seconds, estimate_throughput
-from autoaccum.simulation.cards import all_cards, card_rates, find_card
+from autoaccum.simulation.cards import CardRates, all_cards, card_rates, find_card
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 
 COST = UpdateCost(
     flops=Amount(sample=1e12),

@@ -6,9 +6,10 @@ import io
 from dataclasses import replace
 from typing import Any
 
-from autoaccum.devices.explanation import CATEGORIES, Category, Change, Explanation, ModuleShare
+from autoaccum.devices.explanation import Change, Explanation, ModuleShare
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.explain_report import print_explanation
+from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import GIB, MIB
 
 

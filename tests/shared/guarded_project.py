@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from autoaccum.devices.explanation import Category
+from autoaccum.simulation.trace_records import Category
 
 BASE: Final = '''
 """A small GPT over spectrograms: a stem, checkpointed blocks, and a head over a vocabulary."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from factories import make_plan
 
-from autoaccum.devices.base import Outcome, Phase, Trial
-from autoaccum.devices.explanation import CATEGORIES, Category, CurvePoint, Explanation, MemoryReport, Timeline
+from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.explanation import CurvePoint, Explanation, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
+from autoaccum.simulation.trace_records import CATEGORIES, Category, Phase
 from autoaccum.units import GIB, MIB
 
 POINTS = 200

@@ -12,12 +12,13 @@ from made_up_verifications import DIFFERENT
 from pictured_plans import extremes, usual
 from small_studies import OWN_RATE, tuning_of
 
-from autoaccum.devices.explanation import Category, Change, ModuleShare
+from autoaccum.devices.explanation import Change, ModuleShare
 from autoaccum.reporting.guard_report import guard_page
 from autoaccum.reporting.page import Page
 from autoaccum.reporting.plan_page import plan_page
 from autoaccum.reporting.tune_report import tune_page
 from autoaccum.reporting.verify_report import verify_page
+from autoaccum.simulation.trace_records import Category
 from autoaccum.tuning.tuning_records import Row, Setting, Tuning
 from autoaccum.units import GIB, MIB
 

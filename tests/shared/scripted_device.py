@@ -9,7 +9,8 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial, TrialOptions
+from autoaccum.devices.base import Device, Inspection, Outcome, Trial, TrialOptions
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.units import GIB, MIB
 
 

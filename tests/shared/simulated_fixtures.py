@@ -14,7 +14,7 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
-from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak
+from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
 from autoaccum.options import Options

@@ -7,9 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import Measurement
+from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import GIB, MIB
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.devices.base import Inspection, Phase
+from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.simulation_requests import (
-    ChangedTrace,
-    LabelParts,
-    SuggestChanges,
-    SuggestedChange,
-    TraceChanged,
-    TraceParts,
-    Tracer,
-)
+from autoaccum.devices.explanation import Change
+from autoaccum.devices.simulated.simulation_requests import LabelParts, SuggestChanges, TraceParts, Tracer
 from autoaccum.devices.trial_record import Inspect
+from autoaccum.errors import WorkloadError
 from autoaccum.simulation.trace_records import (
     NO_MODULE,
+    Category,
     LabelledTrace,
     ModuleName,
     Origin,
     Owner,
+    Phase,
     Trace,
     Workspace,
 )
@@ -168,18 +163,18 @@ class SyntheticTracer(Tracer):
         match request:
             case Inspect():
                 return self._inspection
-            case TraceParts(parts=parts):
+            case TraceParts(parts=parts, change=""):
                 return self._trace(parts, limit_seconds)
             case LabelParts(parts=parts):
                 return label(self._trace(parts, limit_seconds))
             case SuggestChanges():
-                return tuple(SuggestedChange(name, f"take {name}") for name in self.suggestions)
-            case TraceChanged(parts=parts, change=change):
+                return tuple(Change(name=name, what=f"take {name}") for name in self.suggestions)
+            case TraceParts(parts=parts, change=change):
                 self.limits.append(limit_seconds)
                 found = self.suggestions[change]
                 if isinstance(found, str):
-                    return ChangedTrace(message=found)
-                return ChangedTrace(trace=make_trace(parts, found, workspace=self._workspace))
+                    raise WorkloadError(found)
+                return make_trace(parts, found, workspace=self._workspace)
         raise NotImplementedError(request)
 
     def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:

@@ -69,7 +69,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         find_out_of_memory,
         is_context_dead,
     )
-    from autoaccum.sources.tracebacks import blame_workload, raised_by_autoaccum
+    from autoaccum.tracebacks import blame_workload, raised_by_autoaccum
 
     oom = find_out_of_memory(error)
     if oom is not None:

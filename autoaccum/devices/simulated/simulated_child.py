@@ -22,7 +22,7 @@ from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.explanation import UpdateCost
+from autoaccum.devices.explanation import Change
 from autoaccum.devices.inspection import (
     LAYOUT_SAMPLES,
     SAMPLES,
@@ -34,32 +34,28 @@ from autoaccum.devices.inspection import (
     find_worst_draw,
     probe_size,
 )
-from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.simulation_requests import (
-    ChangedTrace,
     CountCost,
     LabelParts,
     ListAlike,
     LoadOnCard,
     SuggestChanges,
-    SuggestedChange,
-    TraceChanged,
     TraceParts,
     UseCard,
 )
+from autoaccum.devices.simulated.workload_variants import apply_change, simulated_workload, suggest_changes
 from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.options import Options, Parallel
 from autoaccum.simulation.cards import Card, CardInUse
-from autoaccum.simulation.trace_records import LabelledTrace, Trace
+from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 from autoaccum.simulation.tracing.cost_counter import CostCounter
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.tracing.labelling import BlockLabeller
 from autoaccum.simulation.tracing.one_rank import prepare_ranks, simulate_ranks
-from autoaccum.simulation.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
-from autoaccum.simulation.tracing.recorder import OnAllocation
+from autoaccum.simulation.tracing.recorder import Watcher
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.sources.spec import Workload
@@ -67,93 +63,72 @@ from autoaccum.sources.spec import Workload
 T = TypeVar("T")
 
 
-def trace_trial(
-    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
-) -> tuple[Trace, TrialRun, list[str]]:
-    """Run a trial of `parts` on the card of `mode`, which must be entered; also returns the names of the loss's terms.
+class TracedTrial:
+    """A trial of `parts` on the card of `mode`, which must be entered; each method runs it once more.
 
     The batch has the size of the largest part, or of all `joined` ones (`PartsRequest`), and stays on the host. Garbage
     is collected only between updates, so that every trace of a step is the same.
+
+    Attributes:
+        run: The trial run.
+        result: What its last update returned.
 
     Args:
         workload: The workload.
         parts: As in `Trial`.
         mode: The card.
         joined: As in `PartsRequest`.
-        of_ranks: `mesh` and `reduce` of `TrialRun`.
+        options: `mesh`, `reduce` and `draw` of `TrialRun`.
     """
-    trial_run = _make_trial_run(workload, parts, mode, joined=joined, **of_ranks)
-    trace, result = _run_traced(trial_run, parts, mode, joined=joined)
-    return trace, trial_run, list(result.terms)
 
+    result: StepResult
 
-def label_trial(
-    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
-) -> LabelledTrace:
-    """Return the same trace with labels for its blocks."""
-    trial_run = _make_trial_run(workload, parts, mode, lambda: labeller.mark_update(), joined=joined, **of_ranks)
-    loss = workload.objective.criterion
-    auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
-    auxiliary += find_auxiliary_modules(workload).values()
-    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary)
-    with labeller.labelling():
-        trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next, joined=joined)
-    return labeller.label(trace)
+    def __init__(
+        self, workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **options: Any
+    ) -> None:
+        self._workload, self._parts, self._mode, self._joined = workload, parts, mode, joined
+        self._samples = sum(parts) if joined else max(parts)
 
+        def mark_update() -> None:
+            gc.collect()
+            mode.recorder.mark_update()
 
-def count_cost(
-    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
-) -> UpdateCost:
-    """Return what the last update of such a trial costs; of one rank, where there are several."""
-    counter = CostCounter(lambda: trial_run.phase)
-    trial_run = _make_trial_run(workload, parts, mode, counter.begin_update, joined=joined, **of_ranks)
-    with counter:
-        _run_traced(trial_run, parts, mode, joined=joined)
-    return counter.cost(parts)
+        self.run = TrialRun(workload, self._samples, device=DEVICE, before_update=mark_update, **options)
 
-
-def _make_trial_run(
-    workload: Workload,
-    parts: Sequence[int],
-    mode: FakeCudaMode,
-    begin_update: Callable[[], None] | None = None,
-    *,
-    joined: bool,
-    **of_ranks: Any,
-) -> TrialRun:
-    def before_update() -> None:
+    def trace(self, watcher: Watcher | None = None) -> Trace:
+        """Return its trace."""
+        mode, run = self._mode, self.run
+        mode.library_tensors.clear()
         gc.collect()
-        mode.recorder.mark_update()
-        if begin_update is not None:
-            begin_update()
+        mode.numbering.restart()
+        if mode.cpu_values is not None:
+            mode.cpu_values.numbers = torch.Generator().get_state()
+        mode.recorder.begin(lambda: run.phase, watcher)
+        with manual_garbage_collection():
+            try:
+                self.result = run.run(self._parts, joined=self._joined)
+            finally:
+                mode.phase = run.phase
+                trace = mode.recorder.trace(self._parts)
+        batch = 0 if mode.cpu_values is None else self._samples
+        return replace(trace, host_bytes=run.host_bytes, batch=batch)
 
-    size = sum(parts) if joined else max(parts)
-    return TrialRun(workload, size, device=DEVICE, before_update=before_update, **of_ranks)
+    def label(self) -> LabelledTrace:
+        """Return the same trace with labels for its blocks."""
+        loss = self._workload.objective.criterion
+        auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
+        auxiliary += find_auxiliary_modules(self._workload).values()
+        labeller = BlockLabeller(self._mode.recorder, self.run, self._mode.library_tensors, auxiliary)
+        with labeller.labelling():
+            trace = self.trace(labeller)
+        return labeller.label(trace)
 
-
-def _run_traced(
-    trial_run: TrialRun,
-    parts: Sequence[int],
-    mode: FakeCudaMode,
-    on_allocation: OnAllocation | None = None,
-    *,
-    joined: bool,
-) -> tuple[Trace, StepResult]:
-    mode.library_tensors.clear()
-    gc.collect()
-    mode.numbering.restart()
-    if mode.cpu_values is not None:
-        mode.cpu_values.numbers = torch.Generator().get_state()
-    mode.recorder.begin(lambda: trial_run.phase, on_allocation)
-    with manual_garbage_collection():
-        try:
-            result = trial_run.run(parts, joined=joined)
-        finally:
-            mode.phase = trial_run.phase
-            trace = mode.recorder.trace(parts)
-    if mode.cpu_values is not None:
-        trace = replace(trace, batch=sum(parts) if joined else max(parts))
-    return replace(trace, host_bytes=trial_run.host_bytes), result
+    def count_cost(self) -> UpdateCost:
+        """Return what its last update costs; of one rank, where there are several."""
+        counter = CostCounter(self._mode.recorder)
+        with counter:
+            self.trace(counter)
+        return counter.cost(self._parts)
 
 
 @contextmanager
@@ -181,20 +156,21 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     parts = (size,) if size == share else (size, size)
     joined = bool(workload.coupled) or workload.batchnorm == "exact"
     with collect_warnings() as messages:
-        trace, trial_run, terms = trace_trial(workload, parts, mode, joined=joined, **of_ranks)
-    assert trial_run.made is not None
-    model, optimizer = trial_run.made
+        trial = TracedTrial(workload, parts, mode, joined=joined, **of_ranks)
+        trace = trial.trace()
+    assert trial.run.made is not None
+    model, optimizer = trial.run.made
     workload, found_multiple = detect_multiple(workload, model, share)
     samples = probe_size(workload, LAYOUT_SAMPLES, share)
-    fields = describe_setup(workload, model, optimizer, samples, terms)
+    fields = describe_setup(workload, model, optimizer, samples, list(trial.result.terms))
     fields["recipe"]["misweighted"] = find_advice(messages)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model, share),
-        joining=trial_run.joining,
+        joining=trial.run.joining,
         found_multiple=found_multiple,
-        draw=find_worst_draw(workload, model, size) if trial_run.has_drawn else None,
+        draw=find_worst_draw(workload, model, size) if trial.run.has_drawn else None,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
         notes=tuple(mode.checks),
@@ -253,10 +229,9 @@ class SimulatedChild:
             if self._options.world_size > 1:
                 simulate_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
-            workload = load_requested(request)
+            self._workload = load_requested(request)
         except BaseException as error:
             return describe_failure(as_workload_error(error, doing) or error, doing)
-        self._workload = with_host_batches(workload)
         if self._mode.cpu_values is not None and self._mesh is not None:
             return Loaded(
                 refused="ranks shard the model, and the CPU computes values of a whole one: take --parallel ddp, or"
@@ -292,45 +267,29 @@ class SimulatedChild:
 
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:
-        if request not in self._traces:
-            traced = self._run_trial(trace_trial, request)
-            if isinstance(traced, Failure):
-                return traced
-            self._traces[request], *_ = traced
-        return self._traces[request]
+        if request in self._traces:
+            return self._traces[request]
+        trace = self._run_trial(TracedTrial.trace, request)
+        if isinstance(trace, Trace):
+            self._traces[request] = trace
+        return trace
 
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
-        return self._run_trial(label_trial, request)
+        return self._run_trial(TracedTrial.label, request)
 
     @handle.register
     def _count(self, request: CountCost) -> UpdateCost | Failure:
-        return self._run_trial(count_cost, request)
+        return self._run_trial(TracedTrial.count_cost, request)
 
     @handle.register
-    def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> tuple[SuggestedChange, ...]:
+    def _suggest(self, request: SuggestChanges) -> tuple[Change, ...] | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> tuple[Change, ...]:
             assert self._in_use is not None
             model = move_model(workload.build_model(), DEVICE)
             return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._in_use.card))
 
         return self._run(run, "looking for changes to suggest")
-
-    @handle.register
-    def _change(self, request: TraceChanged) -> ChangedTrace:
-        def run(workload: Workload, mode: FakeCudaMode) -> Trace:
-            changed = apply_change(request.replaced(workload), request.change)
-            return trace_trial(changed, request.parts, mode, **self._fields(request))[0]
-
-        assert self._mode is not None
-        gc.collect()
-        live = self._mode.recorder.live_storages()
-        traced = self._run(run, request.doing, silent=True)
-        if not isinstance(traced, Failure):
-            return ChangedTrace(trace=traced)
-        gc.collect()
-        self._mode.recorder.forget_all_but(live)
-        return ChangedTrace(message=traced.message)
 
     @property
     def _parallel(self) -> Parallel | None:
@@ -344,17 +303,17 @@ class SimulatedChild:
         """The mesh that the model is sharded over; None if it is not."""
         return self._options.mesh or (self._options.world_size,) if self._parallel == "fsdp2" else None
 
-    def _fields(self, request: PartsRequest[Any]) -> dict[str, Any]:
-        return {"joined": request.joined, "mesh": self._mesh, "reduce": request.reduce or "each", "draw": request.draw}
-
-    def _run_trial(self, job: Callable[..., T], request: PartsRequest[Any]) -> T | Failure:
+    def _run_trial(self, job: Callable[[TracedTrial], T], request: PartsRequest[Any]) -> T | Failure:
         """Run a job on a trial of the parts of a request."""
-        fields = self._fields(request)
-        return self._run(
-            lambda workload, mode: job(request.replaced(workload), request.parts, mode, **fields),
-            f"{request.doing} on the simulated card",
-            silent=True,
-        )
+
+        def run(workload: Workload, mode: FakeCudaMode) -> T:
+            workload = request.replaced(workload)
+            if isinstance(request, TraceParts) and request.change:
+                workload = apply_change(workload, request.change)
+            options: dict[str, Any] = {"reduce": request.reduce or "each", "draw": request.draw, "mesh": self._mesh}
+            return job(TracedTrial(workload, request.parts, mode, joined=request.joined, **options))
+
+        return self._run(run, f"{request.doing} on the simulated card", silent=True)
 
     def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
         """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.
@@ -366,10 +325,8 @@ class SimulatedChild:
         failure: BaseException | None = None
         live = self._mode.recorder.live_storages()
         try:
-            workload = with_copied_criterion(self._workload)
+            workload = simulated_workload(self._workload, self._mode, self._lazy)
             auxiliary = find_auxiliary_modules(workload).values()
-            if self._lazy:
-                workload = with_lazy_building(workload, self._mode, batches="batches" in self._lazy)
             with on_device(auxiliary, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +23,20 @@ from autoaccum.devices.base import (
     TrialOptions,
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
-from autoaccum.devices.explanation import CardRates, MemoryReport, UpdateCost
+from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Reduce
 from autoaccum.simulation.allocator.settings import AllocatorSettings, read_settings
-from autoaccum.simulation.cards import Card, ContextMemory, all_cards, card_rates, context_memory
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.cards import Card, CardRates, ContextMemory, all_cards, card_rates, context_memory
+from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
+    from autoaccum.devices.simulated.recorded_update import UpdateComparison
     from autoaccum.simulation.allocator.recording import Recording
     from autoaccum.simulation.allocator.replayer import Replayer, Replays, SizedTrace
 
@@ -56,55 +56,27 @@ def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) 
     )
 
 
-@dataclass(frozen=True)
-class Band:
-    """The band of a prediction: the uncertainty of the context, of workspaces that were never measured, and of NCCL.
+def _band_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
+    """Return what the band of a prediction covers."""
+    causes = [f"the CUDA context ({format_bytes(context.bytes)} assumed)"]
+    if sized.band_bytes:
+        rules = ", ".join(rule.replace("_", " ") for rule in sized.guessed) or "libraries"
+        causes.append(f"workspaces that were not measured ({rules}: {format_bytes(sized.band_bytes)})")
+    if nccl_bytes:
+        causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {_NCCL_SOURCE})")
+    return join_words(causes)
 
-    `nccl_bytes`: the most that NCCL holds; no part of the prediction. `measurable`: whether trials on a card would
-    measure what is predicted; they run no model that ranks shard.
-    """
 
-    context: ContextMemory
-    sized: SizedTrace
-    nccl_bytes: int = 0
-    measurable: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """The possible error in either direction."""
-        return self.context.band_bytes + self.sized.band_bytes + self.nccl_bytes
-
-    def note(self) -> str:
-        """Return a sentence for the plan: nothing ran, and the prediction may be off by the band."""
-        measured = ", and measured by the same command without --gpu, on the card" if self.measurable else ""
-        return f"nothing ran on a card: memory is predicted, give or take {format_bytes(self.bytes)}{measured}"
-
-    def causes(self) -> str:
-        """Return a sentence for the plan: what the band covers, and what it does not."""
-        parts = [f"the CUDA context ({format_bytes(self.context.bytes)} assumed)"]
-        if self.sized.band_bytes:
-            rules = ", ".join(rule.replace("_", " ") for rule in self.sized.guessed) or "libraries"
-            parts.append(f"workspaces that were not measured ({rules}: {format_bytes(self.sized.band_bytes)})")
-        if self.nccl_bytes:
-            parts.append(f"NCCL's own memory ({format_bytes(self.nccl_bytes)}, {_NCCL_SOURCE})")
-        return (
-            f"the band of {format_bytes(self.bytes)} covers {join_words(parts)}, not other programs on the card"
-            " or batches larger than batch(size)"
-        )
-
-    def warning(self, limit_bytes: int, least_bytes: int) -> str | None:
-        """Return a warning if the least budget fits, but by less than the band; otherwise None."""
-        room_bytes = limit_bytes - least_bytes
-        if not 0 <= room_bytes < self.bytes:
-            return None
-        reserve = -(-self.bytes // (100 * MIB)) * 100
-        ways = ["measure on the card (--device cuda)"] if self.measurable else []
-        if 2 * reserve * MIB < limit_bytes:
-            ways.append(f"keep more free (--reserve {reserve}MiB)")
-        return (
-            f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
-            f"off by {format_bytes(self.bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
-        )
+def _narrow_fit(room_bytes: int, band_bytes: int, limit_bytes: int, *, measurable: bool) -> str:
+    """Return the warning of a step that fits by `room_bytes`, less than the band."""
+    reserve = -(-band_bytes // (100 * MIB)) * 100
+    ways = ["measure on the card (--device cuda)"] if measurable else []
+    if 2 * reserve * MIB < limit_bytes:
+        ways.append(f"keep more free (--reserve {reserve}MiB)")
+    return (
+        f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
+        f"off by {format_bytes(band_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
+    )
 
 
 class SimulatedDevice(Device):
@@ -243,34 +215,65 @@ class SimulatedDevice(Device):
         if choose is not None:
             self._traces.choose = lambda at: choose(lambda size: self._replayer.trial(at(size), self.limit_bytes))
         deadline = Deadline(limit_seconds)
-        self._peak_bytes(max(2, self._traces.step), deadline)
+        if not deadline.is_over:
+            with suppress(WorkloadError, NotMeasuredError):  # The trial of that size reports why.
+                self.fit(deadline.left_seconds)
         return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=tuple(self._traces.notes))
+
+    def fit(self, limit_seconds: float | None = None) -> str | None:
+        """Trace small sizes; return why larger ones do not follow from them, None if they do.
+
+        Raises:
+            WorkloadError, NotMeasuredError: They cannot be traced.
+        """
+        trace = self._traces.extrapolate(max(2, self._traces.step), limit_seconds=limit_seconds)
+        return None if trace is not None else "; ".join(self._traces.notes) or "there are too few samples"
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
         traces = self._traces.traces_of(parts, fresh=True)
         least_bytes = self._replayer.least_bytes(traces, self.limit_bytes)
-        sized = map(self._replayer.with_sizes, traces)
-        bands = [Band(self._context, one, self._nccl_bytes, not self._is_sharded) for one in sized]
-        band = max(bands, key=lambda band: band.bytes)
+        sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.band_bytes)
+        band_bytes = self._context.band_bytes + sized.band_bytes + self._nccl_bytes
+        measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
+        measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
+        band = format_bytes(band_bytes)
         assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
         cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
-        if caution := band.warning(self.limit_bytes, least_bytes):
-            cautions.append(caution)
+        if 0 <= (room_bytes := self.limit_bytes - least_bytes) < band_bytes:
+            cautions.append(_narrow_fit(room_bytes, band_bytes, self.limit_bytes, measurable=measurable))
         return Prediction(
             least_bytes=least_bytes,
-            band_bytes=band.bytes,
+            band_bytes=band_bytes,
             warnings=(*cautions, *self._traces.warnings),
-            notes=(band.note(), *_notes_on_values(traces), *self._traces.notes, *assumed, band.causes()),
+            notes=(
+                f"nothing ran on a card: memory is predicted, give or take {band}{measured}",
+                *_notes_on_values(traces),
+                *self._traces.notes,
+                *assumed,
+                f"the band of {band} covers {_band_causes(self._context, sized, self._nccl_bytes)}, not other programs"
+                " on the card or batches larger than batch(size)",
+            ),
         )
 
-    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
-        """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
-        from autoaccum.devices.simulated.explain.explainer import Explainer
+    def explain(
+        self,
+        parts: tuple[int, ...],
+        *,
+        limit_seconds: float | None = None,
+        context_bytes: int | None = None,
+        **options: bool,
+    ) -> MemoryReport:
+        """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`.
+
+        `context_bytes`: what the process holds outside of the allocator, if that was measured.
+        """
+        from autoaccum.devices.simulated.explainer import Explainer
 
         deadline = Deadline(limit_seconds)
         traces = self._traces.traces_of(parts, True, deadline.left_seconds)
-        explainer = Explainer(self.name, self._context.bytes, self.limit_bytes, self._traces, self._replayer)
+        outside_bytes = self._context.bytes if context_bytes is None else context_bytes
+        explainer = Explainer(self.name, outside_bytes, self.limit_bytes, self._traces, self._replayer)
         return explainer.explain(traces, deadline, **options)
 
     def compare(
@@ -282,8 +285,8 @@ class SimulatedDevice(Device):
             WorkloadError, NotMeasuredError: The parts cannot be traced.
             UsageError: The record does not end with such an update.
         """
-        from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
-        from autoaccum.devices.simulated.explain.recorded_update import compare_update
+        from autoaccum.devices.simulated.breakdown import MemoryBreakdown
+        from autoaccum.devices.simulated.recorded_update import compare_update
         from autoaccum.simulation.allocator.replayer import Replayer
 
         labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)

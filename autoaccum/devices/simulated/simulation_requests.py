@@ -11,10 +11,10 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import start_child
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
-from autoaccum.devices.explanation import UpdateCost
+from autoaccum.devices.explanation import Change
 from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.trace_records import LabelledTrace, Trace
+from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that runs blocks again in backward."""
@@ -45,52 +45,31 @@ class ListAlike(Request[tuple[str, ...]]):
     doing = "comparing cards"
 
 
+@dataclass(frozen=True, kw_only=True)
 class TraceParts(PartsRequest[Trace]):
-    """Trace a trial of `parts`."""
+    """Trace a trial of `parts`; with the suggested change of that name, if one is given."""
+
+    change: str = ""
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return super().doing + (f" with {self.change}" if self.change else "")
 
 
 class CountCost(PartsRequest[UpdateCost]):
     """Count what an update by `parts` costs, of two sizes best."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LabelParts(PartsRequest[LabelledTrace]):
     """Trace a trial of `parts`, and label each block with its purpose."""
 
 
 @dataclass(frozen=True)
-class SuggestedChange:
-    """A change that can be simulated (see `devices.explanation.Change`)."""
-
-    name: str
-    what: str
-
-
-@dataclass(frozen=True)
-class SuggestChanges(Request[tuple[SuggestedChange, ...]]):
+class SuggestChanges(Request[tuple[Change, ...]]):
     """Suggest changes by which the workload takes another amount of memory."""
 
     doing = "looking for changes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangedTrace:
-    """The trace of a workload that was changed; or why it does not run, or cannot be traced, as a message."""
-
-    trace: Trace | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceChanged(PartsRequest[ChangedTrace]):
-    """Trace a trial of `parts` with one thing changed, by the name of a suggestion."""
-
-    change: str
-
-    @property
-    def doing(self) -> str:
-        """As `Request.doing`."""
-        return f"{super().doing} with {self.change}"
 
 
 class Tracer(LoadedChild):

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.explanation import UpdateCost
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import Reduce
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.simulation.tracing.trace_scaling import (
     AffineTrace,
     NotAffineError,

@@ -12,12 +12,13 @@ from matplotlib.figure import SubFigure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport, Timeline
+from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
 from autoaccum.planning.comparison import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.reporting.comparison_table import shown_rows
 from autoaccum.reporting.figures.style import LIGHT, Format, cut, draw_panels, label, pointing
+from autoaccum.simulation.trace_records import CATEGORIES
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
 _LEAST_SHARE = 0.002

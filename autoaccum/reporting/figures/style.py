@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from autoaccum.devices.explanation import Category
 from autoaccum.errors import UsageError
 from autoaccum.reporting.console import one_line
+from autoaccum.simulation.trace_records import Category
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-from autoaccum.devices.base import Outcome, Phase, Trial
+from autoaccum.devices.base import Outcome, Trial
 from autoaccum.simulation.allocator.replay import ReplayResult, least_capacity, replay, reserved_over_time
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspace_rules import estimate
 from autoaccum.simulation.operators.workspaces import Estimate
-from autoaccum.simulation.trace_records import Trace, Workspace
+from autoaccum.simulation.trace_records import Phase, Trace, Workspace
 from autoaccum.units import format_bytes
 
 _BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")

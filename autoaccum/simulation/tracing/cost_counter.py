@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import Amount, UpdateCost
+from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY
+from autoaccum.simulation.tracing.recorder import Recorder, Watcher
 
 _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})
 _OF_PARTS = ("batch", "forward", "backward")
@@ -37,14 +37,14 @@ class _Tally:
     kernels: int = 0
 
 
-class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
     """Counts what operators cost while it is entered, within the mode of a simulated card.
 
     `FlopCounterMode` itself would take composite operators apart, which CUDA's kernels run whole: its formulas are used
     here for the operators that the card runs.
 
     Args:
-        phase: Returns the phase of the trial.
+        recorder: Knows the phase of the trial.
     """
 
     @classmethod
@@ -52,16 +52,16 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """As `FakeCudaMode._should_skip_dynamo`."""
         return False
 
-    def __init__(self, phase: Callable[[], Phase]) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._phase = phase
+        self._recorder = recorder
         self._formulas: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False).flop_registry
         self._parts: list[_Tally] = []
         self._rest = _Tally()
         self._in_backward = True
         self._updates = 0
 
-    def begin_update(self) -> None:
+    def mark_update(self) -> None:
         """Count from here; but not the first update of a trial, which another one follows (`TrialRun.run`)."""
         self._parts, self._rest, self._in_backward = [], _Tally(), True
         self._updates += 1
@@ -118,7 +118,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _tally(self) -> _Tally:
-        phase = self._phase()
+        phase = self._recorder.phase()
         if phase not in _OF_PARTS:
             return self._rest
         if phase != "backward" and self._in_backward:

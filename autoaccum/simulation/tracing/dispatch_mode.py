@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,10 +13,10 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.accumulation.sharded_tensors import is_sharded
-from autoaccum.devices.base import Phase
 from autoaccum.simulation.operators.registry import OperatorMemory, WorkspaceObserver
 from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.simulation.tracing.cpu_values import CpuValues
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.simulation.tracing.known_values import (
@@ -107,6 +108,15 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._observer = WorkspaceObserver(torch_release())
         self._memory: dict[Any, OperatorMemory] = {}
         self._attributes: dict[str, Any] | None = None
+
+    @contextmanager
+    def building_lazily(self) -> Iterator[None]:
+        """Make large CPU tensors without values."""
+        self.lazy = True
+        try:
+            yield
+        finally:
+            self.lazy = False
 
     def compute_values(self) -> None:
         """From now on, compute the values of all tensors on the CPU."""

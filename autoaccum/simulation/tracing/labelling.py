@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,20 +20,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.accumulation.sharded_tensors import local_part, model_class
-from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import Category
-from autoaccum.devices.trial_run import TrialRun
 from autoaccum.simulation.trace_records import (
     NO_MODULE,
+    Category,
     LabelledTrace,
     ModuleName,
     Origin,
     Owner,
+    Phase,
     Role,
     Trace,
 )
 from autoaccum.simulation.tracing.one_rank import RankPurposes, unsharded_gradients
-from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.recorder import Recorder, Watcher
 
 _LEAF_NODE = "AccumulateGrad"
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -141,7 +140,23 @@ class ModuleTracker:
         self._running.append(self._stack[-1][0] if self._stack else 0)
 
 
-class BlockLabeller:
+class Run(Protocol):
+    """A training step that runs: its model and optimizer once they are made, an EMA, and what the loop holds."""
+
+    made: tuple[nn.Module, Optimizer] | None
+
+    @property
+    def averages(self) -> Iterable[Tensor]:
+        """The averages of the weights."""
+        ...
+
+    @property
+    def outputs(self) -> Iterable[Tensor]:
+        """The outputs that are held."""
+        ...
+
+
+class BlockLabeller(Watcher):
     """Labels the blocks of one trial run, within `labelling()`.
 
     Modules, optimizers and the loop are searched for tensors whenever the phase changes, and before and after each
@@ -158,7 +173,7 @@ class BlockLabeller:
     def __init__(
         self,
         recorder: Recorder,
-        trial_run: TrialRun,
+        trial_run: Run,
         library_tensors: Mapping[str, Tensor],
         auxiliary_modules: Iterable[nn.Module] = (),
     ) -> None:
@@ -182,7 +197,7 @@ class BlockLabeller:
             yield
 
     def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
-        """Label the next block (`recorder.OnAllocation`)."""
+        """Label the next block."""
         if phase != self._phase:
             self._phase = phase
             self._find_owners()

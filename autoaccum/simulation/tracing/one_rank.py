@@ -22,9 +22,9 @@ from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
 from autoaccum.accumulation.ranks.launch import move_own
 from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
-from autoaccum.devices.explanation import Category
 from autoaccum.errors import UsageError
 from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.trace_records import Category
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.unsupported import UnsupportedError

@@ -1,16 +1,14 @@
-"""Models, batches and checkpoints for the simulated card: built without host memory, and moved to the card."""
+"""Modules, checkpoints and parameters of other classes that are moved to the simulated card."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +17,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autoaccum.errors import WorkloadError
 from autoaccum.simulation.torch_patches import patched
-from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index
-from autoaccum.simulation.tracing.known_values import mark_not_materialised
 from autoaccum.simulation.unsupported import UnsupportedError
-from autoaccum.sources.model_copies import REPLACED_BY, current
-from autoaccum.sources.pytree import tensors
-from autoaccum.sources.spec import Workload
 
 _INITIALISE = "run one sample through the model in model(), before it is returned"
-T = TypeVar("T")
+REPLACED_BY = "_autoaccum_replaced_by"
+"""The attribute of a tensor with a weak reference to the one that took its place when it was moved."""
 _ZIP = b"PK\x03\x04"
 
 
@@ -49,6 +42,13 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
         if buffer is not None:
             module._buffers[name] = _convert_buffer(buffer, fn)
     return module
+
+
+def current(tensor: Any) -> Any:
+    """Return the tensor that took the place of `tensor` when it was moved; by default itself."""
+    reference = vars(tensor).get(REPLACED_BY)
+    newer = None if reference is None else reference()
+    return tensor if newer is None else newer
 
 
 def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -90,66 +90,6 @@ def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
     if applied is not buffer:
         setattr(buffer, REPLACED_BY, weakref.ref(applied))
     return applied
-
-
-def with_host_batches(workload: Workload) -> Workload:
-    """Return the workload with batches that are checked to be on the CPU, where loss weights are counted."""
-    return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
-
-
-def with_copied_criterion(workload: Workload) -> Workload:
-    """Return the workload with a copy of its criterion, so that each trial run moves a new one to the card."""
-    fields = {name: getattr(workload, name) for name in ("loss", "criterion")}
-    copies: dict[str, Any] = {
-        name: copy.deepcopy(value) for name, value in fields.items() if isinstance(value, nn.Module)
-    }
-    return dataclasses.replace(workload, **copies) if copies else workload
-
-
-def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
-    made = batch(size)
-    if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
-        raise WorkloadError(
-            f"batch({size}) is on the card, where a simulation cannot count its loss weight",
-            hint="make the batch on the CPU: only one micro-batch at a time is moved to the card",
-        )
-    return made
-
-
-def with_lazy_building(workload: Workload, mode: FakeCudaMode, *, batches: bool) -> Workload:
-    """Return the workload with models, and optionally batches, that are built without values for large tensors.
-
-    If a constructor fails without them, the model is built for real. A model instance is copied as usual.
-    """
-    lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode)) if batches else workload
-    if isinstance(workload.model, nn.Module):
-        return lazy
-    return dataclasses.replace(lazy, model=partial(_build_model, workload, mode))
-
-
-def _build_model(workload: Workload, mode: FakeCudaMode) -> nn.Module:
-    with suppress(Exception):  # If it is the user's error, building for real raises it again.
-        return _build_lazily(mode, workload.build_model)
-    return workload.build_model()
-
-
-def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, size: int) -> Any:
-    """Build a batch with values for integers and booleans, since a forward pass may branch on them."""
-    made = _build_lazily(mode, batch, size)
-    fake = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
-    if not all(leaf.is_floating_point() for leaf in fake):
-        return batch(size)
-    for leaf in fake:
-        mark_not_materialised(leaf)
-    return made
-
-
-def _build_lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
-    mode.lazy = True
-    try:
-        return build(*args)
-    finally:
-        mode.lazy = False
 
 
 def patch_torch_load(stack: ExitStack) -> None:

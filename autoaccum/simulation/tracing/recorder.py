@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.devices.base import Phase
-from autoaccum.simulation.trace_records import EMPTY_CACHE, MemoryStep, OutputAllocated, Trace, Workspace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, MemoryStep, OutputAllocated, Phase, Trace, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 
-OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
-"""Called before each allocation with the phase, whether the block is a workspace (of a kernel or library), and for a
-tensor's storage the dtype of its first tensor."""
+
+class Watcher:
+    """Hears of a trace while it is recorded."""
+
+    def mark_update(self) -> None:
+        """Hear that an update starts."""
+
+    def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
+        """Hear that a block is allocated: for a kernel or library, or for a tensor's storage, whose dtype is given."""
+
 
 _Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
 """A live storage, the number and size of its block (0: it was emptied, and its block freed), and its dtype."""
@@ -30,6 +36,7 @@ class Recorder:
 
     Attributes:
         op: The operator that is running, if known.
+        phase: Returns the phase of the trial run.
         stream: The number of the stream that is current; 0 is the default stream.
         reads: How often code has read values in the current update, where all are computed.
     """
@@ -38,8 +45,8 @@ class Recorder:
         self._device_type = device_type
         self._live: dict[int, _Live] = {}
         self._resident: dict[Workspace, int] = {}
-        self._phase: Callable[[], Phase] = _no_phase
-        self._on_allocation: OnAllocation | None = None
+        self.phase: Callable[[], Phase] = _no_phase
+        self._watcher = Watcher()
         self.op: Any = None
         self.stream = 0
         self._streams: dict[int, int] = {}
@@ -112,11 +119,11 @@ class Recorder:
         for key in self._live.keys() - set(storages):
             del self._live[key]
 
-    def begin(self, phase: Callable[[], Phase], on_allocation: OnAllocation | None = None) -> None:
+    def begin(self, phase: Callable[[], Phase], watcher: Watcher | None = None) -> None:
         """Begin a trace, which first allocates all storages that are alive."""
         live = sorted(self._live.items(), key=lambda item: item[1][1])
         self.events, self.sizes, self.phases, self.last_update, self.reads = [], [], [], 0, 0
-        self._phase, self._on_allocation, self.op = phase, on_allocation, None
+        self.phase, self._watcher, self.op = phase, watcher or Watcher(), None
         self._resident.clear()
         self._streams, self._other_streams = {}, {}
         for key, (ref, _, size, dtype) in live:
@@ -125,10 +132,11 @@ class Recorder:
     def mark_update(self) -> None:
         """Mark the start of an update."""
         self.last_update, self.reads = len(self.events), 0
+        self._watcher.mark_update()
 
     def trace(self, parts: Sequence[int]) -> Trace:
-        """Return the trace since `begin`; neither callback of `begin` is called any more."""
-        self._phase, self._on_allocation = _no_phase, None
+        """Return the trace since `begin`; its watcher hears of no other."""
+        self.phase, self._watcher = _no_phase, Watcher()
         others = self._other_streams
         return Trace(
             parts=tuple(parts),
@@ -158,9 +166,8 @@ class Recorder:
             self.events.append(~live[1])
 
     def _allocate(self, size: int | Workspace, dtype: torch.dtype | None = None, *, is_workspace: bool = False) -> int:
-        phase = self._phase()
-        if self._on_allocation is not None:
-            self._on_allocation(phase, is_workspace, dtype)
+        phase = self.phase()
+        self._watcher.label_next(phase, is_workspace, dtype)
         if not self.phases or self.phases[-1][1] != phase:
             self.phases.append((len(self.events), phase))
         block = len(self.sizes)

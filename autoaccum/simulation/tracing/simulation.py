@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.registry import install_kernels
@@ -38,7 +38,6 @@ from autoaccum.simulation.tracing.value_reads import (
     unknown_value_error,
 )
 from autoaccum.simulation.unsupported import UnsupportedError
-from autoaccum.sources.batches import move_batch
 
 CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 """Operators with a CUDA kernel and a composite kernel for other devices (native_functions.yaml). A build without CUDA
@@ -294,7 +293,8 @@ def _data_ptr(tensor: torch.Tensor) -> int:
 
 def _run_wrapped(wrapper: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
     """Run what `nn.DataParallel` wraps, which is all that it does with one card."""
-    return wrapper.module(*move_batch(inputs, DEVICE), **move_batch(kwargs, DEVICE))
+    on_card = tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), [inputs, kwargs])
+    return wrapper.module(*on_card[0], **on_card[1])
 
 
 def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.simulation.tracing.known_values import assumed_check, values_of
 from autoaccum.simulation.unsupported import UnknownValueError
-from autoaccum.sources.tracebacks import name_line
+from autoaccum.tracebacks import name_line
 
 _ASSUMED_VALUES = (
     ("torch.amp.grad_scaler", "get_scale", 1.0),

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.trace_records import Phase, Trace
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES

@@ -9,9 +9,9 @@ import pytest
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.explanation import UpdateCost
 from autoaccum.devices.simulated.simulation_requests import CountCost
 from autoaccum.simulation.cards import find_card
+from autoaccum.simulation.trace_records import UpdateCost
 
 WORKLOAD = """
 import torch

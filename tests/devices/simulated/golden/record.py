@@ -27,13 +27,11 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.simulation_requests import ChangedTrace
 from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import search
 from autoaccum.simulation.cards import Card, find_card
-from autoaccum.simulation.trace_records import LabelledTrace, Trace
+from autoaccum.simulation.trace_records import Category, LabelledTrace, Trace
 from autoaccum.units import parse_size
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +82,7 @@ class DigestingTracer(InProcessTracer):
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         reply = super().call(request, limit_seconds)
-        made = reply.trace if isinstance(reply, LabelledTrace | ChangedTrace) else reply
+        made = reply.trace if isinstance(reply, LabelledTrace) else reply
         if isinstance(made, Trace):
             trace = dataclasses.asdict(made)
             for name in ("host_bytes", "streams", "reads", "batch"):

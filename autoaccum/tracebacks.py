@@ -14,7 +14,7 @@ import torch
 
 from autoaccum.errors import AutoaccumError, WorkloadError
 
-_OWN = str(Path(__file__).resolve().parents[1])
+_OWN = str(Path(__file__).resolve().parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 """The text of an error that PyTorch re-raises for a DataLoader worker (torch/_utils.py, `ExceptionWrapper`)."""

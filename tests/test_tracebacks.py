@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.sources import tracebacks
+from autoaccum import tracebacks
 from autoaccum.sources.spec import Workload
-from autoaccum.sources.tracebacks import blame_workload, format_user_traceback, raised_by_autoaccum
+from autoaccum.tracebacks import blame_workload, format_user_traceback, raised_by_autoaccum
 
 
 def multiply(size: int) -> torch.Tensor:

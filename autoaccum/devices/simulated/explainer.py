@@ -1,45 +1,29 @@
-"""Explains the memory of a schedule on a simulated card; forecasts and explains the installed card by simulating it."""
+"""Explains the memory of a schedule on a simulated card."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
-from autoaccum.devices.base import Forecast, Phase
 from autoaccum.devices.budget import Deadline
-from autoaccum.devices.card_memory import CardMemory, CardReport
-from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, MemoryReport, Timeline
-from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at
-from autoaccum.devices.simulated.simulation_requests import (
-    CHECKPOINT,
-    ChangedTrace,
-    LabelParts,
-    SuggestChanges,
-    SuggestedChange,
-    TraceChanged,
-    Tracer,
-)
+from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak, holdings_at
+from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, LabelParts, SuggestChanges, TraceParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.simulation.allocator.replayer import Replayer
-from autoaccum.simulation.allocator.settings import read_settings
-from autoaccum.simulation.cards import Card, context_memory, installed_card
-from autoaccum.simulation.trace_records import LabelledTrace, Trace
+from autoaccum.simulation.trace_records import LabelledTrace, Phase, Trace
 from autoaccum.units import format_bytes
 
-_EXPANDABLE_SEGMENTS = SuggestedChange(
-    "expandable_segments", "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+_EXPANDABLE_SEGMENTS = Change(
+    name="expandable_segments",
+    what="segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
 )
-_MAX_FORECAST_SECONDS = 60.0
-_PROBE_SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -117,15 +101,13 @@ class Explainer:
         return again
 
     def _curve(self, size: int, deadline: Deadline) -> tuple[CurvePoint, ...]:
+        def trace_of(size: int) -> Trace | None:
+            return None if deadline.is_over else self.traces.extrapolate(size, limit_seconds=deadline.left_seconds)
+
         most, limit_bytes = max(self.traces.share, size), self.limit_bytes
         with suppress(AutoaccumError):
-            trace_of = partial(self._follow, deadline=deadline)
             return curve_points(trace_of, self.replayer, size=size, most=most, limit_bytes=limit_bytes)
         return ()
-
-    def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
-        """Return the trace of a size by its affine trace; None if there is none, or no time to fit it."""
-        return None if deadline.is_over else self.traces.extrapolate(size, limit_seconds=deadline.left_seconds)
 
     def _all_changes(
         self, trace: Trace, labelled: LabelledTrace, deadline: Deadline
@@ -138,36 +120,31 @@ class Explainer:
         found: list[Change] = []
         notes: tuple[str, ...] = ()
         if expanding := self.replayer.expanding():
-            found.append(self._compare(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
+            found.append(self._with_effect(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
         try:
             suggestions = self.traces.call(SuggestChanges(), deadline.left_seconds)
         except AutoaccumError as error:
             suggestions, notes = (), (f"what else would change the peak is not known ({first_line(error)})",)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
-        for suggestion in suggestions:
-            if suggestion.name == CHECKPOINT and recomputes:
+        for change in suggestions:
+            if change.name == CHECKPOINT and recomputes:
                 continue  # The model is checkpointed already.
             if deadline.is_over:
-                notes = (f"the time limit ended before {suggestion.name} was simulated",)
+                notes = (f"the time limit ended before {change.name} was simulated",)
                 break
-            found.append(self._change(suggestion, trace, deadline))
+            request = TraceParts(parts=trace.parts, change=change.name, **self.traces.way)
+            try:
+                changed = self.traces.call(request, deadline.left_seconds)
+            except AutoaccumError as error:
+                found.append(dataclasses.replace(change, message=first_line(error)))
+            else:
+                found.append(self._with_effect(change, trace, changed, self.replayer))
         return tuple(sorted(found, key=_saving)), notes
 
-    def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
-        request = TraceChanged(parts=trace.parts, change=suggestion.name, **self.traces.way)
-        try:
-            changed = self.traces.call(request, deadline.left_seconds)
-        except AutoaccumError as error:
-            changed = ChangedTrace(message=str(error))
-        if changed.trace is None:
-            return Change(name=suggestion.name, what=suggestion.what, message=first_line(changed.message))
-        return self._compare(suggestion, trace, changed.trace, self.replayer)
-
-    def _compare(self, suggestion: SuggestedChange, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
+    def _with_effect(self, change: Change, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
         peak_bytes = replayer.peak_bytes(changed)
-        return Change(
-            name=suggestion.name,
-            what=suggestion.what,
+        return dataclasses.replace(
+            change,
             peak_bytes=peak_bytes,
             saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
             least_bytes=replayer.least_bytes([changed], self.limit_bytes),
@@ -179,68 +156,6 @@ def _saving(change: Change) -> tuple[float, float]:
     if change.saved_bytes is None or change.least_bytes is None:
         return math.inf, math.inf
     return -change.saved_bytes, change.least_bytes
-
-
-def forecast_peaks(
-    memory: CardMemory,
-    make_tracer: Callable[[Card], Tracer],
-    share: int,
-    limit_seconds: float | None = None,
-    *,
-    savers: tuple[str, ...] | None = None,
-) -> Forecast:
-    """Forecast peaks on the installed card; if it cannot be simulated for any reason, a note says why.
-
-    The traces are made now, so that no other process remains while trials run.
-    """
-    card = installed_card(memory)
-    traces = TraceCache(lambda: make_tracer(card), share, savers)
-    try:
-        replayer = _replayer_of(card)
-        limit_seconds = min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS)
-        trace = traces.extrapolate(_PROBE_SIZE, limit_seconds=limit_seconds)
-    except AutoaccumError as error:
-        return _no_forecast(error.message)
-    finally:
-        traces.close()
-    if trace is None:
-        return _no_forecast("; ".join(traces.notes) or "there are too few samples")
-
-    def peak_bytes(size: int) -> int | None:
-        trace = traces.extrapolate(size)
-        return None if trace is None else replayer.peak_bytes(trace)
-
-    return Forecast(peak_bytes=peak_bytes)
-
-
-def explain_installed_card(
-    report: CardReport,
-    make_tracer: Callable[[Card], Tracer],
-    share: int,
-    parts: tuple[int, ...],
-    *,
-    limit_bytes: int,
-    limit_seconds: float | None = None,
-    savers: tuple[str, ...] | None = None,
-    **options: bool,
-) -> MemoryReport:
-    """Explain the memory of `parts`, which ran on the installed card, by a simulation: the result is predicted."""
-    card, deadline = installed_card(report.memory), Deadline(limit_seconds)
-    outside_bytes = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
-    traces = TraceCache(lambda: make_tracer(card), share, savers)
-    try:
-        explainer = Explainer(f"{card.name} (simulated)", outside_bytes, limit_bytes, traces, _replayer_of(card))
-        return explainer.explain(traces.traces_of(parts, True, deadline.left_seconds), deadline, **options)
-    finally:
-        traces.close()
-
-
-def _replayer_of(card: Card) -> Replayer:
-    return Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
-
-
-def _no_forecast(why: str) -> Forecast:
-    return Forecast(notes=(f"the search began without a simulation of the card ({first_line(why)})",))
 
 
 _TIMELINE_POINTS = 400

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_card import most_held
 
-from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import CATEGORIES, Category, Holding
-from autoaccum.devices.simulated.explain.breakdown import (
+from autoaccum.devices.explanation import Holding
+from autoaccum.devices.simulated.breakdown import (
     MemoryBreakdown,
     classify_blocks,
     explain_peak,
@@ -22,9 +21,20 @@ from autoaccum.devices.simulated.explain.breakdown import (
     largest_shares,
     module_shares,
 )
-from autoaccum.devices.simulated.explain.explainer import make_timeline
+from autoaccum.devices.simulated.explainer import make_timeline
 from autoaccum.simulation.allocator.replayer import SizedTrace
-from autoaccum.simulation.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.simulation.trace_records import (
+    CATEGORIES,
+    NO_MODULE,
+    Category,
+    LabelledTrace,
+    ModuleName,
+    Origin,
+    Owner,
+    Phase,
+    Role,
+    Trace,
+)
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]

@@ -10,7 +10,7 @@ from operator import eq
 from typing import Final
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
+from autoaccum.devices.simulated.breakdown import MemoryBreakdown
 from autoaccum.errors import UsageError
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.simulation.allocator.recording import Recording

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from synthetic_traces import SyntheticTracer, linear
 
-from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.base import Forecast, TrialSettings
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import MemoryReport
-from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
+from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace
 from autoaccum.units import GIB, MIB
 
@@ -31,19 +32,26 @@ CARD = CardMemory(
 REPORT = CardReport(memory=CARD, context_bytes=333 * MIB)
 
 
-def explain(
-    tracer: SyntheticTracer, report: CardReport = REPORT, *, limit_seconds: float | None = None
-) -> MemoryReport:
-    return explain_installed_card(
-        report,
-        lambda card: tracer,
-        64,
-        (20, 20),
-        limit_bytes=2 * GIB,
-        changes=True,
-        curve=True,
-        limit_seconds=limit_seconds,
-    )
+class SyntheticCard(CudaDevice):
+    """A card that has told its memory, and whose simulation is a synthetic tracer."""
+
+    def __init__(self, tracer: SyntheticTracer, share: int = 64) -> None:
+        super().__init__(TrialSettings(share=share))
+        self._limit_bytes, self._report, self._tracer = 2 * GIB, REPORT, tracer
+
+    def _use_child(self, *, fresh: bool = False) -> Any:
+        return None
+
+    def _make_tracer(self, card: Card) -> Tracer:
+        return self._tracer
+
+
+def explain(tracer: SyntheticTracer) -> MemoryReport:
+    return SyntheticCard(tracer).explain((20, 20), changes=True, curve=True)
+
+
+def forecast_peaks(tracer: SyntheticTracer, limit_seconds: float | None = None) -> Forecast:
+    return SyntheticCard(tracer, 256).forecast(limit_seconds=limit_seconds)
 
 
 def test_an_explanation_of_the_installed_card_is_called_simulated() -> None:
@@ -114,7 +122,7 @@ def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], 
 
 def test_peaks_of_any_size_from_three_traces() -> None:
     tracer = SyntheticTracer()
-    forecast = forecast_peaks(CARD, lambda card: tracer, 256)
+    forecast = forecast_peaks(tracer)
     assert forecast.peak_bytes is not None
     assert forecast.notes == ()
     assert (len(tracer.traced), tracer.closed) == (3, 1)
@@ -134,7 +142,7 @@ def test_peaks_of_any_size_from_three_traces() -> None:
     ],
 )
 def test_a_card_that_cannot_be_simulated_gives_a_note(tracer: SyntheticTracer, why: str) -> None:
-    forecast = forecast_peaks(CARD, lambda card: tracer, 256)
+    forecast = forecast_peaks(tracer)
     assert forecast.peak_bytes is None
     assert tracer.closed
     (note,) = forecast.notes
@@ -145,12 +153,12 @@ def test_a_card_that_cannot_be_simulated_gives_a_note(tracer: SyntheticTracer, w
 @pytest.mark.parametrize(("limit", "most"), [(None, 60), (10.0, 10), (500.0, 60)])
 def test_the_traces_have_a_limit_on_time(limit: float | None, most: int) -> None:
     tracer = SyntheticTracer()
-    forecast_peaks(CARD, lambda card: tracer, 256, limit)
+    forecast_peaks(tracer, limit)
     assert all(seconds is not None and most - 1 < seconds <= most for seconds in tracer.limits)
 
 
 def test_an_allocator_that_is_not_simulated_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     tracer = SyntheticTracer()
-    assert forecast_peaks(CARD, lambda card: tracer, 256).peak_bytes is None
+    assert forecast_peaks(tracer).peak_bytes is None
     assert not tracer.traced

@@ -11,10 +11,9 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from autoaccum.devices.base import Phase
-from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare
+from autoaccum.devices.explanation import Explanation, Holding, ModuleShare
 from autoaccum.simulation.allocator.replayer import SizedTrace
-from autoaccum.simulation.trace_records import LabelledTrace, Role, Trace
+from autoaccum.simulation.trace_records import CATEGORIES, Category, LabelledTrace, Phase, Role, Trace
 from autoaccum.sources.module_names import distinct_names, mask_numbers
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
