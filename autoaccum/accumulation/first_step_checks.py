@@ -141,7 +141,7 @@ class WeightingCheck:
 
     def __init__(self, mode: str, objective: Objective, multiple_of: int) -> None:
         criterion = objective.criterion
-        is_known = criterion is not None and criterion.rule is not None and objective.weight_function is None
+        is_known = criterion is not None and criterion.divisor is not None and objective.weight_function is None
         self._updates = 0 if mode == "off" or is_known or objective.coupled else _UPDATES
         self._comparisons, self._each = 0, multiple_of
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
@@ -243,8 +243,7 @@ def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) 
         A function that returns a digest of all random generators.
     """
     objective = backpropagation.objective
-    criterion = None if objective.criterion is None else objective.criterion.function
-    functions = (*objective.user_functions, objective.weight_function, criterion)
+    functions = (*objective.user_functions, objective.weight_function, objective.criterion_module)
     used, generators = find_reachable([one for one in functions if one is not None])
     every = all_modules(*modules, *used.values())
     generators += module_generators(every)

@@ -57,10 +57,8 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
 
     Modules without parameters and buffers, as a loss without class weights, are left out.
     """
-    criterion = objective.criterion
-    used = [*(() if objective.model_loss is not None else objective.user_functions), *functions]
-    used += [criterion.function] if criterion is not None and objective.criterion_module is None else []
-    modules, _ = find_reachable([function for function in used if function is not None])
+    used = [function for function in (*objective.user_functions, *functions) if function is not None]
+    modules, _ = find_reachable(used)
     roots = [root for root in (model, objective.criterion_module) if root is not None]
     excluded = {id(module) for root in roots for module in root.modules()}
     others = {name: module for name, module in modules.items() if id(module) not in excluded}

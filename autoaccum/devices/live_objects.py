@@ -67,7 +67,7 @@ def workload_of_objects(live: Mapping[str, Any], options: Options) -> Workload:
     return Workload(
         model=model,
         batch=make_batches(live["batch"], batching),
-        loss=objective.loss_function,
+        loss=None if criterion is not None else objective.loss,
         criterion=None if criterion is None else criterion.function,
         weight=objective.weight_function,
         reduction=objective.reduction,

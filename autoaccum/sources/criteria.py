@@ -19,46 +19,88 @@ from torch.nn import functional
 from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.batches import batch_size
+from autoaccum.sources.pytree import unwrap_batch
+
+Divisor: TypeAlias = Literal["targets", "elements", "rows of classes", "samples"]
+
+_KNOWN: tuple[tuple[Callable[..., Any], type[nn.Module], Divisor], ...] = (
+    (functional.cross_entropy, nn.CrossEntropyLoss, "targets"),
+    (functional.nll_loss, nn.NLLLoss, "targets"),
+    (functional.mse_loss, nn.MSELoss, "elements"),
+    (functional.l1_loss, nn.L1Loss, "elements"),
+    (functional.smooth_l1_loss, nn.SmoothL1Loss, "elements"),
+    (functional.huber_loss, nn.HuberLoss, "elements"),
+    (functional.binary_cross_entropy, nn.BCELoss, "elements"),
+    (functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, "elements"),
+    (functional.poisson_nll_loss, nn.PoissonNLLLoss, "elements"),
+    (functional.soft_margin_loss, nn.SoftMarginLoss, "elements"),
+    (functional.hinge_embedding_loss, nn.HingeEmbeddingLoss, "elements"),
+    (functional.kl_div, nn.KLDivLoss, "elements"),
+    (functional.multi_margin_loss, nn.MultiMarginLoss, "samples"),
+    (functional.multilabel_margin_loss, nn.MultiLabelMarginLoss, "samples"),
+    (functional.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, "rows of classes"),
+)
+FUNCTIONS: Mapping[Callable[..., Any], Divisor] = {function: divisor for function, _, divisor in _KNOWN}
+CLASSES: Mapping[type[nn.Module], Divisor] = {
+    **{known: divisor for _, known, divisor in _KNOWN},
+    # New in torch 2.13.
+    **({nn.LinearCrossEntropyLoss: "targets"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
+}
+_OF_TORCH = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+_WORDS = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A criterion, its reduction and its divisor.
+    """A criterion as a loss of a model and a batch `(inputs, targets)`.
 
     Attributes:
         function: The criterion as given.
         name: Its name in messages.
-        rule: The name of its function in `torch.nn.functional`; None if autoaccum does not know it.
+        divisor: The things that its mean counts; None if autoaccum does not know it.
         reduction: `mean` or `sum`; None if unknown.
         source: The number that its mean divides by, in words.
     """
 
     function: Callable[..., Any]
     name: str
-    rule: str | None
+    divisor: Divisor | None
     reduction: Literal["mean", "sum"] | None
     source: str
 
-    @property
-    def divisor(self) -> Divisor:
-        """The things that its mean counts; samples if unknown."""
-        is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
-        return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of one batch; raise WorkloadError unless that is a pair."""
+        return self.loss(self.outputs(model, batch), batch)
 
-    def weight(self, batch: Any, targets: Any) -> float:
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for the inputs of a batch."""
+        inputs = inputs_and_targets(batch)[0]
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """Return the loss of a model's outputs."""
+        return self.function(outputs, inputs_and_targets(batch)[1])
+
+    def weight(self, batch: Any) -> float:
         """Return the number that the criterion's mean over `batch` divides by; the number of samples if unknown."""
-        divisor = self.divisor
-        if divisor == "samples":
+        if self.divisor in ("samples", None):
             return float(batch_size(batch))
+        targets = inputs_and_targets(unwrap_batch(batch))[1]
         if not isinstance(targets, Tensor):
             raise WorkloadError(
                 f"{self.name} needs its targets as one tensor, batch[1] is {describe_type(targets)}",
                 hint="write loss(model, batch) and weight(batch) instead",
             )
-        options = settings(self.function)
-        if divisor == "targets":
-            return count_targets(targets, options)
-        return float(targets.numel() / targets.shape[-1]) if divisor == "rows of classes" else float(targets.numel())
+        if self.divisor == "targets":
+            return count_targets(targets, self.settings)
+        return float(targets.numel() / (targets.shape[-1] if self.divisor == "rows of classes" else 1))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options of a known criterion."""
+        return _read_settings(self.function)
 
 
 def is_criterion(loss: Any) -> bool:
@@ -85,40 +127,49 @@ def resolve_criterion(criterion: Any) -> Criterion:
         )
     inner = _unwrap(criterion)
     name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))
-    rule = _find_rule(inner)
-    if rule is None:
+    divisor = _find_divisor(inner)
+    if divisor is None:
         return _resolve_unknown(criterion, inner, name)
-    options = settings(criterion)
+    options = _read_settings(criterion)
     if options.get("size_average") is not None or options.get("reduce") is not None:
         raise WorkloadError(
             f"{name} is given the deprecated size_average or reduce", hint='write reduction="mean" or "sum"'
         )
-    _check_smoothing(options, name)
     reduction = options.get("reduction", "mean")
-    if rule == "kl_div" and reduction == "batchmean":
-        return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
+    if reduction == "batchmean":  # Of kl_div: other criteria raise.
+        return Criterion(criterion, name, "samples", "mean", f"samples ({name}, batchmean)")
     if reduction not in ("mean", "sum"):
         raise WorkloadError(
             f"{name} has reduction={reduction!r}, which is neither the mean nor the sum over samples",
             hint='use reduction="mean" or "sum", or write a loss(model, batch) that returns one number',
         )
-    return Criterion(criterion, name, rule, reduction, f"{describe_divisor(rule, options)} ({name})")
-
-
-def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
-    """Refuse label smoothing with a class weight of 0: a part with only such targets would get the share 0."""
     weights = options.get("weight")
-    if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
-        return
-    if bool((weights.cpu() == 0).any()):
+    if divisor != "targets":
+        return Criterion(criterion, name, divisor, reduction, f"{_WORDS[divisor]} ({name})")
+    has_zero = isinstance(weights, Tensor) and bool((weights.cpu() == 0).any())
+    if options.get("label_smoothing") and has_zero and reduction == "mean":
         raise WorkloadError(
             f"{name} smooths labels, and a class has weight 0, so that a part with only such targets would be left out",
             hint="set ignore_index to that class, or give it a small weight such as 1e-6",
         )
+    kept = f"targets != {ignored_class(options)}"
+    source = kept if weights is None else f"class weights of the {kept}"
+    return Criterion(criterion, name, divisor, reduction, f"{source} ({name})")
 
 
-def settings(criterion: Any) -> Mapping[str, Any]:
-    """Return the options of a known criterion: attributes of a module, or keywords and defaults of a function."""
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """Return the two of a batch for a criterion; raise WorkloadError if it is no pair."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise WorkloadError(
+        f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
+        hint="return such a pair from batch(size), or write loss(model, batch)",
+    )
+
+
+def _read_settings(criterion: Any) -> Mapping[str, Any]:
+    """Return the attributes of a module that change its divisor, or the keywords and defaults of a function."""
     inner = _unwrap(criterion)
     bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
     if isinstance(inner, nn.Module):
@@ -134,14 +185,13 @@ def _unwrap(criterion: Any) -> Any:
     return getattr(inner, "_orig_mod", inner) if isinstance(inner, nn.Module) else inner
 
 
-def _find_rule(inner: Any) -> str | None:
-    if isinstance(inner, nn.Module):
-        if "forward" in vars(inner):
-            return None
-        forward = type(inner).forward
-        return next((rule for known, rule in CLASSES.items() if forward is known.forward), None)
-    name = getattr(inner, "__name__", "")
-    return name if name in RULES and getattr(functional, name) is inner else None
+def _find_divisor(inner: Any) -> Divisor | None:
+    if not isinstance(inner, nn.Module):
+        return FUNCTIONS.get(inner) if inspect.isroutine(inner) else None
+    if "forward" in vars(inner):
+        return None
+    forward = type(inner).forward
+    return next((divisor for known, divisor in CLASSES.items() if forward is known.forward), None)
 
 
 def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
@@ -156,44 +206,6 @@ def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
     reduction = getattr(inner, "reduction", None)
     known = reduction if reduction in ("mean", "sum") else None
     return Criterion(criterion, name, None, known, f"samples ({name} is no criterion autoaccum knows)")
-
-
-Divisor: TypeAlias = Literal["targets", "elements", "rows of classes", "samples"]
-
-_KNOWN: tuple[tuple[str, Divisor, type[nn.Module]], ...] = (
-    ("cross_entropy", "targets", nn.CrossEntropyLoss),
-    ("nll_loss", "targets", nn.NLLLoss),
-    ("mse_loss", "elements", nn.MSELoss),
-    ("l1_loss", "elements", nn.L1Loss),
-    ("smooth_l1_loss", "elements", nn.SmoothL1Loss),
-    ("huber_loss", "elements", nn.HuberLoss),
-    ("binary_cross_entropy", "elements", nn.BCELoss),
-    ("binary_cross_entropy_with_logits", "elements", nn.BCEWithLogitsLoss),
-    ("poisson_nll_loss", "elements", nn.PoissonNLLLoss),
-    ("soft_margin_loss", "elements", nn.SoftMarginLoss),
-    ("hinge_embedding_loss", "elements", nn.HingeEmbeddingLoss),
-    ("kl_div", "elements", nn.KLDivLoss),
-    ("multi_margin_loss", "samples", nn.MultiMarginLoss),
-    ("multilabel_margin_loss", "samples", nn.MultiLabelMarginLoss),
-    ("multilabel_soft_margin_loss", "rows of classes", nn.MultiLabelSoftMarginLoss),
-)
-RULES: Mapping[str, Divisor] = {rule: divisor for rule, divisor, _ in _KNOWN}
-CLASSES: Mapping[type[nn.Module], str] = {
-    **{known: rule for rule, _, known in _KNOWN},
-    # New in torch 2.13.
-    **({nn.LinearCrossEntropyLoss: "cross_entropy"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
-}
-_OF_TORCH = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
-
-
-def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:
-    """Describe the number that the mean of the criterion `rule` divides by with these options."""
-    divisor = RULES[rule]
-    if divisor == "targets":
-        kept = f"targets != {ignored_class(options)}"
-        return f"class weights of the {kept}" if options.get("weight") is not None else kept
-    words = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
-    return words[divisor]
 
 
 def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:

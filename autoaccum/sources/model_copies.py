@@ -145,7 +145,7 @@ def copy_objective(
         function = change_module(copy.deepcopy(function))
     elif isinstance(function, functools.partial):
         function = functools.partial(function.func, *function.args, **change_tensors(dict(function.keywords)))
-    return dataclasses.replace(objective, criterion=dataclasses.replace(objective.criterion, function=function))
+    return dataclasses.replace(objective, loss=dataclasses.replace(objective.criterion, function=function))
 
 
 def objective_in_float64(objective: Objective) -> Objective:

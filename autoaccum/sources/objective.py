@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.options import read_coupled
 from autoaccum.sources.batches import BatchReader, batch_size, move_batch, wrap_batch
-from autoaccum.sources.criteria import Criterion, is_criterion, resolve_criterion
+from autoaccum.sources.criteria import Criterion, inputs_and_targets, is_criterion, resolve_criterion
 from autoaccum.sources.model_loss import ModelLoss
 from autoaccum.sources.pytree import unwrap_batch
 
@@ -56,55 +56,55 @@ class Objective:
     """A loss and the weight of its mean.
 
     Attributes:
+        loss: `loss(model, batch)`: the user's function, a `Criterion`, a `CoupledLoss` or a `ModelLoss`.
         reduction: `mean` or `sum` over the batch.
         source: The number that the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
             (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
-        criterion: The criterion; None if the loss is a function.
-        loss_function: `loss(model, batch)`; None if the loss is a criterion.
-        weight_function: The user's `weight(batch)`, or that of the model's own loss.
+        weight_function: The user's `weight(batch)`; None if there is none.
         batching: The workload's functions to count and split batches, or how its batches are read.
         coupled: Whether the loss is computed once, of the outputs of the whole effective batch.
     """
 
+    loss: Callable[[nn.Module, Any], Any]
     reduction: Reduction
     source: str
-    criterion: Criterion | None = None
-    loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
     batching: BatchReader = field(default=None, compare=False)
     coupled: bool = False
 
     @property
-    def user_functions(self) -> tuple[Callable[..., Any], ...]:
-        """The functions of the loss that the user wrote: none for a criterion."""
-        if isinstance(self.loss_function, CoupledLoss):
-            return self.loss_function.outputs, self.loss_function.loss
-        return () if self.loss_function is None else (self.loss_function,)
-
-    @property
-    def takes_outputs(self) -> bool:
-        """Whether the loss is a function of the model's outputs, so that it can be coupled."""
-        return self.criterion is not None or isinstance(self.loss_function, CoupledLoss)
-
-    def wrap_batch(self, batch: Any) -> Any:
-        """Return `batch`, so that it and its parts are counted in one way only."""
-        return wrap_batch(batch, self.batching)
-
-    @property
-    def model_loss(self) -> ModelLoss | None:
-        """The loss that the model computes itself; None if the workload gives a loss."""
-        return self.loss_function if isinstance(self.loss_function, ModelLoss) else None
-
-    @property
-    def uses_model_weight(self) -> bool:
-        """Return whether the weight is the one inferred from the class of the model."""
-        return self.model_loss is not None and getattr(self.weight_function, "__self__", None) is self.model_loss
+    def criterion(self) -> Criterion | None:
+        """The loss if it is a criterion."""
+        return self.loss if isinstance(self.loss, Criterion) else None
 
     @property
     def criterion_module(self) -> nn.Module | None:
         """The criterion if it is a module; None otherwise."""
         function = None if self.criterion is None else self.criterion.function
         return function if isinstance(function, nn.Module) else None
+
+    @property
+    def model_loss(self) -> ModelLoss | None:
+        """The loss that the model computes itself; None if the workload gives a loss."""
+        return self.loss if isinstance(self.loss, ModelLoss) else None
+
+    @property
+    def user_functions(self) -> tuple[Callable[..., Any], ...]:
+        """The functions of the loss that the user wrote or chose, but no module."""
+        if isinstance(self.loss, CoupledLoss):
+            return self.loss.outputs, self.loss.loss
+        if self.criterion is not None:
+            return () if self.criterion_module is not None else (self.criterion.function,)
+        return () if self.model_loss is not None else (self.loss,)
+
+    @property
+    def takes_outputs(self) -> bool:
+        """Whether the loss is a function of the model's outputs, so that it can be coupled."""
+        return isinstance(self.loss, Criterion | CoupledLoss)
+
+    def wrap_batch(self, batch: Any) -> Any:
+        """Return `batch`, so that it and its parts are counted in one way only."""
+        return wrap_batch(batch, self.batching)
 
     def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return the terms of the loss of `batch`, each a scalar; `{"loss": ...}` for a single number.
@@ -115,23 +115,24 @@ class Objective:
             WorkloadError: The loss is neither a floating-point scalar nor a mapping of such, or no term requires a
                 gradient although gradients are recorded.
         """
-        if self.criterion is None:
-            assert self.loss_function is not None
-            raw = self.loss_function(model, unwrap_batch(batch))
-        else:
-            raw = self.criterion.function(self.outputs(model, batch), batch[1])
-        return _read_terms(raw)
+        return _read_terms(self.loss(model, unwrap_batch(batch)))
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for a loss that takes them."""
+        assert isinstance(self.loss, Criterion | CoupledLoss)
+        return self.loss.outputs(model, unwrap_batch(batch))
 
     def coupled_terms(self, outputs: Any, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """Return the terms of the loss of a whole batch from its outputs; errors are those of `terms`.
 
         What the loss reads of the batch is moved to the device of the outputs.
         """
-        if self.criterion is not None:
-            targets = _inputs_and_targets(unwrap_batch(batch))[1]
-            return _read_terms(self.criterion.function(outputs, move_batch(targets, device)))
-        assert isinstance(self.loss_function, CoupledLoss)
-        return _read_terms(self.loss_function.loss(outputs, unwrap_batch(move_batch(batch, device))))
+        assert isinstance(self.loss, Criterion | CoupledLoss)
+        if self.criterion is not None:  # It reads no inputs.
+            batch = None, move_batch(inputs_and_targets(unwrap_batch(batch))[1], device)
+        else:
+            batch = unwrap_batch(move_batch(batch, device))
+        return _read_terms(self.loss.loss(outputs, batch))
 
     def read_by_coupled_loss(self, batch: Any) -> Any:
         """Return a batch of as many samples that has no more than what `coupled_terms` reads: targets, or nothing.
@@ -139,22 +140,9 @@ class Objective:
         A function that may read the batch gets the whole.
         """
         if self.criterion is not None:
-            return torch.zeros(batch_size(batch)), _inputs_and_targets(unwrap_batch(batch))[1]
-        assert isinstance(self.loss_function, CoupledLoss)
-        return batch if _may_read(self.loss_function.loss, 1) else torch.zeros(batch_size(batch))
-
-    def outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for the inputs of `(inputs, targets)`, or those of a coupled loss.
-
-        Raises:
-            WorkloadError: The batch is no such pair.
-        """
-        if isinstance(self.loss_function, CoupledLoss):
-            return self.loss_function.outputs(model, unwrap_batch(batch))
-        inputs = _inputs_and_targets(unwrap_batch(batch))[0]
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+            return torch.zeros(batch_size(batch)), inputs_and_targets(unwrap_batch(batch))[1]
+        assert isinstance(self.loss, CoupledLoss)
+        return batch if _may_read(self.loss.loss, 1) else torch.zeros(batch_size(batch))
 
     def weight(self, batch: Any) -> Weights:
         """Return the number that the mean over `batch` divides by, or one number for each term of the loss.
@@ -165,14 +153,13 @@ class Objective:
             WorkloadError: A weight is negative, not finite, or not a number.
         """
         if self.weight_function is not None:
-            raw = self.weight_function(batch if self.uses_model_weight else unwrap_batch(batch))
+            raw = self.weight_function(unwrap_batch(batch))
             if isinstance(raw, Mapping):
                 return {str(name): read_weight(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
             return read_weight(raw, "weight(batch)")
-        if self.criterion is None or self.reduction == "sum":
-            return float(batch_size(batch))
-        targets = _inputs_and_targets(unwrap_batch(batch))[1]
-        return read_weight(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
+        if self.reduction == "mean" and isinstance(self.loss, Criterion | ModelLoss):
+            return self.loss.weight(batch)
+        return float(batch_size(batch))
 
     def move_criterion(self, device: torch.device | str) -> None:
         """Move a criterion's buffers (class weights) to `device`, in place."""
@@ -213,22 +200,33 @@ def resolve_objective(
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
     if weight is not None and not callable(weight):
         raise WorkloadError(f"weight is {describe_type(weight)}", hint="write a function weight(batch)")
+    coupled, source = isinstance(loss, CoupledLoss), "samples"
     if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
-        return _check_sum(_model_loss_objective(loss or ModelLoss(), weight, cast("Reduction", reduction), model))
-    if criterion is None and not is_criterion(loss):
+        loss = loss or ModelLoss()
+        if model is not None:
+            loss.read_model(model)
+        source, name = loss.source, ""
+        reduction = "sum" if loss.reduction == "sum" and weight is None else reduction
+    elif criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
-        source = "samples" if weight is None else "the workload's weight()"
-        kind = cast("Reduction", reduction)
-        return _check_sum(Objective(kind, source, None, loss, weight, coupled=isinstance(loss, CoupledLoss)))
-    resolved = resolve_criterion(loss if criterion is None else criterion)
-    if resolved.reduction == "mean" and reduction == "sum":
+        name = ""
+    else:
+        loss = resolve_criterion(loss if criterion is None else criterion)
+        source, name = loss.source, f" ({loss.name})"
+        if loss.reduction == "mean" and reduction == "sum":
+            raise WorkloadError(
+                f'the reduction is "sum", but {loss.name} averages',
+                hint=f'write {loss.name} with reduction="sum", or remove the reduction',
+            )
+        reduction = loss.reduction or reduction
+    if reduction == "mean":
+        return Objective(loss, "mean", source if weight is None else "the workload's weight()", weight, coupled=coupled)
+    if weight is not None:
         raise WorkloadError(
-            f'the reduction is "sum", but {resolved.name} averages',
-            hint=f'write {resolved.name} with reduction="sum", or remove the reduction',
+            "the loss is a sum, so its parts need no weight, but weight is given",
+            hint='remove weight, or make the loss a mean with reduction="mean"',
         )
-    final_reduction = cast("Reduction", resolved.reduction or reduction)
-    source = resolved.source if weight is None else "the workload's weight()"
-    return _check_sum(Objective(final_reduction, source, resolved, None, weight))
+    return Objective(loss, "sum", f"nothing: the loss is a sum{name}", coupled=coupled)
 
 
 def read_coupled_loss(loss: Any, outputs: Any, coupled_loss: Any) -> Any:
@@ -263,16 +261,6 @@ def with_coupling(objective: Objective, coupled: Any, error: type[AutoaccumError
     return dataclasses.replace(objective, coupled=coupled)
 
 
-def _model_loss_objective(loss: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
-    if model is not None:
-        loss.read_model(model)
-    if weight is not None and getattr(weight, "__self__", None) is not loss:
-        return Objective(reduction, "the workload's weight()", None, loss, weight)
-    if "sum" in (reduction, loss.reduction):
-        return Objective("sum", "nothing", None, loss)
-    return Objective("mean", loss.source, None, loss, loss.weight)
-
-
 def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
     """Return one weight for each term of the loss; a single number is used for all terms.
 
@@ -287,18 +275,6 @@ def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
             hint="return the same keys from both, or one number from weight(batch)",
         )
     return {name: weights[name] for name in names}
-
-
-def _check_sum(objective: Objective) -> Objective:
-    if objective.reduction == "mean":
-        return objective
-    if objective.weight_function is not None:
-        raise WorkloadError(
-            "the loss is a sum, so its parts need no weight, but weight is given",
-            hint='remove weight, or make the loss a mean with reduction="mean"',
-        )
-    name = "" if objective.criterion is None else f" ({objective.criterion.name})"
-    return dataclasses.replace(objective, reduction="sum", source=f"nothing: the loss is a sum{name}")
 
 
 def _check_loss_function(loss: Any) -> None:
@@ -320,23 +296,8 @@ def _may_read(function: Any, position: int) -> bool:
     )
 
 
-def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    raise WorkloadError(
-        f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
-        hint="return such a pair from batch(size), or write loss(model, batch)",
-    )
-
-
 def _read_terms(raw: Any) -> dict[str, Tensor]:
     terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
-    _check_terms(terms)
-    return cast("dict[str, Tensor]", terms)
-
-
-def _check_terms(terms: Mapping[str, Any]) -> None:
     if not terms:
         raise WorkloadError("loss returned no terms", hint="return a scalar, or a dict of scalars")
     for name, term in terms.items():
@@ -355,6 +316,7 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
             "the loss is not connected to any trainable parameter",
             hint="compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
         )
+    return terms
 
 
 def read_weight(value: Any, label: str) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size
-from autoaccum.sources.criteria import ignored_class, settings
+from autoaccum.sources.criteria import ignored_class
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.readings import is_samples
 
@@ -32,11 +32,11 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
     `batch` is a small one.
     """
     criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
-    code = own.code(batch) if own is not None and objective.uses_model_weight else None
+    code = own.code(batch) if own is not None and objective.weight_function is None else None
     half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
     return {
         "divisor": find_divisor(objective, batch),
-        "ignore_index": None if criterion is None else ignored_class(settings(criterion.function)),
+        "ignore_index": None if criterion is None else ignored_class(criterion.settings),
         "call": None if criterion is None else "one",
         "own": None if own is None else {"loss": own.access, "weight": code},
         "terms": [] if list(terms) == ["loss"] else list(terms),
@@ -50,16 +50,16 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
     """Return how the shares of parts of such a batch are computed."""
     if objective.reduction == "sum":
         return "nothing"
-    if objective.uses_model_weight and objective.model_loss is not None and objective.model_loss.code(batch) is None:
-        return "samples"
     if objective.weight_function is not None:
         return "weight"
+    if objective.model_loss is not None:
+        return "samples" if objective.model_loss.code(batch) is None else "weight"
     criterion = objective.criterion
     if criterion is None or criterion.divisor != "targets":
         return "samples"  # Rows of a tensor have equally many elements.
     if not isinstance(batch[1], Tensor) or batch[1].is_floating_point():
         return "samples"  # Class probabilities ignore no target.
-    return "class weights" if settings(criterion.function).get("weight") is not None else "targets"
+    return "class weights" if criterion.settings.get("weight") is not None else "targets"
 
 
 Form: TypeAlias = "str | Mapping[str, Any]"

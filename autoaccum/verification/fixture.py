@@ -49,9 +49,8 @@ class TrainingCopy:
     @property
     def roots(self) -> dict[str, nn.Module]:
         """The model, and the criterion where it is a module."""
-        criterion = self.objective.criterion
-        function = None if criterion is None else criterion.function
-        return {"": self.model, **({"criterion": function} if isinstance(function, nn.Module) else {})}
+        criterion = self.objective.criterion_module
+        return {"": self.model, **({} if criterion is None else {"criterion": criterion})}
 
 
 class Fixture:
@@ -157,8 +156,6 @@ def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Mo
     functions = [*objective.user_functions, objective.weight_function, workload.accumulate]
     if objective.criterion_module is not None:
         modules.extend(objective.criterion_module.modules())
-    elif objective.criterion is not None:
-        functions.append(objective.criterion.function)
     found, generators = find_reachable([*functions, *find_user_methods(modules)])
     known = {id(module) for module in found.values()}
     found |= {name: module for name, module in workload.modules.items() if id(module) not in known}

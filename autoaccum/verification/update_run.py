@@ -250,8 +250,8 @@ def _is_not_the_users(error: Exception) -> bool:
 def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:
     """Return the objective with the weighting of an ablation, and coupled if it says so."""
     if ablation.coupled:
-        if objective.loss_function is not None and not objective.takes_outputs:
-            objective = dataclasses.replace(objective, loss_function=split_forward_and_loss(objective.loss_function))
+        if not objective.takes_outputs:
+            objective = dataclasses.replace(objective, loss=split_forward_and_loss(objective.loss))
         objective = with_coupling(objective, True, WorkloadError)
     codes = dict(ablation.weights)
     if not codes:
