@@ -33,7 +33,7 @@ ROWS = (
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOMES: dict[str, str | tuple[str, ...]] = {
     "click": "cli",
-    "optuna": ("tuning", "reporting/figures/tuning_figure.py"),
+    "optuna": "tuning",
     "msgspec": ("serialization.py", "planning/plan_record.py"),
     "pynvml": "devices/card_memory.py",
     "rich": "reporting",

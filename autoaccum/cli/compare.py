@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
-from autoaccum.cli.outputs import Outputs
+from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, options
+from autoaccum.cli.outputs import check_file
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -17,25 +17,22 @@ if TYPE_CHECKING:
 
 @click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, ranks or savers, in a table.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
 @options(
     "compare",
+    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "force", "quiet"),
     gpu={"metavar": "NAME[,NAME...]|all", "required": True, "help": "The cards to compare, by name or size."},
     world_size={"type": CountOrRange(), "metavar": "N|N..M", "help": "The number of ranks, or a range to compare."},
-    savers={"metavar": "SAVER|auto|all", "help": "all: compare the sets of savers that no other beats."},
+    savers={
+        "metavar": "SAVER|auto|all",
+        "help": "Savers of each plan, as for `autoaccum plan`. all: a row for each Pareto-optimal set.",
+    },
+    micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
+    as_json="Print the table as JSON on stdout, with every plan whole.",
+    output="Write that JSON to a file.",
+    force="Overwrite this file.",
 )
-@click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
-@click.option("--micro-batch", type=count, metavar="N", help="With --savers auto: choose savers with which N fit.")
-@click.option("--ceiling", is_flag=True, help="Find the largest sizes that fit to the sample.")
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
-@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON on stdout, with every plan whole.")
-@click.option("-o", "--output", metavar="FILE", help="Write that JSON to a file.")
-@click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
-@click.option("--force", is_flag=True, help="Overwrite these files.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
-def command(
-    workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **request: Any
-) -> None:
+def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **request: Any) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
@@ -46,7 +43,7 @@ def command(
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed
       autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --sort micro-batch
       autoaccum compare model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
-      autoaccum compare model.py --target-batch 256 --gpu rtx4090 --savers all --plot savers.svg
+      autoaccum compare model.py --target-batch 256 --gpu rtx4090 --savers all
 
     Exit codes:
       0  at least one row fits
@@ -55,13 +52,13 @@ def command(
       3  the trials gave no answer
     """
     from autoaccum.api import compare
+    from autoaccum.files import write_text
     from autoaccum.planning.comparison import Comparison
     from autoaccum.reporting.comparison_table import comparison_warnings, row_line
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.progress import PlanProgress
 
-    outputs = Outputs({"-o": output, "--plot": plot}, force=force)
-    outputs.check(workload, 1)
+    check_file("-o", output, force=force, workload=workload)
     rows: list[ComparisonRow] = []
 
     def listen(row: ComparisonRow) -> None:
@@ -84,7 +81,8 @@ def command(
             _show(Comparison(tuple(rows), None), as_json=as_json)
         raise
     _show(table, as_json=as_json)
-    _write(table, output, plot, force=force)
+    if output is not None:
+        write_text(Path(output), table.to_json(), force=force)
     if not any(row.fits for row in table.rows):
         closest = max(table.rows, key=lambda row: (row.limit_bytes, row.world_size))
         raise DoesNotFitError(f"no row fits: {row_line(closest)}, since {closest.message}")
@@ -98,15 +96,3 @@ def _show(table: Comparison, *, as_json: bool) -> None:
         click.echo(table.to_json(), nl=False)
     else:
         print_comparison(make_console(), table)
-
-
-def _write(table: Comparison, output: str | None, plot: str | None, *, force: bool) -> None:
-    from autoaccum.files import write_bytes, write_text
-
-    if output is not None:
-        write_text(Path(output), table.to_json(), force=force)
-    if plot is not None:
-        from autoaccum.reporting.figures.plan_figures import draw_comparison
-        from autoaccum.reporting.figures.style import picture_format
-
-        write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)

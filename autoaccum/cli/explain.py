@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options
+from autoaccum.cli.flags import HelpWithHeadings, options
 
 _CODE_DIFFERENT = 1
 
@@ -14,16 +14,13 @@ _CODE_DIFFERENT = 1
 @click.command("explain", cls=HelpWithHeadings, short_help="Compare a card's own memory snapshot with the prediction.")
 @click.argument("snapshot")
 @click.argument("workload")
-@click.option("--micro-batch", type=count, metavar="N", required=True, help="The most samples that ran at once.")
-@click.option(
-    "--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).  [default: one micro-batch]"
-)
 @options(
     "explain",
+    *("target_batch", "micro_batch", "as_json", "quiet"),
+    target_batch={"required": False, "help": "Samples per update (optimizer step).  [default: one micro-batch]"},
+    micro_batch={"required": True, "help": "The most samples that ran at once."},
     gpu={"required": True, "help": "The card that recorded it: a name of `autoaccum gpus`, or a size such as 24GiB."},
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON on stdout, and nothing else there.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     snapshot: str,
     workload: str,
@@ -36,25 +33,24 @@ def command(
     """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.
 
     Its events are replayed by the simulated allocator, which has to give every block the recorded address. Then its
-    last update is laid beside that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the last
+    last update is compared with that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the first
     request for memory that differs, and what only one of them holds at the peak, by module, operator or line.
 
-    The snapshot must end behind an update, since the update is found from the end. When the record begins does not
-    matter, so long as an update came before: the first one also creates the optimizer's state. The torch that is
-    installed here should be the release that recorded it. Nothing in the file is run: one with anything but plain
-    containers is refused.
+    The snapshot must end right after an update. When the record begins does not matter, so long as an update came
+    before: the first one also creates the optimizer's state. Use the release of torch that recorded it. Nothing in the
+    file is run, and a file with anything but plain containers is refused.
 
     Record it in the training script:
       torch.cuda.memory._record_memory_history(max_entries=1_000_000)
       ...                                                  # a few updates
-      torch.cuda.memory._dump_snapshot("step.pickle")      # behind optimizer.step()
+      torch.cuda.memory._dump_snapshot("step.pickle")      # after optimizer.step()
 
     Example:
       autoaccum explain step.pickle model.py --gpu rtx4090 --micro-batch 32 --target-batch 128
 
     Exit codes:
-      0  equal addresses, and both peaks agree to 1 % or the band of workspaces (one segment more for the reserved)
-      1  they do not
+      0  the addresses are equal, and both peaks agree
+      1  they are not, or they do not
       2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
       3  the workload cannot be simulated
     """

@@ -61,26 +61,27 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
     "batchnorm": {
         "metavar": "micro|running|frozen|exact",
-        "help": "How BatchNorm normalises a batch in parts. micro: each part by itself; running: also, with the full "
-        "batch's running statistics; frozen: by the running statistics; exact: by the whole batch.",
+        "help": "What BatchNorm normalises by: each part (micro), each part while the running statistics follow the "
+        "full batch (running), the running statistics (frozen), or the whole batch (exact).",
     },
     "coupled": {
         "type": click.Choice(["yes", "no"]),
         "metavar": "yes|no",
         "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
-        "help": "Compute a loss that compares samples from the outputs of the whole batch. Each part then runs forward "
-        "twice.",
+        "help": "Compute the loss from the outputs of the whole batch, for losses that compare samples. Each part then "
+        "runs forward twice.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",
-        "help": "Sum half-precision gradients in fp32, or in the parameters' own dtype, which saves memory and rounds.",
+        "help": "Sum half-precision gradients in fp32, or in the parameters' own dtype, which saves memory but rounds "
+        "more.",
     },
     "savers": {
         "multiple": True,
         "callback": _words,
         "metavar": "SAVER",
-        "help": "Take less memory for the same gradient: recompute, recompute=N (blocks), offload-activations, "
-        "offload-gradients, offload-optimizer (repeatable). auto: the least costly that suffice.",
+        "help": "Save memory at the cost of time: recompute, recompute=N (blocks), offload-activations, "
+        "offload-gradients, offload-optimizer. Repeatable; auto takes the cheapest that suffice.",
     },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {
@@ -88,7 +89,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "callback": _words,
         "metavar": "outputs|ema",
         "help": "What the training loop holds beside the step: outputs of the last micro-batch, or ema, an average of "
-        "the weights (repeatable).",
+        "the weights. Repeatable.",
     },
     "evaluation_batch": {"type": count, "metavar": "N", "help": "Leave room for evaluations in batches of N samples."},
     "worst_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
@@ -104,7 +105,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "time_limit": {
         "type": seconds,
         "metavar": "SECONDS",
-        "help": "End the search then, with the largest size that ran.",
+        "help": "End the search after this time, with the largest size that ran.",
     },
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
 }
@@ -117,7 +118,7 @@ _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The training loop": ("optimizer", "batchnorm", "coupled", "keeps", "evaluation_batch", "worst_of"),
     "Memory savers": ("savers", "accumulate_in"),
     "Ranks": ("world_size", "parallel", "mesh"),
-    "Output": ("emit", "plot", "report", "force"),
+    "Output": ("as_json", "form", "output", "emit", "plot", "report", "force", "verbose", "quiet"),
 }
 """Headings in the help of every command, and the options below each; all others come first."""
 
@@ -144,33 +145,52 @@ class HelpWithHeadings(click.Command):
                     formatter.write_dl(records)
 
 
-report_option = click.option(
-    "--report",
-    metavar="FILE",
-    help="Write the result as one HTML page with charts, which loads nothing from the network: .html.",
-)
-"""The flag of each command that writes a page."""
+_COMMON: Final[dict[str, dict[str, Any]]] = {
+    "target_batch": {
+        "type": count,
+        "metavar": "N",
+        "required": True,
+        "help": "Samples per update (optimizer step), over all ranks.",
+    },
+    "max_micro_batch": {"type": count, "metavar": "N", "help": "Try no larger micro-batch."},
+    "micro_batch": {"type": count, "metavar": "N", "help": "The most samples to run at once."},
+    "ceiling": {"is_flag": True, "help": "Find the exact largest micro-batch, which takes more trials."},
+    "as_json": {
+        "flag": "--json",
+        "is_flag": True,
+        "help": "Print the result as JSON on stdout, and nothing else there.",
+    },
+    "output": {"flag": "-o/--output", "metavar": "FILE", "help": "Write the result to a file."},
+    "force": {"is_flag": True, "help": "Overwrite these files."},
+    "verbose": {"flag": "-v/--verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
+    "quiet": {"flag": "-q/--quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},
+}
+"""Other flags that commands share; `flag` is how it is written, where that is not its name."""
 
 
-def options(of: Command, **changes: Any) -> Callable[[_Command], _Command]:
+def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _Command]:
     """Return a decorator that gives a command the flags of the options it takes.
 
     Args:
         of: Its name.
-        changes: By option, a help text of the command's own, or keyword arguments of `click.option`; None: the command
+        others: Names of flags in `_COMMON`.
+        changes: By flag, a help text of the command's own, or keyword arguments of `click.option`; None: the command
             has a flag of its own for it.
     """
 
     def decorate(command: _Command) -> _Command:
         own = {name for name, change in changes.items() if change is None}
-        for name in sorted(taken_by(of) - own, key=list(_FLAGS).index, reverse=True):
+        known = _FLAGS | _COMMON
+        order = ["target_batch", *known]
+        for name in sorted((taken_by(of) | set(others)) - own, key=order.index, reverse=True):
             change = changes.get(name, {})
             settings = {
-                "show_default": "default" in _FLAGS[name],
-                **_FLAGS[name],
+                "show_default": "default" in known[name],
+                **known[name],
                 **({"help": change} if isinstance(change, str) else change),
             }
-            command = click.option(f"--{name.replace('_', '-')}", **settings)(command)
+            words = settings.pop("flag", f"--{name.replace('_', '-')}").split("/")
+            command = click.option(*words, name, **settings)(command)
         return command
 
     return decorate

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option, seconds
-from autoaccum.cli.outputs import check_report, write_page
+from autoaccum.cli.flags import HelpWithHeadings, options
+from autoaccum.cli.outputs import check_file
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +26,16 @@ _FORMS = ("text", "json", "github")
 @click.option(
     "--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card, a name of `autoaccum gpus`. Repeatable."
 )
-@click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step), over all ranks.")
-@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: planned]")
-@options("guard", gpu=None, time_limit=None)
+@options(
+    "guard",
+    *("target_batch", "micro_batch", "output", "force", "quiet"),
+    gpu=None,
+    time_limit="Time limit of all searches together.",
+    target_batch={"required": False},
+    micro_batch="The most samples to run at once.  [default: planned]",
+    output="Also write the report to a file.",
+    force="Overwrite this file, and with --update a lock that cannot be read.",
+)
 @click.option(
     "--tolerance",
     metavar="SHARE|SIZE",
@@ -39,7 +46,6 @@ _FORMS = ("text", "json", "github")
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
-@click.option("--time-limit", type=seconds, metavar="SECONDS", help="Time limit of all searches together.")
 @click.option(
     "--format",
     "form",
@@ -47,10 +53,6 @@ _FORMS = ("text", "json", "github")
     help="Format of the report on stdout.  [default: text; github within GitHub Actions]",
 )
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
-@click.option("-o", "--output", metavar="FILE", help="Also write the report to a file.")
-@report_option
-@click.option("--force", is_flag=True, help="Overwrite these files, and with --update a lock that cannot be read.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str | None,
     gpus: tuple[str, ...],
@@ -61,7 +63,6 @@ def command(
     time_limit: float | None,
     form: str | None,
     output: str | None,
-    report: str | None,
     force: bool,
     quiet: bool,
     **asked: Any,
@@ -75,7 +76,7 @@ def command(
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it was locked, and the largest micro-batch that fits is searched anew.
 
-    It keeps to one rank, and refuses to run under torchrun; --world-size guards the largest share of several.
+    Run it once, not under torchrun; --world-size guards the largest share of several ranks.
 
     Settings of a project:
       [tool.autoaccum]                # in pyproject.toml
@@ -111,9 +112,7 @@ def command(
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd(), lock)
-        if output is not None:
-            _check_output(output, project, force=force)
-        check_report(report, {"-o": output, "the lock": str(project.lock)}, force=force)
+        check_file("-o", output, force=force, workload=workload, others={"the lock itself": project.lock})
         with _progress(form, quiet=quiet) as listeners:
             found = guard(
                 wanted,
@@ -128,23 +127,8 @@ def command(
         _show(found, form, project)
         if output is not None:
             write_text(Path(output), _written(found, form), force=force)
-        if report is not None:
-            from autoaccum.reporting.guard_report import guard_page
-
-            write_page(guard_page(found), report, force=force, without=("form", "quiet"))
     if found.exit_code:
         raise click.exceptions.Exit(found.exit_code)
-
-
-def _check_output(output: str, project: Project, *, force: bool) -> None:
-    """Refuse now what could not be written later, and what must not be written over at all."""
-    from autoaccum.files import check_output
-
-    if Path(output).resolve() == project.lock.resolve():
-        raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
-    if output.endswith(".py"):
-        raise UsageError(f"-o names a Python file, {output}", hint="give a report another name, such as report.txt")
-    check_output(output, force=force, hint="for a report on stdout, use --format")
 
 
 @contextmanager

@@ -8,8 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
-from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
-    from autoaccum.reporting.page import Page
 
 _WAYS_OUT = {
     "-o": "for the result on stdout, use --json",
@@ -32,7 +29,38 @@ _WAYS_OUT = {
 }
 
 
-class Outputs:
+def check_file(
+    option: str, file: str | None, *, force: bool, workload: str | None = None, others: Mapping[str, Path] | None = None
+) -> None:
+    """Refuse now a file that could not be written later, or must not be.
+
+    Args:
+        option: The option that names it.
+        file: The file; None: nothing to check.
+        force: Overwrite what is there, but never the workload or `others`.
+        workload: The reference of the workload.
+        others: Other files, by what they are.
+
+    Raises:
+        UsageError: The file is there or cannot be written, or is the workload or another of these files.
+    """
+    from autoaccum.files import check_output
+    from autoaccum.sources.module_names import split_reference
+
+    if file is None:
+        return
+    names = [(what, path) for what, path in (others or {}).items()]
+    if workload is not None:
+        source, _, _ = split_reference(workload)
+        sources = (workload, source, f"{source.replace('.', '/')}.py")
+        names += [("the workload itself", Path(path)) for path in sources]
+    for what, path in names:
+        if Path(file).resolve() == path.resolve():
+            raise UsageError(f"{option} names {what}, {file}", hint="choose another name")
+    check_output(file, force=force, hint=_WAYS_OUT[option])
+
+
+class PlanFiles:
     """The files that `autoaccum plan` writes.
 
     Args:
@@ -51,28 +79,22 @@ class Outputs:
         self.written: dict[str, Path] = {}
 
     def check(self, workload: str, world_size: int) -> None:
-        """Refuse now what could not be written later.
-
-        Args:
-            workload: The reference of what is planned, which is never overwritten.
-            world_size: As planned.
+        """Refuse now what could not be written later, as `check_file`, or of a plan for so many ranks.
 
         Raises:
-            UsageError: A file is there or cannot be written, two are the same or one is the workload, or its name or
-                what is installed does not go together with what it is to hold.
+            UsageError: As from `check_file`, or the name of a file does not go together with what it is to hold.
         """
-        from autoaccum.files import check_output
         from autoaccum.reporting.emit import check_emittable, module_name
 
+        others: dict[str, Path] = {}
         for option, file in self._asked.items():
-            check_output(file, force=self._force, hint=_WAYS_OUT[option])
-            check_apart(option, file, workload)
-        check_names(self._asked)
+            check_file(option, file, force=self._force, workload=workload, others=others)
+            others[f"the file of {option}"] = Path(file)
         if "--emit" in self._asked:
             module_name(self._asked["--emit"])
             check_emittable(world_size=world_size)
         if "--plot" in self._asked:
-            from autoaccum.reporting.figures.style import picture_format  # With matplotlib.
+            from autoaccum.reporting.figures import picture_format  # With matplotlib.
 
             picture_format(self._asked["--plot"])
 
@@ -83,92 +105,52 @@ class Outputs:
         from autoaccum.planning.plan_messages import describe_workload
         from autoaccum.reporting.emit import check_emittable
 
-        if isinstance(event, Inspected) and self._framework is not None:
-            workload = describe_workload(event.inspection, "")
-            check_framework(self._framework, workload, parallel=event.inspection.parallel)
-        if isinstance(event, Inspected) and "--emit" in self._asked:
-            seen = event.inspection
-            joins = bool(seen.coupled or seen.joining)
-            about: dict[str, Any] = {
-                "batchnorm": seen.batchnorm,
-                "savers": seen.savers,
-                "multiple_of": seen.multiple_of,
-            }
-            check_emittable(recipe=seen.recipe, joins=joins, **about)
-        elif isinstance(event, Explained):
+        if isinstance(event, Explained):
             self._account = event.account
+        if not isinstance(event, Inspected):
+            return
+        seen = event.inspection
+        if self._framework is not None:
+            check_framework(self._framework, describe_workload(seen, ""), parallel=seen.parallel)
+        if "--emit" in self._asked:
+            check_emittable(
+                batchnorm=seen.batchnorm,
+                joins=bool(seen.coupled or seen.joining),
+                savers=seen.savers,
+                multiple_of=seen.multiple_of,
+                recipe=seen.recipe,
+            )
 
     def write(self, plan: Plan, seconds: float | None = None) -> None:
         """Write all of a plan, which took so many seconds, also where one fails; then raise the first error."""
-        writers: dict[str, Callable[[Plan, Path], None]] = {
-            "-o": lambda plan, file: plan.save(file, force=self._force),
-            "--emit": self._write_step,
-            "--plot": self._write_picture,
-            "--report": partial(self._write_page, seconds=seconds),
-        }
         failed: list[Exception] = []
-        for option, file in self._asked.items():
+        for option, name in self._asked.items():
             try:
-                writers[option](plan, Path(file))
-                self.written[option] = Path(file)
+                self._write(option, plan, Path(name), seconds)
+                self.written[option] = Path(name)
             except Exception as error:
                 failed.append(error)
         if failed:
             raise failed[0]
 
-    def _write_step(self, plan: Plan, file: Path) -> None:
-        from autoaccum.files import write_text
-        from autoaccum.reporting.emit import emit_wrapper, module_name
-
-        write_text(file, emit_wrapper(plan, module=module_name(str(file))), force=self._force)
-
-    def _write_picture(self, plan: Plan, file: Path) -> None:
+    def _write(self, option: str, plan: Plan, file: Path, seconds: float | None) -> None:
         from autoaccum.files import write_bytes
-        from autoaccum.reporting.figures.plan_figures import draw_memory
-        from autoaccum.reporting.figures.style import picture_format
 
-        write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
+        if option == "-o":
+            content = plan.to_json().encode()
+        elif option == "--emit":
+            from autoaccum.reporting.emit import emit_wrapper, module_name
 
-    def _write_page(self, plan: Plan, file: Path, seconds: float | None) -> None:
-        from autoaccum.reporting.plan_page import plan_page
+            content = emit_wrapper(plan, module=module_name(str(file))).encode()
+        elif option == "--plot":
+            from autoaccum.reporting.figures import draw_memory, picture_format
 
-        write_page(plan_page(plan, self._account, seconds), file, force=self._force)
+            content = draw_memory(plan, self._account, picture_format(str(file)))
+        else:
+            from autoaccum.reporting.page import plan_page
 
-
-def check_report(report: str | None, others: Mapping[str, str | None], *, force: bool) -> None:
-    """Raise UsageError now for a page that could not be written later, or that names the file of another option."""
-    from autoaccum.files import check_output
-
-    if report is not None:
-        check_output(report, force=force, hint=_WAYS_OUT["--report"])
-        check_names({"--report": report, **{name: file for name, file in others.items() if file is not None}})
-
-
-def write_page(page: Page, file: str | Path, *, force: bool, **about: Any) -> None:
-    """Write a page with the command that makes it, in `running_words(**about)`."""
-    from autoaccum.files import write_text
-
-    write_text(Path(file), page.render(shlex.join(running_words(**about))), force=force)
-
-
-def check_names(files: Mapping[str, str]) -> None:
-    """Raise UsageError if two options name one file, or `--report` one that is no page."""
-    for (one, file), (other, same) in combinations(files.items(), 2):
-        if Path(file).resolve() == Path(same).resolve():
-            raise UsageError(f"{one} and {other} both name {same}", hint="take two names")
-    page = files.get("--report")
-    if page is not None and Path(page).suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"the page {page} is no .html file", hint=_WAYS_OUT["--report"])
-
-
-def check_apart(option: str, file: str, workload: str) -> None:
-    """Raise UsageError if `file`, which `option` names, is the workload's own source."""
-    from autoaccum.sources.module_names import split_reference
-
-    source, _, _ = split_reference(workload)
-    sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))
-    if Path(file).resolve() in (path.resolve() for path in sources):
-        raise UsageError(f"{option} names the workload itself, {file}", hint="choose another name")
+            content = plan_page(plan, self._account, seconds, shlex.join(running_words())).encode()
+        write_bytes(file, content, force=self._force)
 
 
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from autoaccum.checks import is_one_of_ranks, join_words
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options, report_option
-from autoaccum.cli.outputs import Outputs, running_words
+from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
+from autoaccum.cli.outputs import PlanFiles, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.options import Options, taken_by
 from autoaccum.planning.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
@@ -29,8 +27,13 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 
 @click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
-@options("plan", world_size={"type": CountOrRange()})
+@options(
+    "plan",
+    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "force", "verbose", "quiet"),
+    world_size={"type": CountOrRange()},
+    micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
+    output="Write the plan to a file, for `fit --plan` and Plan.load.",
+)
 @click.option(
     "--explain", is_flag=True, help="Show where the memory goes at the peak, and which changes would save some."
 )
@@ -41,10 +44,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
     metavar="FRAMEWORK",
     help=f"Show the arguments that make a framework train by the plan: {join_words(FRAMEWORKS, 'or')}.",
 )
-@click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
-@click.option(
-    "--micro-batch", type=count, metavar="N", help="With --savers auto: choose savers with which N samples fit, not 1."
-)
 @click.option(
     "--prefer",
     type=click.Choice(["largest", "fastest"]),
@@ -53,17 +52,10 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
     show_default=True,
     help="Of the micro-batches that fit, take the largest, or the smallest that is as fast as any.",
 )
-@click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan to a file, for `fit --plan` and Plan.load.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout, and nothing else there.")
-@click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch that needs no autoaccum: .py.")
-@click.option("--plot", metavar="FILE", help="Draw the memory over an update, or the trials on a CPU: .svg or .png.")
-@report_option
-@click.option("--force", is_flag=True, help="Overwrite these files.")
-@click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
-@click.option("--sort", hidden=True)
+@click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
+@click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
+@click.option("--report", metavar="FILE", help="Write the plan as one HTML page with charts.")
 def command(
     workload: str,
     as_json: bool,
@@ -122,7 +114,7 @@ def command(
             framework, options.overrides | {"savers": options.savers}, parallel=options.parallel, mesh=options.mesh
         )
         request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
-    outputs = Outputs(files, framework=framework, force=force)
+    outputs = PlanFiles(files, framework=framework, force=force)
     request |= {"picture": plot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
@@ -141,41 +133,28 @@ def command(
         found = plan(workload, on_event=listen, on_output=progress.print_output, **request)
     if framework is not None:
         found = for_framework(found, framework)
-    offer: dict[str, Any] = {
-        "command": running_words(without=_OUTPUTS),
-        "name": _free_name(),
-        "seconds": time.monotonic() - began,
-        "verbose": verbose,
-    }
+    seconds = time.monotonic() - began
     try:
-        outputs.write(found, offer["seconds"])
-    except BaseException:
-        # The trials took their time: what they found is shown even where it cannot be kept.
-        print_plan(stderr, found, written=outputs.written, **offer)
-        raise
-    if as_json:
-        for warning in found.warnings:
-            print_labelled(stderr, "warning", warning, "yellow")
-        click.echo(found.to_json(), nl=False)
-        return
-    if not quiet:
-        stderr.print()
-    print_plan(make_console(), found, written=outputs.written, **offer)
+        outputs.write(found, seconds)
+    finally:  # The trials took their time: what they found is shown even where it cannot be kept.
+        if as_json:
+            for warning in found.warnings:
+                print_labelled(stderr, "warning", warning, "yellow")
+            click.echo(found.to_json(), nl=False)
+        else:
+            if not quiet:
+                stderr.print()
+            again = running_words(without=_OUTPUTS)
+            about: dict[str, Any] = {"seconds": seconds, "verbose": verbose}
+            print_plan(make_console(), found, command=again, written=outputs.written, **about)
 
 
 def _check_is_one_plan(request: dict[str, Any]) -> None:
-    """Refuse what asks for several plans, with the command that makes a table of them."""
-    gpu, shows_savers = request["gpu"] or "", request["savers"] == ("show",)
-    of_tables = [request.pop("sort"), "," in gpu, gpu.strip().casefold() == "all", shows_savers]
-    if not any(of_tables) and not isinstance(request["world_size"], range):
-        return
-    from autoaccum.cli.compare import command as compare
-
-    others = {parameter.name or "" for parameter in click.get_current_context().command.params}
-    others -= {parameter.name or "" for parameter in compare.params}
-    words = running_words(without=others, instead={"savers": ("all",)} if shows_savers else None)
-    words[words.index("plan")] = "compare"
-    raise UsageError("plan makes one plan, and these options ask for several", hint=f"run `{shlex.join(words)}`")
+    """Refuse what asks for several plans."""
+    gpu = request["gpu"] or ""
+    several = isinstance(request["world_size"], range) or "all" in (gpu.strip().casefold(), *(request["savers"] or ()))
+    if "," in gpu or several:
+        raise UsageError("plan makes one plan, and these options ask for several", hint="run `autoaccum compare`")
 
 
 def _read_options(request: dict[str, Any]) -> Options:
@@ -209,11 +188,3 @@ def _plan_silently(workload: str, **request: Any) -> None:
         return
     except KeyboardInterrupt:
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
-
-
-def _free_name() -> str:
-    name, number = "plan.json", 1
-    while Path(name).exists():
-        number += 1
-        name = f"plan-{number}.json"
-    return name

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, report_option
-from autoaccum.cli.outputs import check_apart, check_report, running_words, write_page
-from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
+from autoaccum.cli.flags import HelpWithHeadings, count, natural, options
+from autoaccum.cli.outputs import check_file, running_words
+from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
     from autoaccum.tuning.tuning_records import Tuning
 
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
-_OUTPUTS = ("as_json", "output", "report", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "storage", "study"),
     *("memory", "reserve", "time_limit"),
@@ -39,7 +39,9 @@ _OF_THE_STUDY = (
     help="Trials of the study, including earlier ones.",
 )
 @click.option(
-    "--learning-rate", metavar="LOW..HIGH", help="Range, such as 1e-4..1e-1.  [default: the workload's / 100 to x 100]"
+    "--learning-rate",
+    metavar="LOW..HIGH",
+    help="Range to search, such as 1e-4..1e-1.  [default: a hundredth to a hundred times the workload's]",
 )
 @click.option("--budget-samples", type=count, metavar="N", help="Samples that a trial trains on.  [default: one epoch]")
 @click.option(
@@ -55,23 +57,13 @@ _OF_THE_STUDY = (
 )
 @options(
     "tune",
+    *("as_json", "output", "force", "quiet"),
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
+    output="Write the plan of the best setting, for `autoaccum fit --plan`.",
+    force="Overwrite this file; never the study.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan of the best setting, for `autoaccum fit --plan`.")
-@report_option
-@click.option("--force", is_flag=True, help="Overwrite these files; never the study.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
-def command(
-    workload: str,
-    as_json: bool,
-    output: str | None,
-    report: str | None,
-    force: bool,
-    quiet: bool,
-    **asked: Any,
-) -> None:
+def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **asked: Any) -> None:
     """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
 
     WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Losses are measured on its
@@ -86,10 +78,10 @@ def command(
     once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
     keep a test set apart. The rate is the best for the budget, and a longer training may need another.
 
-    It keeps to one rank, and refuses to run under torchrun: trials train on one card.
+    Run it once, not under torchrun: trials train on one card.
 
     Example:
-      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json --report best.html
+      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json
 
     Exit codes:
       0    a best setting was found
@@ -100,11 +92,11 @@ def command(
     """
     from autoaccum.api_training import tune
 
-    _check_outputs(workload, asked["storage"], output, force=force)
-    check_report(report, {"-o": output}, force=force)
+    others = {"the study itself": Path(asked["storage"])}
+    check_file("-o", output, force=force, workload=workload, others=others)
     try:
         tuning = tune(workload, progress=not quiet, **asked)
-        _show(tuning, output, report, force=force, as_json=as_json, quiet=quiet)
+        _show(tuning, output, force=force, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -112,51 +104,24 @@ def command(
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _check_outputs(workload: str, storage: str, output: str | None, *, force: bool) -> None:
-    """Raise UsageError now for a file that could not be written later or is an input."""
-    from autoaccum.files import check_output
-
-    if output is not None:
-        check_apart("-o", output, workload)
-        if Path(output).resolve() == Path(storage).resolve():
-            raise UsageError(f"-o names the study itself, {output}", hint="choose another name")
-        check_output(output, force=force, hint="for the record on stdout, use --json")
-
-
-def _show(
-    tuning: Tuning,
-    output: str | None,
-    report: str | None,
-    *,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Write what is asked for, and print what was found, also where that cannot be written: it took its time."""
+def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
+    """Keep the plan, and print what was found, also where the plan cannot be kept: it took its time."""
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import print_tuning, tuning_record
 
-    stderr, written = make_console(stderr=True), dict[str, Path]()
+    stderr, kept = make_console(stderr=True), False
     try:
         if output is not None and tuning.best is not None:
             _keep_plan(tuning, Path(output), force=force)
-            written["its plan"] = Path(output)
-        if report is not None:
-            from autoaccum.reporting.figures.tuning_figure import draw_tuning
-            from autoaccum.reporting.tune_report import tune_page
-
-            write_page(tune_page(tuning, draw_tuning(tuning)), report, force=force, without=("quiet",))
-            written["report"] = Path(report)
-    except AutoaccumError:
-        print_tuning(stderr, tuning, _offers(tuning, output), written)
-        raise
-    if as_json:
-        click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
-    else:
-        if not quiet:
-            stderr.print()
-        print_tuning(make_console(), tuning, _offers(tuning, output), written)
-    if output is not None and tuning.best is None:
+            kept = True
+    finally:
+        if as_json:
+            click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
+        else:
+            if not quiet:
+                stderr.print()
+            print_tuning(make_console(), tuning, _offers(tuning, output if kept else None))
+    if output is not None and not kept:
         stderr.print(f"note: {output} was not written: there is no best setting", soft_wrap=True)
 
 
@@ -169,19 +134,16 @@ def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
     tuning.plan.save(output, force=force)
 
 
-def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
+def _offers(tuning: Tuning, kept: str | None) -> dict[str, list[str]]:
     """Return the words of commands that are offered, by what they do."""
     params = click.get_current_context().params
-    found: dict[str, list[str]] = {}
-    if tuning.best is not None:
-        kept = output or "best.json"
-        if output is None:
-            found["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", kept]
+    offers: dict[str, list[str]] = {}
+    if kept is not None and tuning.best is not None and tuning.best.setting is not None:
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
-        target = "" if tuning.best.setting is None else str(tuning.best.setting.target_batch)
-        run = ["--run-dir", f"runs/{Path(kept).stem}"]
-        found["train with it"] = [*words, "--target-batch", target, "--epochs", "3", "--plan", kept, *run]
+        words += ["--target-batch", str(tuning.best.setting.target_batch), "--epochs", "3"]
+        offers[f"train by its plan, {kept}"] = [*words, "--plan", kept, "--run-dir", f"runs/{Path(kept).stem}"]
+    elif tuning.best is not None:
+        offers["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", "best.json"]
     more = running_words(without=(*_OUTPUTS, "trials"))
-    found["go on with more trials"] = [*more, "--trials", str(2 * params["trials"])]
-    return found
+    return offers | {"go on with more trials": [*more, "--trials", str(2 * params["trials"])]}

@@ -7,21 +7,20 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option
-from autoaccum.cli.outputs import check_apart, check_report, running_words, stdout_kept, write_page
+from autoaccum.cli.flags import HelpWithHeadings, options
+from autoaccum.cli.outputs import check_file, running_words, stdout_kept
 
 _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
-_OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
 
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
 @click.argument("workload")
-@click.option(
-    "--target-batch", type=count, metavar="N", default=16, show_default=True, help="Samples of the full batch."
-)
-@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: a quarter]")
 @options(
     "verify",
+    *("target_batch", "micro_batch", "as_json", "output", "force", "verbose", "quiet"),
+    target_batch={"required": False, "default": 16, "show_default": True, "help": "Samples of the full batch."},
+    micro_batch="The most samples to run at once.  [default: a quarter]",
     world_size="Compare an update of N ranks, which are started on this machine, with that of one process.",
     precision={
         "metavar": "fp64|fp32",
@@ -29,18 +28,13 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
     },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
     time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
+    force="Overwrite this file.",
+    verbose="Show everything that was compared, and every note.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
-@click.option("-o", "--output", metavar="FILE", help="Write the record to a file.")
-@report_option
-@click.option("--force", is_flag=True, help="Overwrite these files.")
-@click.option("-v", "--verbose", is_flag=True, help="Show everything that was compared, and every note.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str,
     as_json: bool,
     output: str | None,
-    report: str | None,
     force: bool,
     verbose: bool,
     quiet: bool,
@@ -62,7 +56,7 @@ def command(
     called on each with its micro-batches: wrap the model in DistributedDataParallel there, or shard it by
     fully_shard, as your script does.
 
-    A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 shows the same faster.
+    A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 answers sooner.
 
     Example:
       autoaccum verify model.py --batchnorm frozen
@@ -74,15 +68,12 @@ def command(
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
-    from autoaccum.files import check_output, write_text
-    from autoaccum.reporting.console import make_console, print_line
+    from autoaccum.files import write_text
+    from autoaccum.reporting.console import make_console, show
     from autoaccum.reporting.verify_report import VerificationProgress, difference_line, print_verification
     from autoaccum.verification.verification_result import Diagnosing
 
-    if output is not None:
-        check_output(output, force=force, hint="for the record on stdout, use --json")
-        check_apart("-o", output, workload)
-    check_report(report, {"-o": output}, force=force)
+    check_file("-o", output, force=force, workload=workload)
     stderr = make_console(stderr=True)
     answers: list[Diagnosing] = []
 
@@ -92,7 +83,7 @@ def command(
             if not answers:
                 progress.stop()
                 with own_stdout():
-                    print_line(make_console(), difference_line(event.comparison))
+                    show(make_console(), difference_line(event.comparison))
             answers.append(event)
         progress.notify(event)
 
@@ -107,11 +98,5 @@ def command(
         write_text(Path(output), found.to_json(), force=force)
         if not as_json:
             make_console().print(f"kept in {output}", soft_wrap=True)
-    if report is not None:
-        from autoaccum.reporting.verify_report import verify_page
-
-        write_page(verify_page(found, again=again), report, force=force)
-        if not as_json:
-            make_console().print(f"report in {report}", soft_wrap=True)
     if not found.equivalent:
         raise click.exceptions.Exit(_CODE_UNTESTED if found.untested else _CODE_DIFFERENT)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -14,55 +13,15 @@ from autoaccum.checks import counted, join_words
 from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.planning.throughput import RATIO_BAND
-from autoaccum.reporting.console import make_table, print_table, print_wrapped
+from autoaccum.reporting.console import Block, Table, show
+from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
-_NONE, _SPEED = "-", ">speed"
 _MOST_NAMED = 5
 _LEGEND = (
     "GiB: what torch sees on Linux (~ estimated, not read from such a card); CC: compute capability; "
     "SMs: multiprocessors"
-)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A column: its header, with ">" if it is aligned right, its cells, and whether a table has it."""
-
-    header: str
-    cell: Callable[[ComparisonRow], Any]
-    applies: Callable[[Sequence[ComparisonRow]], bool] = lambda rows: True
-
-
-def _size(size: int | None) -> str | None:
-    return None if size is None else format_bytes(size)
-
-
-def _of_plan(name: str) -> Callable[[ComparisonRow], Any]:
-    return lambda row: getattr(row.plan, name, None)
-
-
-def _several(name: str) -> Callable[[Sequence[ComparisonRow]], bool]:
-    return lambda rows: len({getattr(row, name) for row in rows}) > 1
-
-
-def _any(name: str) -> Callable[[Sequence[ComparisonRow]], bool]:
-    return lambda rows: any(getattr(row, name) for row in rows)
-
-
-_COLUMNS: Final = (
-    _Column("card", lambda row: row.card, _several("card")),
-    _Column(">ranks", lambda row: row.world_size, _several("world_size")),
-    _Column("fits", lambda row: "yes" if row.fits else "no"),
-    _Column(">micro-batch", _of_plan("micro_batch")),
-    _Column(">iter_size", _of_plan("iter_size")),
-    _Column(">needed", lambda row: _size(getattr(row.plan, "least_bytes", None))),
-    _Column(">peak", lambda row: _size(getattr(row.plan, "peak_bytes", None))),
-    _Column(">headroom", lambda row: None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB"),
-    _Column(_SPEED, lambda row: row.samples_per_second, _any("samples_per_second")),
-    _Column("reduce", _of_plan("reduce"), lambda rows: any(row.plan and row.plan.reduce for row in rows)),
-    _Column("savers", lambda row: format_savers(row.savers) if row.fits else None, _any("savers")),
 )
 
 
@@ -77,23 +36,37 @@ def shown_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row for each plan, and what the numbers mean; columns that do not apply are left out."""
     rows = shown_rows(comparison.rows)
-    columns = [column for column in _COLUMNS if column.applies(rows)]
-    fastest = max((row.samples_per_second or 0.0 for row in rows), default=0.0)
-    of_cards = len({row.card for row in rows}) > 1
-    table = make_table(*(column.header for column in columns))
-    for row in rows:
-        cells = []
-        for column in columns:
-            cell = column.cell(row)
-            if column.header == _SPEED and cell is not None:
-                cell = f"{cell / fastest:.3f}"
-            if column.header == ">ranks" and of_cards and not row.fits:
-                cell = f"> {cell}"
-            cells.append(_NONE if cell is None else str(cell))
-        table.add_row(*cells, style="" if row.fits else "magenta")
-    print_table(console, table, whole=True)
-    for note in _notes(comparison, rows):
-        print_wrapped(console, note)
+    cells = [_cells(row, rows) for row in rows]
+    columns = [name for name in cells[0] if any(row[name] is not None for row in cells)] if cells else []
+    table = Table(*columns, whole=True)
+    for row, cell in zip(rows, cells, strict=True):
+        table.add(*(cell[name] or "-" for name in columns), style="" if row.fits else "magenta")
+    show(console, table, *_notes(comparison, rows))
+
+
+def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str | None]:
+    """Return the cells of a row by their headers; None: there is nothing to say, or it is the same in all rows."""
+    plan, of_cards = row.plan, len({one.card for one in rows}) > 1
+    several_ranks = len({one.world_size for one in rows}) > 1
+    fastest = max(one.samples_per_second or 0.0 for one in rows)
+    has_savers = row.fits and any(one.savers for one in rows)
+    return {
+        "card": row.card if of_cards else None,
+        ">ranks": f"{'> ' if of_cards and not row.fits else ''}{row.world_size}" if several_ranks else None,
+        "fits": "yes" if row.fits else "no",
+        ">micro-batch": None if plan is None else str(plan.micro_batch),
+        ">iter_size": None if plan is None else str(plan.iter_size),
+        ">needed": None if plan is None else _size(plan.least_bytes),
+        ">peak": None if plan is None else _size(plan.peak_bytes),
+        ">headroom": None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB",
+        ">speed": None if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}",
+        "reduce": None if plan is None else plan.reduce,
+        "savers": format_savers(row.savers) if has_savers else None,
+    }
+
+
+def _size(size: int | None) -> str | None:
+    return None if size is None else format_bytes(size)
 
 
 def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[str]:
@@ -140,9 +113,9 @@ def comparison_warnings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _names(some: Sequence[ComparisonRow], rows: Sequence[ComparisonRow]) -> str:
-    if _several("card")(rows):
+    if len({row.card for row in rows}) > 1:
         names = [row.card for row in some]
-    elif _several("world_size")(rows):
+    elif len({row.world_size for row in rows}) > 1:
         names = [counted(row.world_size, "rank") for row in some]
     else:
         names = [format_savers(row.savers) for row in some]
@@ -154,51 +127,32 @@ def _names(some: Sequence[ComparisonRow], rows: Sequence[ComparisonRow]) -> str:
 
 def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = False) -> None:
     """Print cards, a section for each architecture; with `sources` also where the numbers of each card come from."""
-    table = make_table("name", "card", ">GiB", ">CC", ">SMs")
+    table = Table("name", "card", ">GiB", ">CC", ">SMs")
     for architecture, group in groupby(cards, key=lambda card: card.architecture):
-        table.add_row(Text(architecture, "bold cyan"))
+        table.add(Text(architecture, "bold cyan"))
         for card in group:
             memory = f"{'' if card.measured else '~'}{card.total_bytes / GIB:.2f}"
             capability, count = ".".join(map(str, card.capability)), str(card.multiprocessors)
-            table.add_row(card.name, card.title.removeprefix("NVIDIA "), memory, capability, count)
-    print_table(console, table)
+            table.add(card.name, card.title.removeprefix("NVIDIA "), memory, capability, count)
+    blocks: list[Block] = [table]
     for card in cards if sources else ():
-        console.print(f"\n{card.name}", style="bold", soft_wrap=True)
-        print_wrapped(console, f"memory: {card.source}")
-        print_wrapped(console, f"context: {context_memory(card).source}")
         rates = card_rates(card)
-        print_wrapped(
-            console,
-            f"rates: {rates.tensor_flops / 1e12:.4g} TFLOPS in fp16 or bf16, {rates.fp32_flops / 1e12:.4g} in fp32,"
-            f" {rates.memory_bytes / 1e9:.4g} GB/s; {rates.source}",
-        )
-        if card.aliases:
-            print_wrapped(console, f"also: {', '.join(card.aliases)}")
-    console.print()
-    print_wrapped(console, _LEGEND)
-    console.print("plan for one, or for any size (--gpu 24GiB):", soft_wrap=True)
-    console.print(Text("  autoaccum plan WORKLOAD --target-batch N --gpu NAME", "cyan"), soft_wrap=True)
+        speeds = f"{rates.tensor_flops / 1e12:.4g} TFLOPS in fp16 or bf16, {rates.fp32_flops / 1e12:.4g} in fp32"
+        blocks += [
+            *("", Text(card.name, "bold"), f"memory: {card.source}", f"context: {context_memory(card).source}"),
+            f"rates: {speeds}, {rates.memory_bytes / 1e9:.4g} GB/s; {rates.source}",
+            *([f"also: {', '.join(card.aliases)}"] if card.aliases else []),
+        ]
+    command = Text("  autoaccum plan WORKLOAD --target-batch N --gpu NAME", "cyan")
+    show(console, *blocks, "", _LEGEND, "plan for one, or for any size (--gpu 24GiB):", command)
 
 
 def card_record(card: Card) -> dict[str, Any]:
-    """Return a card as plain values for JSON."""
-    outside, rates = context_memory(card), card_rates(card)
+    """Return a card as plain values for JSON, with the memory of its context and its rates."""
+    context = context_memory(card)
     return {
-        "name": card.name,
-        "title": card.title,
+        **to_plain(card),
         "architecture": card.architecture,
-        "total_bytes": card.total_bytes,
-        "compute_capability": ".".join(map(str, card.capability)),
-        "multiprocessors": card.multiprocessors,
-        "measured": card.measured,
-        "source": card.source,
-        "aliases": list(card.aliases),
-        "context_bytes": outside.bytes,
-        "context_band_bytes": outside.band_bytes,
-        "context_measured": outside.measured,
-        "context_source": outside.source,
-        "tensor_flops": rates.tensor_flops,
-        "fp32_flops": rates.fp32_flops,
-        "memory_bytes_per_second": rates.memory_bytes,
-        "rates_source": rates.source,
+        "context": {**to_plain(context), "bytes": context.bytes},
+        "rates": to_plain(card_rates(card)),
     }

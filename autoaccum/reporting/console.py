@@ -1,19 +1,24 @@
-"""The terminal: consoles that are plain when piped, error lines, tables, and rows of a name and a value."""
+"""The terminal: consoles that are plain when piped, error lines, and the blocks that every report is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeAlias
 
+import rich.table
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
 
 _USUAL_WIDTH = 80
+_NAME_WIDTH = 13
+_LEAST_WIDTH = 24
+_MOST_MESSAGES = 3
+_MOST_WIDTH = 1000
 
 
 class PlainConsole(Console):
@@ -39,10 +44,6 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             is_plain = segment.control or segment.text.isprintable()
             yield segment if is_plain else Segment(_escaped(segment.text), segment.style)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string, such as a cell of a table, as it is shown, so that it gets the room it takes."""
-        return super().render_str(_escaped(text), **options)
 
     @property
     def can_redraw(self) -> bool:
@@ -76,71 +77,88 @@ def print_labelled(console: Console, label: str, text: str, style: str) -> None:
     console.print(Text.assemble((f"{label}:", style), f" {text}"), soft_wrap=True)
 
 
-_NAME_WIDTH = 13
-_LEAST_WIDTH = 24
-_MOST_MESSAGES = 3
-_MOST_WIDTH = 1000
+@dataclass(frozen=True)
+class Facts:
+    """Rows of a name and a value, which is wrapped beside the name."""
+
+    rows: Sequence[tuple[str, str | Text]]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @classmethod
+    def of_messages(cls, warnings: Iterable[str], notes: Iterable[str]) -> Facts:
+        """Return warnings, and then notes."""
+        return cls([*(("warning", Text(text, "yellow")) for text in warnings), *(("note", text) for text in notes)])
 
 
-def make_table(*columns: str) -> Table:
-    """Return a table without lines; a column whose name begins with ">" holds numbers, aligned right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        is_figure = name.startswith(">")
-        name = name.removeprefix(">")
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold")
-    return table
+class Table(rich.table.Table):
+    """A table without lines; a column whose name begins with ">" holds numbers, aligned right.
+
+    It is as wide as the console, or with `whole` as wide as its rows.
+    """
+
+    def __init__(self, *columns: str, whole: bool = False) -> None:
+        super().__init__(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        self.whole = whole
+        for name in columns:
+            is_figure = name.startswith(">")
+            justify, name = ("right" if is_figure else "left"), name.removeprefix(">")
+            self.add_column(name, justify=justify, no_wrap=is_figure, overflow="fold")  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def add(self, *cells: str | Text, style: str = "") -> None:
+        """Add a row; each cell takes one line, unless the column is too narrow."""
+        self.add_row(*map(clean, cells), style=style)
 
 
-def print_table(console: Console, table: Table, *, whole: bool = False) -> None:
-    """Print a table as wide as the console, or with its `whole` rows on a line each, without trailing spaces."""
-    options = console.options.update(max_width=_MOST_WIDTH) if whole else console.options
-    for segments in console.render_lines(table, options, pad=False):
-        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+Block: TypeAlias = "str | Text | Table | Facts"
+"""A part of a report: a paragraph, a line that is never wrapped so that it can be copied, a table, or facts."""
 
 
-def print_line(console: Console, line: Text) -> None:
-    """Print a line of any width without wrapping, and without control characters."""
-    line.plain = one_line(line.plain)
-    console.print(line, soft_wrap=True)
-
-
-def print_wrapped(console: Console, text: str) -> None:
-    """Print a text wrapped at words, without trailing spaces."""
-    for line in Text(one_line(text)).wrap(console, console.width):
-        line.rstrip()
-        console.print(line, soft_wrap=True)
-
-
-def row_lines(console: Console, name: str, value: Text) -> Iterator[Text]:
-    """Yield the lines of a name and its value, wrapped to the console's width without trailing spaces."""
-    width = max(_LEAST_WIDTH, console.width - _NAME_WIDTH)
-    value.plain = one_line(value.plain)  # Names of cards and modules may hold control characters.
-    for number, line in enumerate(value.wrap(console, width)):
-        line.rstrip()
-        yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
-
-
-def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
-    """Print rows, each a name and its value."""
-    for name, value in rows:
-        for line in row_lines(console, name, value):
+def show(console: Console, *blocks: Block) -> None:
+    """Print blocks, without trailing spaces; an empty table or paragraph is an empty line."""
+    for block in blocks:
+        for line in _lines(console, block):
+            line.rstrip()
             console.print(line, soft_wrap=True)
 
 
-def print_messages(console: Console, messages: Sequence[tuple[str, str]], *, verbose: bool) -> None:
-    """Print the first of `messages`, each a kind and a sentence, the most important first; or all of them."""
-    shown = messages if verbose else messages[:_MOST_MESSAGES]
-    print_rows(console, ((kind, Text(text, "yellow" if kind == "warning" else "")) for kind, text in shown))
-    if len(shown) < len(messages):
-        console.print(f"-v shows {len(messages) - len(shown)} more", style="dim")
+def _lines(console: Console, block: Block) -> Iterator[Text]:
+    if isinstance(block, Text):
+        yield clean(block)
+    elif isinstance(block, str):
+        yield from clean(block).wrap(console, console.width)
+    elif isinstance(block, Facts):
+        for name, value in block.rows:
+            wrapped = clean(value).wrap(console, max(_LEAST_WIDTH, console.width - _NAME_WIDTH))
+            for number, line in enumerate(wrapped):
+                yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
+    else:
+        options = console.options.update(max_width=_MOST_WIDTH) if block.whole else console.options
+        for segments in console.render_lines(block, options, pad=False):
+            yield Text.assemble(*((segment.text, segment.style or "") for segment in segments))
 
 
-def path_value(path: object, style: str = "") -> Text:
+def first_messages(messages: Facts, *, verbose: bool) -> list[Block]:
+    """Return the first three of `messages`, and how many more there are; or all of them."""
+    rows = messages.rows if verbose else messages.rows[:_MOST_MESSAGES]
+    left = len(messages.rows) - len(rows)
+    return [Facts(rows), *([Text(f"-v shows {left} more", "dim")] if left else [])]
+
+
+def copied(text: object, style: str = "") -> Text:
     """Return a path or a line of code as a value that is never wrapped, so that it can be copied."""
-    return Text(str(path), style, no_wrap=True, overflow="ignore")
+    return Text(str(text), style, no_wrap=True, overflow="ignore")
+
+
+def clean(value: str | Text, style: str = "") -> Text:
+    """Return a text on one line, without control characters, as names of cards and modules may hold them."""
+    text = value.copy() if isinstance(value, Text) else Text(value, style)
+    text.plain = one_line(text.plain)
+    return text
 
 
 def one_line(text: str) -> str:

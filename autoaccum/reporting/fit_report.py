@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted
-from autoaccum.reporting.console import PlainConsole, one_line, path_value, print_rows, relative_path
+from autoaccum.reporting.console import Block, Facts, PlainConsole, copied, one_line, relative_path, show
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
 from autoaccum.units import format_bytes
@@ -26,13 +26,12 @@ _LINE_SECONDS = 10.0
 
 def print_fit(console: Console, result: FitResult, *, command: Sequence[str]) -> None:
     """Print the result of a training, and the exact next commands; `command` continues the training."""
-    print_rows(console, _rows(result))
-    lines = [Text("\ncontinue the training:"), Text(f"  {shlex.join(command)}", "cyan")]
+    blocks: list[Block] = [Facts(list(_rows(result))), ""]
+    blocks += ["continue the training:", Text(f"  {shlex.join(command)}", "cyan")]
     if result.model_path is not None:
         weights = f"torch.load({relative_path(result.model_path)!r}, weights_only=True)"
-        lines += [Text("use the weights:"), Text(f"  model.load_state_dict({weights})", "cyan")]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        blocks += ["use the weights:", Text(f"  model.load_state_dict({weights})", "cyan")]
+    show(console, *blocks)
 
 
 def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
     }
 
 
-def _rows(result: FitResult) -> Iterator[tuple[str, Text]]:
+def _rows(result: FitResult) -> Iterator[tuple[str, str | Text]]:
     epochs = f" in {counted(result.epochs, 'epoch')}" if result.epochs else ""
     yield "updates", Text(f"{result.updates}{epochs}, {result.samples:,} samples")
     if result.loss is not None:
@@ -82,7 +81,7 @@ def _rows(result: FitResult) -> Iterator[tuple[str, Text]]:
     }
     for name, path in paths.items():
         if path is not None:
-            yield name, path_value(relative_path(path))
+            yield name, copied(relative_path(path))
     if result.stopped is not None:
         yield "ended by", Text(f"a {result.stopped}")
 
@@ -102,7 +101,7 @@ class TrainingProgress(PlanProgress):
     def __init__(
         self, console: PlainConsole, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(console, quiet=quiet, outlives_console=True, auto_refresh=False)
+        super().__init__(console, quiet=quiet, auto_refresh=False)
         self._clock = clock
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
@@ -17,8 +16,8 @@ from autoaccum.options import OFFLOADS, mesh_word
 from autoaccum.planning.framework_arguments import code_lines
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
-from autoaccum.reporting.console import make_table, path_value, print_messages, print_rows, print_table
-from autoaccum.reporting.explain_report import print_explanation
+from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, show
+from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
 from autoaccum.units import MIB, format_bytes
 
@@ -47,7 +46,6 @@ def print_plan(
     *,
     command: Sequence[str],
     written: Mapping[str, Path],
-    name: str = "plan.json",
     seconds: float | None = None,
     verbose: bool = False,
 ) -> None:
@@ -58,90 +56,84 @@ def print_plan(
         plan: The plan.
         command: The command that made it, to be suggested again with `-o`.
         written: The files that were written, by the flags that name them.
-        name: A new file name to suggest for `-o`.
         seconds: The time that planning took, if it was just made.
         verbose: Print everything.
     """
     kept = written.get("-o")
-    print_rows(console, answer_rows(plan, kept))
-    if verbose:
-        print_rows(console, detail_rows(plan, seconds))
-        if plan.throughput is not None:
-            print_table(console, speeds_table(plan.throughput))
-    messages = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
-    print_messages(console, messages, verbose=verbose)
-    for flag, file in written.items():
-        console.print(_WRITTEN[flag].format(file), soft_wrap=True)
+    blocks: list[Block] = [Facts([*answer_rows(plan, kept), *(detail_rows(plan, seconds) if verbose else ())])]
+    if verbose and plan.throughput is not None:
+        blocks.append(speeds_table(plan.throughput))
+    blocks += first_messages(Facts.of_messages(plan.warnings, plan.notes), verbose=verbose)
+    blocks += [Text(_WRITTEN[flag].format(file)) for flag, file in written.items()]
     if plan.explanation is not None:
-        console.print()
-        print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)
+        measured = plan.peak_bytes if plan.kind == "measured" else None
+        blocks += ["", Text("where the memory goes", "bold"), *explanation_blocks(plan.explanation, measured)]
     if verbose and kept is None:
-        console.print("\nkeep the plan:")
-        console.print(Text(f"  {shlex.join([*command, '-o', name])}", "cyan"), soft_wrap=True)
+        again = shlex.join([*command, "-o", "plan.json"])
+        blocks += ["", "keep the plan:", Text(f"  {again}", "cyan")]
+    show(console, *blocks)
 
 
-def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
+def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str | Text]]:
     """Yield the rows of the answer, at least six: name and value.
 
     What to train with are the lines of a framework, if the plan has its arguments.
     """
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
-    yield "iter_size", Text(f"{plan.iter_size}{_ranks(plan)}")
-    yield "parts", Text(_parts(plan))
+    yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
+    yield "parts", _parts(plan)
     if plan.reduce is not None and plan.iter_size > 1:
-        yield "reduce", Text(_reduce(plan))
-    yield "peak", Text(_peak(plan))
+        yield "reduce", _reduce(plan)
+    yield "peak", _peak(plan)
     if plan.host_bytes is not None:
         offloads = [word for word in plan.workload.get("savers") or () if word in OFFLOADS]
-        what = " and ".join(offloads) or "what backward needs"
-        yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for {what}")
+        yield "host memory", f"{format_bytes(plan.host_bytes)} for {' and '.join(offloads) or 'what backward needs'}"
     if plan.throughput is not None:
         rate = format_rate(plan.throughput.at_knee.samples_per_second)
-        yield "speed", Text(f"{rate} samples/s, {plan.throughput.kind} for updates of {plan.throughput.target_batch}")
-    yield "device", Text(_device(plan))
-    lines = [line for each, found in (to_plain(plan.arguments) or {}).items() for line in code_lines(each, found)]
-    for name, line in zip_longest(["train with"], lines or [accumulator_line(plan, kept)], fillvalue=""):
-        yield name, path_value(line, "cyan")
+        yield "speed", f"{rate} samples/s, {plan.throughput.kind} for updates of {plan.throughput.target_batch}"
+    yield "device", _device(plan)
+    lines = [line for name, given in (to_plain(plan.arguments) or {}).items() for line in code_lines(name, given)]
+    for number, line in enumerate(lines or [accumulator_line(plan, kept)]):
+        yield "" if number else "train with", copied(line, "cyan")
 
 
-def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
+def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, str]]:
     """Yield the rows of details: name and value."""
-    yield "largest fit", Text(_largest_fit(plan))
+    yield "largest fit", _largest_fit(plan)
     if plan.least_bytes is not None:
-        yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule would still run")
+        yield "least budget", f"{format_bytes(plan.least_bytes)}: with less memory the schedule would not run"
     if plan.band_bytes is not None:
         band = format_bytes(plan.band_bytes)
-        yield "band", Text(f"{band} either way, of what is needed and of what the card has free")
+        yield "band", f"{band} either way, of what is needed and of what the card has free"
     if extra := describe_extra_memory(plan):
-        yield "along with", Text("; ".join(extra))
+        yield "along with", "; ".join(extra)
     if plan.workload.get("worst_of") is not None:
-        yield "batches", Text(f"of the longest of {plan.workload['worst_of']} samples of the dataset")
+        yield "batches", f"made of the longest of {plan.workload['worst_of']} samples of the dataset"
     if plan.workload.get("batchnorm") in _MODES:
-        yield "batchnorm", Text(_MODES[plan.workload["batchnorm"]])
+        yield "batchnorm", _MODES[plan.workload["batchnorm"]]
     if plan.learning_rate is not None:
-        yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` uses")
-    yield "trials", Text(_trials(plan, seconds))
+        yield "tuned rate", f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` uses"
+    predicted = " predicted" if plan.kind == "predicted" else ""
+    took = "" if seconds is None else f"; planning took {seconds:.1f} s"
+    yield "trials", f"{len(plan.trials)}{predicted} in {sum(trial.seconds for trial in plan.trials):.1f} s{took}"
 
 
 def speeds_table(known: Throughput) -> Table:
     """List samples per second by micro-batch, with the knee marked."""
     where = f"in updates of {known.target_batch} on {known.device}"
-    table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
+    table = Table(">micro-batch", ">iter_size", ">samples/s", where)
     for speed in known.speeds:
         cells = (str(speed.micro_batch), str(speed.iter_size), format_rate(speed.samples_per_second))
         marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
-        style = "bold green" if "knee" in marks else ""
-        table.add_row(*cells, ", ".join([*marks, _speed_words(speed)]), style=style)
+        table.add(*cells, ", ".join([*marks, _speed_words(speed)]), style="bold green" if "knee" in marks else "")
     return table
 
 
 def _speed_words(speed: Speed) -> str:
     if speed.samples_per_second is None:
         return "not measured: the next larger ones are far from the fastest"
-    if not speed.updates:
-        return f"{format_rate(speed.low)} to {format_rate(speed.high)}, by an estimate"
-    middle = f"{format_rate(speed.low)} to {format_rate(speed.high)} in the middle half"
-    return f"{middle} of {counted(speed.updates, 'update')}"
+    span = f"{format_rate(speed.low)} to {format_rate(speed.high)}"
+    return f"{span} in the middle half of {counted(speed.updates, 'update')}" if speed.updates else f"{span}, estimated"
 
 
 def describe_extra_memory(plan: Plan) -> list[str]:
@@ -177,13 +169,9 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
 
 
 def _parts(plan: Plan) -> str:
-    total = f" = {plan.target_batch}"
     if plan.ranks is None:
-        return _short(plan.micro_batches) + (total if plan.iter_size > 1 else "")
-    alike: dict[tuple[int, ...], int] = {}
-    for parts in plan.ranks:
-        alike[parts] = alike.get(parts, 0) + 1
-    return "; ".join(f"{count} ranks of {_short(parts)}" for parts, count in alike.items()).replace("1 ranks", "1 rank")
+        return _short(plan.micro_batches) + (f" = {plan.target_batch}" if plan.iter_size > 1 else "")
+    return "; ".join(f"{counted(count, 'rank')} of {_short(parts)}" for parts, count in Counter(plan.ranks).items())
 
 
 def _ranks(plan: Plan) -> str:
@@ -210,8 +198,7 @@ def _largest_fit(plan: Plan) -> str:
         return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:
         return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
-    failed = [trial for trial in plan.trials if trial.outcome != "ok"]
-    above = [trial for trial in failed if trial.micro_batch > plan.largest_fit]
+    above = [trial for trial in plan.trials if trial.outcome != "ok" and trial.micro_batch > plan.largest_fit]
     if not above:
         return f"{plan.largest_fit}"
     first = min(above, key=lambda trial: (trial.micro_batch, trial.outcome != "oom"))
@@ -234,18 +221,12 @@ def _device(plan: Plan) -> str:
     return ", ".join(known)
 
 
-def _trials(plan: Plan, seconds: float | None) -> str:
-    within = sum(trial.seconds for trial in plan.trials)
-    began = "" if seconds is None else f" of {seconds:.1f} s in all"
-    return f"{len(plan.trials)}{' predicted' if plan.kind == 'predicted' else ''} in {within:.1f} s{began}"
-
-
 def _peak(plan: Plan) -> str:
     limit = format_bytes(plan.limit_bytes)
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return f"not measured, the budget is {limit}"
-    peak, least = format_bytes(plan.peak_bytes), plan.least_bytes
-    label = "" if plan.kind == "measured" else " (predicted)"
-    if least is not None and plan.headroom_bytes < 0:
-        return f"{format_bytes(least)} needed of {limit}, {peak} if the allocator had room{label}"
+    peak, label = format_bytes(plan.peak_bytes), "" if plan.kind == "measured" else " (predicted)"
+    if plan.least_bytes is not None and plan.headroom_bytes < 0:
+        needed = format_bytes(plan.least_bytes)
+        return f"{needed} needed of {limit}{label}; with more memory, PyTorch would cache {peak}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB"

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
-from autoaccum.reporting.console import make_table, one_line, print_line, print_messages, print_rows, print_table
-from autoaccum.reporting.page import Page, plain_facts, report_page
+from autoaccum.reporting.console import Block, Facts, Table, first_messages, show
 from autoaccum.reporting.progress import Progress
 from autoaccum.verification.verification_result import (
     Cause,
@@ -46,29 +44,24 @@ def print_verification(
 
     `again` is the command that verified it; `answered`: the verdict is printed already.
     """
-    if not answered:
-        print_line(console, verdict(found, verbose=verbose))
-    for number, cause in enumerate(found.causes):
-        console.print()
-        _print_cause(console, cause, number=number + 1, of=len(found.causes))
+    blocks: list[Block] = [] if answered else [verdict(found, verbose=verbose)]
+    for number, cause in enumerate(found.causes, start=1):
+        blocks += ["", *_cause_blocks(cause, number, len(found.causes))]
     if verbose or not (found.equivalent or found.causes or found.untested):
         for comparison in found.comparisons:
-            console.print()
-            print_line(console, Text(_comparison_title(comparison), "bold"))
-            print_table(console, _comparison_table(comparison))
-    if verbose or (found.notes and not found.equivalent):
-        console.print()
+            blocks += ["", Text(_comparison_title(comparison), "bold"), _comparison_table(comparison)]
     if verbose:
-        if found.batchnorm != "micro":
-            print_rows(console, [("batchnorm", Text(found.batchnorm))])
-        if found.coupled:
-            print_rows(console, [("coupled", Text(str(found.coupled)))])
-        print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
+        modes = [("batchnorm", found.batchnorm)] if found.batchnorm != "micro" else []
+        modes += [("coupled", str(found.coupled))] if found.coupled else []
+        blocks += ["", Facts([*modes, ("tolerance", found.rounding), ("time", f"{found.seconds:.1f} s")])]
+    elif found.notes and not found.equivalent:
+        blocks.append("")
     if verbose or not found.equivalent:
-        print_messages(console, [("note", note) for note in found.notes], verbose=verbose)
+        blocks += first_messages(Facts.of_messages((), found.notes), verbose=verbose)
     if not found.equivalent:
-        console.print()
-        _print_next(console, found, again)
+        words, command = _next_command(found, again)
+        blocks += ["", Text(words), *([Text(f"  {shlex.join(command)}", "cyan")] if command else [])]
+    show(console, *blocks)
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:
@@ -102,40 +95,28 @@ def _comparison_title(comparison: Comparison) -> str:
 
 def _comparison_table(comparison: Comparison) -> Table:
     """List the largest difference of each quantity."""
-    table = make_table("", ">compared", ">largest error", ">tolerance", "at", "")
+    table = Table("", ">compared", ">largest error", ">tolerance", "at", "")
     for one in comparison.differences:
         if one.compared:
             error = Text(_error(one.error), "" if one.equal else "bold red")
             differs = Text("" if one.equal else "differs", "red")
-            where = Text(one_line(_where(one)))
-            table.add_row(one.quantity, str(one.compared), error, _tolerance(one.tolerance), where, differs)
+            table.add(one.quantity, str(one.compared), error, _tolerance(one.tolerance), _where(one), differs)
     return table
 
 
-def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
-    """Print what was found, where and what makes it equal, a line of code for that, and whether it was proved."""
-    rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
+def _cause_blocks(cause: Cause, number: int, of: int) -> list[Block]:
+    """Return what was found, where and what makes it equal, a line of code for that, and whether it was proved."""
+    rows = [("cause" if of == 1 else f"cause {number}", f"{cause.kind}: {cause.found}")]
     if not all(name in cause.found for name in cause.where):
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
-        rows.append(("in", Text(f"{', '.join(cause.where[:_MOST_WORSE])}{more}")))
+        rows.append(("in", f"{', '.join(cause.where[:_MOST_WORSE])}{more}"))
     code = _FUNCTION.search(cause.change)
-    words = cause.change if code is None else cause.change[: code.start()].rstrip()
+    rows.append(("change", cause.change if code is None else cause.change[: code.start()].rstrip()))
     done = "all of these done" if of > 1 else cause.mode or "this done"
-    proof = f"with {done}, the same comparison is equal"
-    none = Text("no experiment made the comparison equal", "dim")
-    proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
-    print_rows(console, [*rows, ("change", Text(words))])
-    if code:  # Never wrapped, so that it can be copied.
-        print_line(console, Text(f"  {code[0]}"))
-    print_rows(console, [proved])
-
-
-def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
-    """Print the next command, to be copied."""
-    words, line = _next_command(found, again)
-    console.print(words, soft_wrap=True)
-    if line:
-        print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
+    proof: tuple[str, str | Text] = ("unproved", Text("no experiment made the comparison equal", "dim"))
+    if cause.proved:
+        proof = ("proved", f"with {done}, the same comparison is equal")
+    return [Facts(rows), *([Text(f"  {code[0]}")] if code else []), Facts([proof])]
 
 
 def _next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -204,28 +185,11 @@ class VerificationProgress(Progress):
     def notify(self, event: Any) -> None:
         """Show one event."""
         if isinstance(event, VerificationStarted):
-            self.say(
-                Text.assemble(
-                    (event.name, "bold"),
-                    f": {event.model}, {event.parameters:,} parameters, {event.optimizer}; compared in"
-                    f" {event.precision} on {event.device}",
-                )
-            )
+            about = f": {event.model}, {event.parameters:,} parameters, {event.optimizer}"
+            self.say(Text.assemble((event.name, "bold"), f"{about}; compared in {event.precision} on {event.device}"))
             self.show("comparing with the full batch (faster with --target-batch 4 --micro-batch 2) ...")
         elif isinstance(event, Compared):
             self.show("comparing a shorter window ...")
         elif isinstance(event, Diagnosing):
             limit = f" (at most {event.limit_seconds:g} s, see --time-limit)"
             self.show(f"{format_parts(event.comparison.micro_batches)} differs: searching for the cause{limit} ...")
-
-
-def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
-    """Return the page of a verification; `again` is the command that suggestions begin with."""
-    name = str(found.workload.get("model") or found.workload.get("name") or "the workload")
-
-    def print_all(console: Console) -> None:
-        print_verification(console, found, again=again, verbose=True)
-        console.print()
-        print_rows(console, [(name, Text(value)) for name, value in plain_facts(found.environment)])
-
-    return report_page("autoaccum verify", f"{name}: {verdict(found, verbose=True).plain}", print_all)

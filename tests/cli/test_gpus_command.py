@@ -36,12 +36,12 @@ def test_json_is_a_list_of_records_and_nothing_else() -> None:
     (rtx3090,) = (record for record in records if record["name"] == "rtx3090")
     assert rtx3090["title"] == "NVIDIA GeForce RTX 3090"
     assert rtx3090["total_bytes"] == 24124 * 2**20
-    assert rtx3090["compute_capability"] == "8.6"
+    assert rtx3090["capability"] == [8, 6]
     assert rtx3090["multiprocessors"] == 82
     assert rtx3090["architecture"] == "Ampere"
     assert rtx3090["measured"] is True
     assert {record["measured"] for record in records} == {True, False}
-    assert all(record["source"] and record["context_bytes"] > 0 for record in records)
+    assert all(record["source"] and record["context"]["bytes"] > 0 and record["rates"]["source"] for record in records)
     assert all(record.keys() == rtx3090.keys() for record in records)
 
 

@@ -125,16 +125,6 @@ def test_json_is_alone_on_stdout(guard: Guard, words: list[str]) -> None:
     assert result.stdout == ALL.to_json()
 
 
-def test_a_page_is_written_whatever_the_outcome_and_never_over_the_lock(guard: Guard, folder: Path) -> None:
-    guard.answer = ALL
-    assert invoke("--report", "p.html", "--json", "train.py").exit_code == 1
-    page = (folder / "p.html").read_text(encoding="utf-8")
-    assert "activations of blocks.*.mlp" in page
-    assert "autoaccum guard train.py --report p.html" in page
-    for words in (["--report", "p.html"], ["--report", "x.html", "--lock", "x.html"]):
-        assert invoke(*words).exit_code == 2
-
-
 def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) -> None:
     guard.answer = ALL
     summary = folder / "summary.md"
@@ -195,7 +185,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
         (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'github'"),
-        (["train.py", "-o", "train.py", "--force"], "-o names a Python file, train.py"),
+        (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
         (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
         (["-o", "/nowhere/report"], "there is no folder /nowhere"),
         (["train.py", "--target-batch", "0"], "0 is not in the range x>=1"),

@@ -42,7 +42,7 @@ def test_a_table_a_plan_and_a_step(folder: Path, command: Command) -> None:
     assert f"largest fit  {plan.largest_fit} (" in done.stdout
     assert "(predicted)" in done.stdout
     assert re.search(r"^band +[\d.,]+ [MG]iB either way", done.stdout, re.MULTILINE)
-    assert "where the schedule would still run\n" in done.stdout
+    assert "with less memory the schedule would not run\n" in done.stdout
     assert "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n" in done.stdout
     assert "nothing ran on a card" in done.stdout
     assert "predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256" in done.stderr

@@ -72,19 +72,13 @@ def test_equivalent_is_zero_and_one_line() -> None:
 
 
 def test_not_equivalent_is_one_and_names_the_cause(folder: Path, command: Command) -> None:
-    done = command(folder, "verify", "model.py:normed", "--target-batch", "8", "-q", "--report", "p.html")
+    done = command(folder, "verify", "model.py:normed", "--target-batch", "8", "-q")
     assert done.returncode == 1, done.stderr
-    assert done.stdout.endswith("report in p.html\n")
-    page = (folder / "p.html").read_text(encoding="utf-8")
-    assert "not equivalent" in page
-    assert "autoaccum verify model.py:normed --target-batch 8 --batchnorm exact" in page
+    assert "autoaccum verify model.py:normed --target-batch 8 --batchnorm exact\n" in done.stdout
     assert done.stdout.startswith("not equivalent: the gradients are off by ")
     assert "cause        batchnorm: " in done.stdout
     assert "\x1b" not in done.stdout
-    assert done.stderr.splitlines() == ["from below", "loading"] or set(done.stderr.splitlines()) == {
-        "from below",
-        "loading",
-    }
+    assert set(done.stderr.splitlines()) == {"from below", "loading"}
 
 
 def test_a_difference_of_unknown_cause_is_one_and_names_the_first_tensor() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.text import Text
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.reporting.console import make_console, make_table, print_error, print_rows, print_table
+from autoaccum.reporting.console import Facts, Table, make_console, print_error, show
 
 
 class ClosedPipe(io.StringIO):
@@ -66,10 +66,9 @@ def test_control_characters_in_names_are_shown_and_do_not_reach_the_terminal() -
     console = make_console(file=file, width=200, force_terminal=True, color_system="standard")
     print_error(console, WorkloadError(f"there is no file {ODD}", user_traceback=f"File {ODD}\n\traised"))
     console.print(f"update 1  {ODD} 0.5")
-    table = make_table("name")
-    table.add_row(ODD)
-    print_table(console, table)
-    print_rows(console, [("where", Text(f"{ODD}.weight", "yellow"))])
+    table = Table("name")
+    table.add(ODD)
+    show(console, table, Facts([("where", Text(f"{ODD}.weight", "yellow"))]))
     text = file.getvalue()
     assert text.count(SHOWN) == 5
     assert "\x9b" not in text

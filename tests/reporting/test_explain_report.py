@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from typing import Any
 
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.explain_report import print_explanation
+from autoaccum.reporting.console import make_console, show
+from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import GIB, MIB
 
@@ -60,9 +59,9 @@ EXPLANATION = Explanation(
 )
 
 
-def draw(explanation: Explanation = EXPLANATION, width: int = 80, measured: int | None = None, **options: Any) -> str:
+def draw(explanation: Explanation = EXPLANATION, width: int = 80) -> str:
     file = io.StringIO()
-    print_explanation(make_console(file=file, width=width, **options), explanation, measured)
+    show(make_console(file=file, width=width), *explanation_blocks(explanation))
     return file.getvalue()
 
 

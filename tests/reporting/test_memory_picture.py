@@ -16,8 +16,7 @@ from pictured_plans import extremes, plan, trial, usual
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.figures.plan_figures import draw_curve, draw_memory
-from autoaccum.reporting.figures.style import DARK, LIGHT, label, picture_format, picture_settings
+from autoaccum.reporting.figures import COLOURS, draw_curve, draw_memory, label, picture_format, picture_settings
 from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()
@@ -126,13 +125,13 @@ def test_every_colour_is_seen_on_both_panels(name: str) -> None:
     )
     used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing))
     assert len(used) > 4
-    assert used <= set(LIGHT.values())
-    for light in used:
-        (role,) = (role for role, value in LIGHT.items() if value == light)
-        assert role == "panel" or contrast(light, LIGHT["panel"]) >= 4.5, role
-        assert role == "panel" or contrast(DARK[role], DARK["panel"]) >= 4.5, role
+    others = {light: dark for light, dark in COLOURS.values()}
+    assert used <= set(others)
+    for light in used - {COLOURS["panel"][0]}:
+        for colour, panel in zip((light, others[light]), COLOURS["panel"], strict=True):
+            assert contrast(colour, panel) >= 4.5, colour
         for what in ("fill", "stroke"):
-            assert f'[style*="{what}: {light}"] {{ {what}: {DARK[role]} !important }}' in style
+            assert f'[style*="{what}: {light}"] {{ {what}: {others[light]} !important }}' in style
 
 
 @pytest.mark.parametrize(("path", "form"), [("a.b/memory.PNG", "png"), ("x.png.svg", "svg")])

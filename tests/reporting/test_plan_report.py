@@ -57,14 +57,14 @@ def test_says_the_answer_and_what_must_be_known() -> None:
 
 
 def test_says_all_that_is_known_where_it_is_requested() -> None:
-    assert draw(make_plan(), verbose=True, name="plan-2.json", seconds=41.26) == (
+    assert draw(make_plan(), verbose=True, seconds=41.26) == (
         f"{ANSWER}"
         "largest fit  100 (101 does not fit)\n"
-        "trials       3 in 3.0 s of 41.3 s in all\n"
+        "trials       3 in 3.0 s; planning took 41.3 s\n"
         f"{REMARKS}"
         "\n"
         "keep the plan:\n"
-        "  autoaccum plan 'my model.py' --target-batch 256 -o plan-2.json\n"
+        "  autoaccum plan 'my model.py' --target-batch 256 -o plan.json\n"
     )
 
 
@@ -92,7 +92,7 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (predicted(), "peak         900 MiB of 1.0 GiB (predicted), headroom 124 MiB\n"),
-        (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
+        (predicted(), "least budget 800 MiB: with less memory the schedule would not run\n"),
         (predicted(), "band         40.0 MiB either way, of what is needed and of what the card has free\n"),
         (predicted(), "largest fit  100 (101 does not fit)\n"),
         (
@@ -103,7 +103,7 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
         (
             predicted(peak_bytes=1100 * MIB),
-            "peak         800 MiB needed of 1.0 GiB, 1.1 GiB if the allocator had room (predicted)\n",
+            "peak         800 MiB needed of 1.0 GiB (predicted); with more memory, PyTorch would cache 1.1 GiB\n",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_shows_what_was_planned_along() -> None:
         "an average of the weights (EMA); what a later version keeps; an evaluation between updates, in batches of 64"
     )
     assert f"along with   {phrases}\n" in said
-    assert "batches      of the longest of 1000 samples of the dataset\n" in said
+    assert "batches      made of the longest of 1000 samples of the dataset\n" in said
     assert "along with" not in draw(make_plan(), verbose=True)
 
 

@@ -1,20 +1,19 @@
-"""The tables, the record and the figures of a real study on a tiny workload."""
+"""The tables and the record of a real study on a tiny workload."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.figures.tuning_figure import draw_tuning
 from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import Row, SearchStarted, Setting, StudyOpened, Tuning
@@ -28,9 +27,9 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], 
     return file, told, tuning_of(rows)
 
 
-def printed(tuning: Tuning, **more: Any) -> str:
+def printed(tuning: Tuning, commands: Mapping[str, Sequence[str]] | None = None) -> str:
     text = io.StringIO()
-    print_tuning(make_console(file=text, width=120), tuning, more.get("commands", {}), more.get("written", {}))
+    print_tuning(make_console(file=text, width=120), tuning, commands or {})
     return text.getvalue()
 
 
@@ -45,7 +44,7 @@ def told_lines(told: list[Any], *, quiet: bool = False) -> str:
 @pytest.mark.slow
 def test_the_table_says_what_is_best(studied: Any) -> None:
     _, _, tuning = studied
-    text = printed(tuning, commands={"train with it": ["autoaccum", "fit", "a b.py"]}, written={"pictures": Path("p")})
+    text = printed(tuning, {"train with it": ["autoaccum", "fit", "a b.py"]})
     best = tuning.best
     assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.number}\n" in text
     assert f"loss         {best.loss:.4g} on held-out data\n" in text
@@ -53,7 +52,7 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
     assert "micro-batch  16, the plan's for all trials" in text
     assert "not measured: the next larger ones are far from the fastest" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
-    assert text.endswith("pictures in p\ntrain with it:\n  autoaccum fit 'a b.py'\n")
+    assert text.endswith("\n\ntrain with it:\n  autoaccum fit 'a b.py'\n")
     for row in tuning.rows:
         assert f"{row.number:>5}  {row.state}" in text
 
@@ -96,11 +95,3 @@ def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     assert record["best"]["setting"]["learning_rate"] == tuning.best.setting.learning_rate
     assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.setting)
     assert tuning_record(replace(tuning, plan=None))["plan"] is None
-
-
-def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
-    file, _, tuning = studied
-    drawn = draw_tuning(replace(tuning, storage=str(file)))
-    assert sorted(drawn) == ["courses.svg", "rates.svg", "trials.svg"]
-    words = {name: " ".join(ElementTree.fromstring(content).itertext()) for name, content in drawn.items()}
-    assert "learning_rate" in words["rates.svg"]

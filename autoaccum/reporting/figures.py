@@ -1,26 +1,45 @@
-"""The pictures of plans: the memory of an update over time, the peaks of other sizes, and several plans as bars."""
+"""The pictures of plans: the memory of an update over time, and the peaks of other sizes."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Final, Literal, TypeAlias
 
+import matplotlib.style
 from matplotlib.axes import Axes
-from matplotlib.figure import SubFigure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
-from autoaccum.planning.comparison import Comparison, ComparisonRow
+from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.saver_trials import format_savers
-from autoaccum.reporting.comparison_table import shown_rows
-from autoaccum.reporting.figures.style import LIGHT, Format, cut, draw_panels, label, pointing
-from autoaccum.simulation.trace_records import CATEGORIES
-from autoaccum.units import GIB, KIB, MIB, format_bytes
+from autoaccum.reporting.console import one_line
+from autoaccum.simulation.trace_records import CATEGORIES, Category
+from autoaccum.units import format_bytes
 
+Format = Literal["svg", "png"]
+Panel: TypeAlias = "Callable[[SubFigure], None]"
+"""Draws one chart, within `picture_settings`."""
+
+_ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
+_FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
+"""The first comes with matplotlib; the others are hardly wider, for viewers of an SVG without it."""
+
+_WIDTH, _HEIGHT = 7.2, 3.6
+"""Of one chart, in inches."""
+
+_TEXT_POINTS, _TITLE_POINTS = 9.0, 11.0
+_LONGEST_TITLE, _LONGEST_REMARK = 70, 90
+_DPI = 200
+_TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 _LEAST_SHARE = 0.002
 """Categories with a smaller share of the peak are not in the legend."""
 _FURTHEST = 1.6
@@ -29,13 +48,32 @@ _FAR = 3.0
 """A limit beyond this multiple of all else is only named, since it would flatten the rest."""
 _NARROWEST = 0.05
 """The least share of the width for a phase to be named."""
-_LONGEST_REMARK = 90
-_PART_OF_NEXT = {"batch": "forward", "clip": "update"}
-"""Phases too short to be seen: copying a part to the card, and the norm."""
-_LINE_HEIGHT, _ROW_MARGIN, _MARGIN = 0.15, 0.11, 1.2
-"""Of the bars of several plans, in inches."""
-_LONGEST_NAME = 40
-_PREPARATION = ("start", "load", "model", "optimizer")
+
+COLOURS: Final[Mapping[str, tuple[str, str]]] = {
+    "panel": ("#ffffff", "#0d1117"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9198a1"),
+    "limit": ("#cf222e", "#ff7b72"),
+    "ran": ("#0b5cad", "#79c0ff"),
+    "room": ("#1a7f37", "#56d364"),
+    "parameters": ("#2270d8", "#64b0e8"),
+    "gradients": ("#ad2c0a", "#e67a22"),
+    "optimizer_state": ("#6726c9", "#9370f0"),
+    "averages": ("#b0399f", "#b56a9f"),
+    "gathered_parameters": ("#0f6f9c", "#3d8fb5"),
+    "communication": ("#7a5a00", "#c9a227"),
+    "activations": ("#2f6f64", "#4fd0a1"),
+    "outputs": ("#5f1118", "#e8505e"),
+    "temporaries": ("#8a7038", "#f0d22e"),
+    "workspace": ("#1a3560", "#bfe3f2"),
+    "unused": ("#6e7781", "#8b949e"),
+}
+"""By role or category, for a light and for a dark panel.
+
+Each has contrast to its panel (WCAG 4.5), and all differ, so that they can be replaced.
+"""
+
+LIGHT: Final = {role: light for role, (light, _) in COLOURS.items()}
 
 
 def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
@@ -77,38 +115,22 @@ def draw_timeline(figure: SubFigure, *, plan: Plan, report: MemoryReport) -> Non
     axes.set_xlim(0, max(len(reserved) - 1, 1))
     _name_phases(axes, timeline)
     _finish(axes, plan.limit_bytes, max(explanation.peak_bytes, *reserved))
-    axes.set_title(cut(_peak_remark(plan, report), _LONGEST_REMARK))
-    figure.legend(loc="outside lower left", ncols=3, reverse=True)
-
-
-def _peak_remark(plan: Plan, report: MemoryReport) -> str:
-    """Say where most is held."""
-    explanation = report.explanation
     known = "" if plan.kind == "predicted" else "simulated: "
     where = f" of {explanation.module}" if explanation.module else ""
-    return f"{known}most is held in {explanation.phase}, at {explanation.op}{where}"
+    axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
+    figure.legend(loc="outside lower left", ncols=3, reverse=True)
 
 
 def _name_phases(axes: Axes, timeline: Timeline) -> None:
     """Name the phases under the axis, where there is room, with lines between them."""
     last = len(timeline.reserved_bytes) - 1
-    named = [
-        (name if end - start >= _NARROWEST * last else "", (start + end) / 2)
-        for start, end, name in _seen_phases(timeline)
-    ]
-    for start, _ in timeline.phases:
+    starts = [start for start, _ in timeline.phases]
+    spans = [(start, end, name) for (start, name), end in zip(timeline.phases, [*starts[1:], last], strict=True)]
+    named = [((start + end) / 2, name) for start, end, name in spans if end - start >= _NARROWEST * last]
+    for start in starts:
         axes.axvline(start, color=LIGHT["panel"], linewidth=0.8)
-    axes.set_xticks([middle for _, middle in named], [name for name, _ in named])
+    axes.set_xticks([middle for middle, _ in named], [name for _, name in named])
     axes.tick_params("x", length=0)
-
-
-def _seen_phases(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
-    """Yield the phases that can be seen: first and last point, and name, which is empty for the preparation."""
-    last, phases = len(timeline.reserved_bytes) - 1, timeline.phases
-    for number, (start, phase) in enumerate(phases):
-        end, following = phases[number + 1] if number + 1 < len(phases) else (last, None)
-        if following is None or _PART_OF_NEXT.get(phase) != following:
-            yield start, end, "" if phase in _PREPARATION else phase
 
 
 def draw_curve(figure: SubFigure, *, plan: Plan, curve: Sequence[CurvePoint]) -> None:
@@ -149,11 +171,11 @@ def _tried_sizes(plan: Plan) -> dict[int, Trial]:
 def _mark_choice(axes: Axes, plan: Plan) -> None:
     """Mark the micro-batch with a line, and the headroom above its peak."""
     said = f"micro-batch {plan.micro_batch}"
-    axes.axvline(plan.micro_batch, label=said, **pointing())
+    axes.axvline(plan.micro_batch, label=said, **_pointing())
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         axes.plot([], [], " ", label="peaks were not measured")
         return
-    axes.axhline(plan.peak_bytes, label=f"peak: {format_bytes(plan.peak_bytes)}", **pointing())
+    axes.axhline(plan.peak_bytes, label=f"peak: {format_bytes(plan.peak_bytes)}", **_pointing())
     if plan.headroom_bytes > 0:
         room: dict[str, Any] = {"facecolor": "none", "edgecolor": LIGHT["room"], "hatch": "\\\\\\", "linewidth": 0}
         left = f"headroom: {format_bytes(plan.headroom_bytes)}"
@@ -169,54 +191,88 @@ def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
     said = f"limit{', far above' if far else ''}: {format_bytes(limit_bytes)}"
     axes.axhline(limit_bytes, color=LIGHT["limit"], linewidth=1.6, label=said)
     axes.set_ylim(0, top)
-    known = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-    unit, name = next(((unit, name) for unit, name in known if top >= unit), (1, "B"))
-    step = next(one for one in (0.1, 0.2, 0.5, 1, 2, 5, *(10 * n for n in range(1, 105))) if top / unit / one <= 6)
-    axes.set_yticks([number * step * unit for number in range(int(top / unit / step) + 1)])
-    axes.yaxis.set_major_formatter(FuncFormatter(partial(_in_unit, unit, name)))
+    axes.yaxis.set_major_locator(MultipleLocator(1 << (int(top) // 6).bit_length()))  # Three to six numbers.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(int(value))))
     return top
 
 
-def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
-    return f"{value / unit:g} {name}" if value else "0"
+def label(category: Category) -> str:
+    """Return the name of a category for people."""
+    return category.replace("_", " ")
 
 
-def draw_comparison(comparison: Comparison, form: Format) -> bytes:
-    """Draw the rows of the table as a file: the same rows give the same bytes."""
-    rows = shown_rows(comparison.rows)
-    names = [_row_name(row, rows) for row in rows]
-    lines = max((name.count("\n") + 1 for name in names), default=1)
-    height = _MARGIN + (_ROW_MARGIN + _LINE_HEIGHT * lines) * len(rows)
-    return draw_panels(
-        [partial(_draw_bars, rows=rows, names=names)], form, title=_comparison_title(rows), height=height
-    )
+def picture_format(path: str) -> Format:
+    """Return the format of the ending of `path`; raise UsageError for another one."""
+    ending = PurePath(path).suffix
+    if ending.lower() not in _ENDINGS:
+        seen = f"ends in {ending}" if ending else "has no ending"
+        raise UsageError(f"the picture {path} {seen}", hint="give a name that ends in .svg or .png")
+    return _ENDINGS[ending.lower()]
 
 
-def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow], names: Sequence[str]) -> None:
-    axes, places = figure.subplots(), range(len(rows))
-    sizes = [0 if row.plan is None else row.plan.micro_batch for row in rows]
-    fastest = max((row.samples_per_second or 0.0 for row in rows), default=0.0)
-    lengths = [(row.samples_per_second or 0.0) / fastest for row in rows] if fastest else sizes
-    axes.barh(places, lengths, color=LIGHT["ran"])
-    for place, size, length in zip(places, sizes, lengths, strict=True):
-        said = f"micro-batch {size}" if size else "does not fit"
-        axes.annotate(said, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlim(0, 1.5 * max((*lengths, 0.01)))
-    axes.set_xlabel("estimated speed (1: the fastest)" if fastest else "micro-batch")
+def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "") -> bytes:
+    """Draw charts below each other as a file; the same charts give the same bytes.
+
+    An SVG is light, or dark where the viewer prefers that; a PNG is light. Both have an opaque background, so that they
+    can be read on any page.
+    """
+    file = io.BytesIO()
+    with picture_settings():
+        figure = Figure(figsize=(_WIDTH, _HEIGHT * len(panels)), layout="constrained", facecolor=LIGHT["panel"])
+        FigureCanvasAgg(figure)
+        if title:
+            figure.suptitle(_cut(title, _LONGEST_TITLE), size=_TITLE_POINTS, weight="bold", parse_math=False)
+        for draw, part in zip(panels, figure.subfigures(len(panels), squeeze=False)[:, 0], strict=True):
+            draw(part)
+        if form == "png":
+            figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+            return file.getvalue()
+        about = {"Title": one_line(title)} if title else {}
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "autoaccum", **about})
+    return _with_dark(file.getvalue().decode()).encode()
 
 
-def _row_name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
-    named = [row.card] if len({row.card for row in rows}) > 1 else []
-    named += [f"{row.world_size} ranks"] if len({row.world_size for row in rows}) > 1 else []
-    named += [format_savers(row.savers)] if any(row.savers for row in rows) and row.fits else []
-    return textwrap.fill(", ".join(named) or row.card, _LONGEST_NAME)
+def _with_dark(svg: str) -> str:
+    """Add the dark colours, and drop invisible digits of coordinates, which are half of the file."""
+    exchanged = [
+        f'  [style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+        for light, dark in COLOURS.values()
+        for what in ("fill", "stroke")
+    ]
+    rules = "\n".join(["@media screen and (prefers-color-scheme: dark) {", *exchanged, "}"])
+    styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
+    return _TAG.sub(lambda tag: _DIGITS.sub(r"\1", tag[0]), styled)
 
 
-def _comparison_title(rows: Sequence[ComparisonRow]) -> str:
-    cards = list(dict.fromkeys(row.card for row in rows))
-    where = cards[0] if len(cards) == 1 else f"{len(cards)} cards"
-    targets = [row.plan.target_batch for row in rows if row.plan is not None]
-    return f"{targets[0]} samples per update on {where}" if targets else where
+@contextmanager
+def picture_settings() -> Iterator[None]:
+    """Use matplotlib's defaults with our settings, whatever the user has set; restore everything afterwards."""
+    ours = {
+        "font.family": "sans-serif",
+        "font.sans-serif": _FONTS,
+        "font.size": _TEXT_POINTS,
+        "axes.titlesize": _TEXT_POINTS,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["ink"]),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LIGHT["muted"]),
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "hatch.linewidth": 0.8,
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "autoaccum",
+    }
+    with matplotlib.style.context(ours, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # Of a name; the viewer may have it.
+        yield
+
+
+def _pointing() -> dict[str, Any]:
+    """Return the style of lines that point to a mark or a number."""
+    return {"color": LIGHT["ink"], "linewidth": 1.0, "linestyle": (0, (3, 2))}
+
+
+def _cut(text: str, longest: int) -> str:
+    """Return a text on one line, cut to a length."""
+    text = one_line(text)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -1,1 +1,0 @@
-"""Figures by matplotlib, which is imported only once one is drawn."""

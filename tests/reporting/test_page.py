@@ -1,0 +1,147 @@
+"""The page of a plan holds what the plan and its report hold, loads nothing, and takes no name for markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from chromium import run_page
+from pictured_plans import extremes, usual
+
+from autoaccum.devices.explanation import Change, ModuleShare
+from autoaccum.reporting.page import plan_page
+from autoaccum.simulation.trace_records import Category
+from autoaccum.units import GIB, MIB, format_bytes
+
+EVIL = "<script>alert(1)</script>"
+HELD: Mapping[Category, int] = {"activations": 5 * GIB, "gradients": 200 * MIB}
+LOADING = ("src", "href", "srcset", "data", "poster", "action", "xlink:href")
+
+
+@cache
+def pages() -> dict[str, str]:
+    """Pages of a simulated card, with odd names, and of a CPU."""
+    plan, memory = usual()
+    modules = (
+        ModuleShare(name=EVIL, kind="Linear", count=12, bytes=2 * GIB, categories=HELD),
+        ModuleShare(name="", kind="", count=1, bytes=GIB, categories={"temporaries": GIB}),
+    )
+    changes = (
+        Change(name="checkpoint", what=f"run {EVIL} again in backward", peak_bytes=6 * GIB, saved_bytes=3 * GIB),
+        Change(name="bf16", what="compute in bf16", message="no kernel"),
+    )
+    explanation = dataclasses.replace(memory.explanation, modules=modules, changes=changes, module=EVIL)
+    memory = dataclasses.replace(memory, explanation=explanation, notes=("a note of the report",))
+    plan = dataclasses.replace(plan, warnings=("BatchNorm normalises by the micro-batch",), notes=("keep the rate",))
+    measured = dataclasses.replace(extremes()["measured on a CPU"][0], device={"name": "cpu", "kind": "cpu"})
+    return {"card": plan_page(plan, memory, 12.5, f"autoaccum plan {EVIL}"), "cpu": plan_page(measured, None)}
+
+
+class Parsed(HTMLParser):
+    """What a browser would find in a page: addresses, names of pictures and visible text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.pictures: list[str] = []
+        self.text = ""
+        self._in = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag != "script"
+        self._in = tag
+        self.pictures += [value or "" for name, value in attrs if tag == "figure" and name == "aria-label"]
+        self.addresses += [value or "" for name, value in attrs if name in LOADING]
+
+    def handle_data(self, data: str) -> None:
+        if self._in != "style":
+            self.text += data + " "
+
+
+@pytest.mark.parametrize("name", ["card", "cpu"])
+def test_a_page_loads_nothing_and_takes_no_name_for_markup(name: str) -> None:
+    page, parsed = pages()[name], Parsed(pages()[name])
+    assert [one for one in parsed.addresses if not one.startswith(("#", "data:,"))] == []
+    assert not re.search(r"@import|url\([^#]", page)
+    assert EVIL not in page
+    assert parsed.text.count(EVIL) == 5 * (name == "card")
+    assert len(page) < 200_000
+
+
+def test_it_holds_what_the_plan_and_its_report_hold() -> None:
+    plan, report = usual()
+    parsed = Parsed(pages()["card"])
+    for said in (str(plan.micro_batch), "iter_size", format_bytes(plan.limit_bytes), "BatchNorm normalises",
+                 "keep the rate", "a note of the report", "(no module)", "-3.00 GiB", "not simulated (no kernel)",
+                 "planning took 12.5 s", "Memory over one update"):  # fmt: skip
+        assert said in parsed.text, said
+    for category, held in report.explanation.categories.items():
+        assert not held or f" {category.replace('_', ' ')} {format_bytes(held)} " in parsed.text
+    assert parsed.pictures == ["the memory of an update over time, by purpose", "the peak over the micro-batch"]
+
+
+def test_a_cpu_says_why_there_is_no_memory_over_time() -> None:
+    text = Parsed(pages()["cpu"]).text
+    assert "where memory goes is known for cards: --gpu NAME simulates one" in text
+    assert "Memory over one update" not in text
+
+
+SCHEMES = {"light": "--blink-settings=preferredColorScheme=1", "dark": "--blink-settings=preferredColorScheme=0"}
+LOOK = """
+const pages = JSON.parse(document.getElementById("pages").textContent), seen = [];
+async function look(name, width) {
+  const element = Object.assign(document.createElement("iframe"), { width, height: 900, srcdoc: pages[name] });
+  const loaded = new Promise((done) => element.addEventListener("load", done));
+  document.body.append(element);
+  await loaded;
+  const frame = element.contentWindow, root = element.contentDocument.documentElement;
+  const style = (tag) => frame.getComputedStyle(root.querySelector(tag));
+  seen.push({
+    name, width, overflow: root.scrollWidth - root.clientWidth,
+    loads: frame.performance.getEntriesByType("resource").length,
+    colours: [style("body").backgroundColor, style("section").backgroundColor, style("h2").color],
+    ink: [...root.querySelectorAll("figure svg text")].map((text) => frame.getComputedStyle(text).fill),
+  });
+  element.remove();
+}
+(async () => {
+  for (const name in pages) for (const width of [1100, 390]) await look(name, width);
+  document.body.replaceChildren(
+    Object.assign(document.createElement("pre"), { id: "seen", textContent: JSON.stringify(seen) }));
+})();
+"""
+
+
+def brightness(colour: str) -> int:
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pages_work_in_a_browser(scheme: str, tmp_path: Path) -> None:
+    files = json.dumps(pages()).replace("<", "\\u003c")
+    harness = tmp_path / "harness.html"
+    script = f'<script id="pages" type="application/json">{files}</script><script>{LOOK}</script>'
+    harness.write_text(f"<!doctype html><meta charset=utf-8><body>{script}</body>", encoding="utf-8")
+    done = run_page(harness, SCHEMES[scheme])
+    assert "CONSOLE" not in done.stderr, done.stderr
+    text = re.search(r'<pre id="seen">(.+?)</pre>', done.stdout)
+    assert text is not None, done.stderr
+    seen = json.loads(text[1])
+    assert len(seen) == 4
+    assert any(page["ink"] for page in seen)
+    for page in seen:
+        where = (page["name"], page["width"])
+        assert page["loads"] == 0, where
+        assert page["overflow"] <= 0, where
+        is_light = [brightness(colour) > 380 for colour in page["colours"]]
+        assert is_light == ([True, True, False] if scheme == "light" else [False, False, True])
+        assert all((brightness(colour) > 380) == (scheme == "dark") for colour in page["ink"]), where
