@@ -18,6 +18,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
+_OPTIONAL = ("card", ">ranks", ">speed", ">cost", "reduce", "savers")
 _MOST_NAMED = 5
 _LEGEND = (
     "GiB: what torch sees on Linux (~ estimated, not read from such a card); CC: compute capability; "
@@ -37,7 +38,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row for each plan, and what the numbers mean; columns that do not apply are left out."""
     rows = shown_rows(comparison.rows)
     cells = [_cells(row, rows) for row in rows]
-    columns = [name for name in cells[0] if any(row[name] is not None for row in cells)] if cells else []
+    names = cells[0] if cells else ()
+    columns = [name for name in names if name not in _OPTIONAL or any(row[name] is not None for row in cells)]
     table = Table(*columns, whole=True)
     for row, cell in zip(rows, cells, strict=True):
         table.add(*(cell[name] or "-" for name in columns), style="" if row.fits else "magenta")
