@@ -18,7 +18,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
-_OPTIONAL = ("card", ">ranks", ">speed", ">cost", "reduce", "savers")
+_OPTIONAL = ("card", ">ranks", ">speed", "reduce", "savers")
 _MOST_NAMED = 5
 _LEGEND = (
     "GiB: what torch sees on Linux (~ estimated, not read from such a card); CC: compute capability; "
