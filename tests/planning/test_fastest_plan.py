@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 from asking import make_request
-from scripted_device import ScriptedDevice, TimedDevice
+from planned import plan_on
+from scripted_device import TimedDevice
 
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.planning.plan_events import Doing, Event
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
 
 
-def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on_device(PlanSetup(device, "model.py"), make_request(target, prefer="fastest", **request))
+def run(device: TimedDevice, target: int = 256, **request: Any) -> Plan:
+    return plan_on(device, target, prefer="fastest", **request)
 
 
 def test_the_smallest_that_is_nearly_the_fastest_is_taken_and_proved() -> None:
@@ -41,18 +40,14 @@ def test_the_largest_needs_no_further_trial_where_it_is_the_fastest() -> None:
     device = TimedDevice(float)
     found = run(device)
     assert (found.micro_batch, found.trials[-1].micro_batch) == (86, device.asked[-1][0][0])
-    assert len(found.trials) == len(run_largest().trials)
-
-
-def run_largest() -> Plan:
-    return plan_on_device(PlanSetup(TimedDevice(float), "model.py"), make_request(256))
+    assert len(found.trials) == len(plan_on(TimedDevice(float)).trials)
 
 
 def test_no_size_is_timed_unless_asked_for_nor_above_what_fits() -> None:
     device = TimedDevice(float)
     run(device, max_micro_batch=40)
     assert max(device.timed) == 37
-    assert run_largest().throughput is None
+    assert plan_on(TimedDevice(float)).throughput is None
 
 
 def test_parts_stay_equal_where_they_are_to_be() -> None:
@@ -75,7 +70,7 @@ def test_what_cannot_be_timed_leaves_the_largest_with_a_warning() -> None:
 def test_progress_is_told() -> None:
     events: list[Event] = []
     device = TimedDevice(float)
-    plan_on_device(PlanSetup(device, "model.py"), make_request(8, prefer="fastest"), on_event=events.append)
+    run(device, 8, on_event=events.append)
     assert [event.subject for event in events if isinstance(event, Doing) and event.what == "timing"] == device.timed
 
 

@@ -6,20 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asking import make_request
+from planned import plan_simulated
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.trial_record import PartsRequest
 from autoaccum.errors import DoesNotFitError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
 from autoaccum.reporting.plan_report import accumulator_line, answer_rows
-from autoaccum.simulation.cards import find_card
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 
 class ShardedTracer(SyntheticTracer):
@@ -41,16 +37,7 @@ class ShardedTracer(SyntheticTracer):
 
 
 def plan(tracer: ShardedTracer, target: int = 256, memory: int = 2 * GIB, **asked: Any) -> Plan:
-    request = make_request(target, world_size=2, gpu="rtx3090", **asked)
-    with SimulatedDevice(
-        find_card("rtx3090"),
-        lambda: tracer,
-        share=request.share,
-        torch_version=(2, 13),
-        memory=MemorySize(bytes=memory),
-        environment={},
-    ) as device:
-        return plan_on_device(PlanSetup(device, "model.py"), request)
+    return plan_simulated(tracer, target, memory, world_size=2, gpu="rtx3090", **asked)
 
 
 def told(made: Plan) -> dict[str, str]:

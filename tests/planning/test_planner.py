@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 from asking import make_request
+from planned import plan_on as run
 from scripted_device import ScriptedDevice
 
 from autoaccum.api import plan
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
 from autoaccum.planning.plan_events import Doing, Event, Inspected, TrialFinished, TrialStarted
-from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import MIB
-
-
-def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **request))
 
 
 def test_plans() -> None:
@@ -160,7 +154,7 @@ def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
 
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
-    found = plan_on_device(PlanSetup(ScriptedDevice(), "model.py"), make_request(256), on_event=events.append)
+    found = run(ScriptedDevice(), on_event=events.append)
     assert events[0] == Doing("loading", "model.py")
     assert isinstance(events[1], Inspected)
     assert (events[1].cap, events[1].device) == (256, "cpu")
@@ -188,9 +182,9 @@ def test_time_is_kept_for_the_confirmation() -> None:
     found = run(device, time_limit=1.0, ceiling=True)
     assert found.stopped == "time"
     assert found.trials[-1].parts == device.proofs[-1]
-    limits = [seconds for _, seconds in device.limits]
-    assert limits[-1] is None, "the confirmation is never cut short"
-    assert all(seconds is not None and 0 < seconds <= 1.0 for seconds in limits[:-1])
+    *limits, last = device.limits
+    assert last is None, "the confirmation is never cut short"
+    assert all(seconds is not None and 0 < seconds <= 1.0 for seconds in limits)
     assert "the time limit of 1 s ended the search" in found.warnings[0]
 
 

@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from asking import make_request
+from planned import plan_on, plan_simulated
+from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
-from typing_extensions import Unpack
 
-from autoaccum.devices.base import ChooseParts, Device, Forecast, Inspection, Trial, TrialOptions
+from autoaccum.devices.base import ChooseParts, Forecast
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.allocator.replay import least_capacity, replay
 from autoaccum.simulation.allocator.settings import AllocatorSettings
-from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 
-def predict(
-    tracer: SyntheticTracer | None = None,
-    target: int = 256,
-    *,
-    gib: float = 2.0,
-    expandable: bool = False,
-    device: type[SimulatedDevice] = SimulatedDevice,
-    on_event: Callable[[Event], None] | None = None,
-    **request: Any,
-) -> Plan:
-    asked = make_request(target, **request)
-    made = tracer or SyntheticTracer()
-    memory = MemorySize(bytes=int(gib * GIB))
-    card = device(
-        find_card("rtx3090"),
-        lambda: made,
-        share=asked.share,
-        torch_version=(2, 13),
-        memory=memory,
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
-    )
-    with card:
-        return plan_on_device(PlanSetup(card, "model.py"), asked, on_event=on_event)
+def predict(tracer: SyntheticTracer | None = None, target: int = 256, *, gib: float = 2.0, **asked: Any) -> Plan:
+    return plan_simulated(tracer or SyntheticTracer(), target, int(gib * GIB), **asked)
 
 
 def test_a_predicted_plan() -> None:
@@ -113,7 +89,7 @@ def test_parts_of_the_plan_check_an_extrapolation_as_well_as_a_third_size(
     def timeless(plan: Plan) -> Plan:
         return replace(plan, trials=tuple(replace(trial, seconds=0.0) for trial in plan.trials))
 
-    three = predict(SyntheticTracer(activations), target, gib=gib, device=_ThreeSizes)
+    three = predict(SyntheticTracer(activations), target, gib=gib, kind=_ThreeSizes)
     assert timeless(predict(SyntheticTracer(activations), target, gib=gib)) == timeless(three)
 
 
@@ -122,7 +98,8 @@ def test_parts_of_the_plan_check_an_extrapolation_as_well_as_a_third_size(
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: int, expandable: bool) -> None:
     activations = linear(30 * MIB)
-    plan = predict(SyntheticTracer(activations), target, world_size=world_size, expandable=expandable)
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
+    plan = predict(SyntheticTracer(activations), target, world_size=world_size, environment=environment)
     assert plan.micro_batches[0] == plan.micro_batches[1] > plan.micro_batches[-1]
     trace = make_trace(plan.micro_batches, activations)
     sizes = [size for size in trace.sizes if isinstance(size, int)]
@@ -186,50 +163,23 @@ def test_several_ranks_and_limits() -> None:
 # --- a measured plan that a forecast guides -------------------------------------------------------------------------
 
 
-class RealCard(Device):
+class RealCard(ScriptedDevice):
     """A card whose trials run by rule, and whose simulation is a little off."""
 
-    name = "cuda:0"
-    limit_bytes = 8 * GIB
-
     def __init__(self, forecast: Forecast) -> None:
+        super().__init__(lambda size: "ok" if self.needs(size) <= 8 * GIB else "oom", limit_bytes=8 * GIB)
         self._forecast = forecast
-        self.limit_seconds: float | None = None
-        self.jobs = 0
 
-    def describe(self) -> Mapping[str, Any]:
-        return {"name": self.name, "kind": "cuda"}
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        self.jobs = 1
-        return INSPECTION
-
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
-        self.jobs = 1 if options.get("fresh") or self.jobs == 0 else self.jobs + 1
-        peak = GIB + max(parts) * 77 * MIB
-        ran = peak <= self.limit_bytes
-        trial = Trial(
-            parts=parts,
-            outcome="ok" if ran else "oom",
-            phase=None if ran else "backward",
-            peak_reserved_bytes=peak if ran else None,
-            fresh=self.jobs == 1,
-        )
-        self.jobs = self.jobs if ran else 0
-        return trial
+    def needs(self, size: int) -> int:
+        return GIB + size * 77 * MIB
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
-        self.limit_seconds = limit_seconds
         return self._forecast
-
-    def close(self) -> None:
-        pass
 
 
 def measure(forecast: Forecast, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
     events: list[Event] = []
-    setup = PlanSetup(RealCard(forecast), "model.py")
-    plan = plan_on_device(setup, make_request(target, **request), on_event=events.append)
+    plan = plan_on(RealCard(forecast), target, on_event=events.append, **request)
     return plan, [event for event in events if isinstance(event, TrialStarted)]
 
 

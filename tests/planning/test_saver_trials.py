@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asking import make_request
+from planned import plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
-from autoaccum.devices.base import Inspection, Outcome
+from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
@@ -19,12 +19,8 @@ from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.options import OFFLOADS
 from autoaccum.planning.plan_events import SaversTried
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
-from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Amount, UpdateCost
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 BLOCKS = 6
 _MOVED = {"offload-activations": 8e11, "offload-gradients": 1e11, "offload-optimizer": 2e11}
@@ -63,21 +59,8 @@ class SavingTracer(SyntheticTracer):
         return super().call(request, limit_seconds)
 
 
-def on_card(tracer: Tracer, request: PlanRequest, memory: int, card: str = "rtx3090") -> SimulatedDevice:
-    return SimulatedDevice(
-        find_card(card),
-        lambda: tracer,
-        share=request.share,
-        torch_version=(2, 13),
-        memory=MemorySize(bytes=memory),
-        environment={},
-    )
-
-
-def plan(tracer: Tracer, memory: int, target: int = 64, on_event: Any = None, **asked: Any) -> Plan:
-    request = make_request(target, gpu="rtx3090", **asked)
-    with on_card(tracer, request, memory) as device:
-        return plan_on_device(PlanSetup(device, "model.py"), request, on_event=on_event)
+def plan(tracer: Tracer, memory: int, target: int = 64, **asked: Any) -> Plan:
+    return plan_simulated(tracer, target, memory, gpu="rtx3090", **asked)
 
 
 def chosen(made: Plan) -> tuple[str, ...]:
@@ -154,12 +137,13 @@ def test_a_micro_batch_that_cannot_be_had_is_refused(size: int) -> None:
 
 
 class Card(ScriptedDevice):
-    """A card of this machine, by whose trials savers fit up to some size; `simulation` is what it takes itself for."""
+    """A card of this machine, by whose trials savers fit up to some size; the tracer is of its simulation."""
 
-    def __init__(self, fits: Callable[[tuple[str, ...]], int], simulation: Callable[[], SimulatedDevice]) -> None:
-        super().__init__(self._outcome_of, card="cuda:0", limit_bytes=1400 * MIB)
-        self._largest, self._simulation = fits, simulation
-        self.savers: tuple[str, ...] = ()
+    def __init__(self, fits: Callable[[tuple[str, ...]], int], tracer: Tracer) -> None:
+        super().__init__(
+            lambda size: "ok" if size <= fits(self.savers) else "oom", limit_bytes=1400 * MIB, blocks=BLOCKS
+        )
+        self._tracer, self.savers = tracer, tuple[str, ...]()
         self.inspected_with: list[tuple[str, ...]] = []
 
     def describe(self) -> Mapping[str, Any]:
@@ -167,22 +151,18 @@ class Card(ScriptedDevice):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         self.inspected_with.append(self.savers)
-        return replace(super().inspect(), blocks=BLOCKS, savers=self.savers)
+        return replace(super().inspect(), savers=self.savers)
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         self.savers = savers or ()
 
     def simulation(self) -> SimulatedDevice:
-        return self._simulation()
-
-    def _outcome_of(self, size: int) -> Outcome:
-        return "ok" if size <= self._largest(self.savers) else "oom"
+        return simulated_card(self._tracer, 64, self.limit_bytes)
 
 
 def plan_on_card(fits: Callable[[tuple[str, ...]], int], tracer: SavingTracer) -> tuple[Plan, Card]:
-    request = make_request(64, savers="auto", micro_batch=32)
-    device = Card(fits, lambda: on_card(tracer, request, 1400 * MIB))
-    return plan_on_device(PlanSetup(device, "model.py"), request), device
+    device = Card(fits, tracer)
+    return plan_on(device, 64, savers="auto", micro_batch=32), device
 
 
 def test_a_card_is_simulated_for_the_choice_and_proves_it() -> None:

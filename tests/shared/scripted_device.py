@@ -5,17 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import Unpack
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Trial, TrialOptions
-from autoaccum.simulation.trace_records import Phase
 from autoaccum.units import GIB, MIB
+
+INSPECTION = Inspection(
+    name="net",
+    digest="d1",
+    model="Net",
+    parameters=10,
+    parameter_bytes=40,
+    precision="fp32",
+    optimizer="AdamW",
+    reduction="mean",
+    weight="samples",
+    environment={"torch": "2.13.0", "threads": [1, 2]},
+)
 
 
 class ScriptedDevice(Device):
-    """A Device whose trials follow a rule: the outcome by size, and what a fresh process does differently."""
+    """A Device whose trials follow a rule: the outcome by size, and what a fresh process does differently.
+
+    Args:
+        outcome: The outcome of a trial by its size.
+        confirms: The same in a process that was asked to be fresh.
+        card: The name in its record.
+        limit_bytes: Its budget.
+        fails: Raised by the inspection.
+        seconds: How long each trial takes.
+        hangs_from: Trials of such sizes take all the time that they may.
+        facts: Fields of its inspection.
+    """
 
     name, limit_bytes = "cpu", GIB
 
@@ -26,24 +50,17 @@ class ScriptedDevice(Device):
         confirms: Callable[[int], Outcome] | None = None,
         card: str = "cpu",
         limit_bytes: int = GIB,
-        warnings: tuple[str, ...] = (),
-        accumulation_warnings: tuple[str, ...] = (),
-        cautions: tuple[str, ...] = (),
-        reduction: str = "mean",
-        least_size: int = 1,
         fails: Exception | None = None,
-        interrupt_at: int | None = None,
         seconds: float = 0.0,
         hangs_from: int | None = None,
+        **facts: Any,
     ) -> None:
-        self._seconds, self._hangs_from = seconds, hangs_from
-        self._card, self._cautions = card, cautions
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
-        self._least_size, self._accumulation_warnings = least_size, accumulation_warnings
-        self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
+        self._card, self._seconds, self._hangs_from = card, seconds, hangs_from
+        self._inspection = replace(INSPECTION, **facts)
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
-        self.limits: list[tuple[int | None, float | None]] = []
+        self.limits: list[float | None] = []
         self.closed = False
         self._spoilt = True
 
@@ -58,30 +75,12 @@ class ScriptedDevice(Device):
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         if self._fails:
             raise self._fails
-        return Inspection(
-            name="net",
-            digest="d1",
-            model="Net",
-            parameters=10,
-            parameter_bytes=40,
-            precision="fp32",
-            optimizer="AdamW",
-            reduction=self._reduction,
-            weight="samples",
-            environment={"torch": "2.13.0", "threads": [1, 2]},
-            least_size=self._least_size,
-            warnings=self._warnings,
-            accumulation_warnings=self._accumulation_warnings,
-            cautions=self._cautions,
-        )
+        return self._inspection
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
-        fresh, limit_bytes = options.get("fresh", False), options.get("limit_bytes")
-        limit_seconds = options.get("limit_seconds")
+        fresh, limit_seconds = options.get("fresh", False), options.get("limit_seconds")
         self.asked.append((parts, fresh))
-        self.limits.append((limit_bytes, limit_seconds))
-        if len(self.asked) == self._interrupt_at:
-            raise KeyboardInterrupt
+        self.limits.append(limit_seconds)
         time.sleep(self._seconds)
         if self._hangs_from is not None and max(parts) >= self._hangs_from:
             time.sleep(0.0 if limit_seconds is None else limit_seconds)
@@ -89,19 +88,15 @@ class ScriptedDevice(Device):
                 parts=parts, outcome="error", timed_out=True, message="was ended after a while", blames="measurement"
             )
         outcome = (self._confirms if fresh else self._outcome)(max(parts))
-        if limit_bytes is not None:
-            outcome = "ok" if limit_bytes >= self.needs(max(parts)) else "oom"
-        is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
-        phase: Phase | None = None if outcome in ("ok", "tight") else "backward"
-        peak = None if phase else self.needs(max(parts))
+        ran = outcome in ("ok", "tight")
+        is_fresh, self._spoilt = fresh or self._spoilt, not ran
         return Trial(
             parts=parts,
             outcome=outcome,
-            phase=phase,
-            peak_reserved_bytes=peak,
+            phase=None if ran else "backward",
+            peak_reserved_bytes=self.needs(max(parts)) if ran else None,
             seconds=self._seconds or 0.25 * len(self.asked),
-            limit_bytes=limit_bytes,
-            message="scripted" if phase else None,
+            message=None if ran else "scripted",
             fresh=is_fresh,
             blames="user" if outcome == "error" else None,
             traceback="model.py, line 7" if outcome == "error" else None,

@@ -1,0 +1,49 @@
+"""Plans on a device that a test made, and the simulated card that most of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from asking import make_request
+
+from autoaccum.devices.base import Device
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.planning.plan_events import Event
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.cards import find_card
+from autoaccum.units import GIB, MemorySize
+
+CARD = find_card("rtx3090")
+
+
+def plan_on(
+    device: Device, target: int = 256, *, on_event: Callable[[Event], None] | None = None, **asked: Any
+) -> Plan:
+    """Return the plan of a request, as of `make_request`, on a device; closes it."""
+    with device:
+        return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **asked), on_event=on_event)
+
+
+def simulated_card(
+    tracer: Tracer,
+    share: int,
+    memory_bytes: int = 2 * GIB,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    kind: type[SimulatedDevice] = SimulatedDevice,
+) -> SimulatedDevice:
+    """Return an RTX 3090 with that budget, whose traces `tracer` makes."""
+    memory = MemorySize(bytes=memory_bytes)
+    return kind(CARD, lambda: tracer, share=share, torch_version=(2, 13), memory=memory, environment=environment)
+
+
+def plan_simulated(tracer: Tracer, target: int = 256, memory_bytes: int = 2 * GIB, **asked: Any) -> Plan:
+    """Return the plan of a request on `simulated_card`."""
+    how = {name: asked.pop(name) for name in ("environment", "kind") if name in asked}
+    share = make_request(target, **{name: value for name, value in asked.items() if name != "on_event"}).share
+    return plan_on(simulated_card(tracer, share, memory_bytes, **how), target, **asked)
