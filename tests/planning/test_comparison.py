@@ -11,6 +11,7 @@ import pytest
 from asking import make_request, make_settings
 from factories import make_plan
 from in_process_tracer import InProcessTracer
+from planned import CARD, plan_on, simulated_card
 from small_blocks import blocks_source
 from synthetic_traces import INSPECTION, SyntheticTracer
 
@@ -31,7 +32,6 @@ from autoaccum.planning.comparison import (
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_trials import add_costs
 from autoaccum.reporting.comparison_table import comparison_warnings, print_comparison
 from autoaccum.reporting.console import make_console
@@ -180,8 +180,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
     traced = [parts for parts in tracers[0].traced if parts != (1, 1)]
     assert traced == [(2, 2), (5, 5), (5, 3)] * (1 if keeps else 3), "no card's own parts"
     assert all(tracer.closed == 1 for tracer in tracers)
-    with SimulatedDevice(cards[1], lambda: SyntheticTracer(inspection=INSPECTION), **fields) as device:
-        alone = plan_on_device(PlanSetup(device, "model.py"), make_request(64, gpu="rtx3090"))
+    alone = plan_on(simulated_card(SyntheticTracer(), 64, GIB), 64, gpu="rtx3090")
     assert alone.iter_size > 2, "with parts of two sizes"
     shared = rows["rtx3090"].plan
     assert shared is not None
@@ -192,15 +191,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
 
 
 def device_with(path: str, memory_bytes: int, **options: Any) -> SimulatedDevice:
-    card = find_card("rtx3090")
-    return SimulatedDevice(
-        card,
-        lambda: InProcessTracer(make_settings(path, SHARE, **options), card),
-        share=SHARE,
-        torch_version=(2, 13),
-        memory=MemorySize(bytes=memory_bytes),
-        environment={},
-    )
+    return simulated_card(InProcessTracer(make_settings(path, SHARE, **options), CARD), SHARE, memory_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +220,7 @@ def test_rows_of_savers_are_what_a_plan_with_them_finds(path: str) -> None:
     assert any(isinstance(event, SaversTried) for event in events)
     last = rows[-1].plan
     assert last is not None
-    with device_with(path, 126 * MIB, savers=rows[-1].savers) as plain:
-        alone = plan_on_device(PlanSetup(plain, "blocks.py"), make_request(SHARE, gpu="rtx3090"))
+    alone = plan_on(device_with(path, 126 * MIB, savers=rows[-1].savers), SHARE, gpu="rtx3090")
     assert (last.micro_batches, last.peak_bytes) == (alone.micro_batches, alone.peak_bytes)
     assert last.workload["savers"] == alone.workload["savers"] == rows[-1].savers
     assert Plan.from_json(json.dumps(json.loads(Comparison(tuple(rows), {}).to_json())["rows"][-1]["plan"])) == last

@@ -6,17 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from asking import make_request, make_settings
+from asking import make_settings
 from in_process_tracer import InProcessTracer
+from planned import CARD, plan_simulated
 
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
-from autoaccum.simulation.cards import find_card
-from autoaccum.units import MIB, MemorySize
+from autoaccum.units import MIB
 
 MODEL = """
 import random
@@ -53,17 +49,7 @@ SAID = "random numbers drawn on the host decide what runs"
 
 def plan(path: Path, skips: str) -> Plan:
     path.write_text(MODEL.format(skips=skips))
-    card = find_card("rtx3090")
-    device = SimulatedDevice(
-        card,
-        lambda: InProcessTracer(make_settings(str(path), 256), card),
-        share=256,
-        torch_version=read_torch_release(),
-        memory=MemorySize(bytes=23 * MIB),
-        environment={},
-    )
-    with device:
-        return plan_on_device(PlanSetup(device, str(path)), make_request(256))
+    return plan_simulated(InProcessTracer(make_settings(str(path), 256), CARD), 256, 23 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +99,7 @@ def test_numbers_that_decide_nothing_change_nothing(skips: str, tmp_path: Path) 
 
 
 def test_trials_on_the_cpu_draw_the_worst_numbers(tmp_path: Path) -> None:
-    (path := tmp_path / "model.py").write_text(MODEL.format(skips="random.random() < 0.6"))
+    (path := tmp_path / "model.py").write_text(MODEL.format(skips="numbers.random() < 0.6"))
     with CpuDevice(make_settings(str(path), 4096, 400 * MIB)) as device:
         assert device.inspect().draw == "numbers near 1"
         drawn = device.trial((4096,))
@@ -124,9 +110,3 @@ def test_trials_on_the_cpu_draw_the_worst_numbers(tmp_path: Path) -> None:
     assert drawn.peak_reserved_bytes is not None
     assert never.peak_reserved_bytes is not None
     assert drawn.peak_reserved_bytes > never.peak_reserved_bytes - 2 * MIB
-
-
-def test_trials_on_the_cpu_find_generators_of_the_workload(tmp_path: Path) -> None:
-    (path := tmp_path / "model.py").write_text(MODEL.format(skips="numbers.random() < 0.6"))
-    with CpuDevice(make_settings(str(path), 64, 400 * MIB)) as device:
-        assert device.inspect().draw == "numbers near 1"
