@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,27 +26,22 @@ from autoaccum.accumulation.argument_checks import (
     choose_option,
     current_facts,
 )
+from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, checked_batchnorm
-from autoaccum.accumulation.first_step_checks import WeightingCheck
-from autoaccum.accumulation.gradients import (
-    choose_scaler,
-    needs_buffers,
-)
+from autoaccum.accumulation.first_step_checks import FirstSteps
+from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read_reduce
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
-from autoaccum.accumulation.retries import Retries
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
-from autoaccum.accumulation.schedule import check_multiple, split_evenly
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, warn_caller
+from autoaccum.accumulation.schedule import check_multiple
+from autoaccum.accumulation.step_result import Progress, StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
-from autoaccum.accumulation.transaction import batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.accumulation.update_attempts import Progress, UpdateAttempts
-from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
+from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
 from autoaccum.options import (
@@ -224,56 +218,45 @@ class Accumulator:
         words = read_savers(choose_option(plan, "savers", savers, ()), UsageError)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, chosen, batchnorm_mode, sum_dtype, words))
-        self._sharded = find_sharded(
+        sharded = find_sharded(
             model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
         )
-        if self._sharded is not None:
+        if sharded is not None:
             check_lists(optimizer, model_device(model))
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
-        self._optimizer, self._objective, self._in_fp32 = optimizer, objective, sum_dtype == "fp32"
+        self._objective = objective
         self._progress = Progress(observer)
         self._updater = Updater(optimizer, scaler, scheduler)
         self._ranks = join_ranks()
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
             model, objective, precision=chosen, scaler=scaler, on_phase=self._progress.begin_phase, ranks=self._ranks
         )
-        self._backpropagation.sharded = self._sharded
-        joining = partial(self._join_parts, in_lockstep=True)
+        self._backpropagation.sharded = sharded
         self._savers = Savers(words, model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
-        self._retries = Retries(
-            *(self._backpropagation, self._updater, observer, joining),
-            add_saver=self._savers.add_next if add_savers else lambda phase: None,
-            multiple_of=self._multiple_of,
+        found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
+        self._attempts = Attempts(
+            self._backpropagation,
+            self._updater,
+            self._savers,
+            self._progress,
+            FirstSteps(check, objective, self._multiple_of),
+            batchnorm=batchnorm_mode,
+            in_fp32=sum_dtype == "fp32",
+            clip_norm=clip_norm,
+            check_finite=check_finite,
             recover=recover,
+            add_savers=add_savers,
+            multiple_of=self._multiple_of,
+            wrappers=[module for module in found if isinstance(module, DistributedDataParallel)],
+            generators=module_generators(all_modules(objective.criterion_module, model)),
         )
-        self._batchnorm_mode: BatchNormMode = batchnorm_mode
-        if objective.coupled or batchnorm_mode == "exact":
-            self._join_parts(in_lockstep=batchnorm_mode == "exact")
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
         roots = [one for one in (model, objective.criterion_module) if one is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
         names = {id(tensor): f"{name} in the optimizer" for name, tensor in named}
         trained = [(names.get(id(one), "a parameter of the loss"), one) for one in optimizer_parameters(optimizer)]
         copy_from_first(self._ranks, (*named, *trained))
-        self._ranks.accumulators += 1
-        found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
-        self._attempts = UpdateAttempts(
-            self._progress,
-            self._backpropagation,
-            optimizer,
-            self._updater,
-            scaler,
-            self._savers,
-            WeightingCheck(check, objective, self._multiple_of),
-            batchnorm_mode=batchnorm_mode,
-            in_fp32=self._in_fp32,
-            clip_norm=clip_norm,
-            check_finite=check_finite,
-            wrappers=[module for module in found if isinstance(module, DistributedDataParallel)],
-            number=self._ranks.accumulators,
-            generators=module_generators(all_modules(objective.criterion_module, model)),
-        )
 
     @property
     def phase(self) -> StepPhase:
@@ -370,25 +353,11 @@ class Accumulator:
             while guesses := getattr(self._objective.batching, "guesses", []):
                 warn_caller(guesses.pop())
             batches = [batch for batch in wrapped if batch_size(batch)]  # An empty share is none.
-            sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
+            sizes = [batch_size(batch) for batch in batches]
             for size in sizes:
                 check_multiple(size, self._multiple_of, "a batch's size")
         except Exception as error:
-            self._retries.report(error)
+            self._attempts.report(error)
             raise
-        ceiling, self._retries.failed_in = self.micro_batch, []
-        while True:
-            cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
-            retries = len(self._retries.failed_in)
-            outcome = self._attempts.run(batches, cuts, micro_batch=self.micro_batch, retries=retries)
-            if isinstance(outcome, StepResult):
-                self.micro_batch = ceiling
-                return outcome
-            largest = max((max(cut) for cut in cuts), default=0)
-            unchanged = self._sharded is not None or batch_versions(batches) == versions
-            ceiling = self._retries.lower(ceiling, outcome, self.phase, largest, unchanged=unchanged)
-
-    def _join_parts(self, *, in_lockstep: bool) -> None:
-        half = self._in_fp32 and needs_buffers(optimizer_parameters(self._optimizer))
-        mode, on_part = self._batchnorm_mode, self._progress.begin_part
-        join_parts(self._backpropagation, mode, on_part, in_lockstep=in_lockstep, sums_half=half)
+        result, self.micro_batch = self._attempts.make_update(batches, sizes, self.micro_batch)
+        return result

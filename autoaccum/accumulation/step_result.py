@@ -1,13 +1,16 @@
-"""The phases and the result of a step, the observer that follows it, and its warnings."""
+"""The phases and the result of a step, who is told of them, when Ctrl-C takes effect, and warnings."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import signal
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import FrameType
+from typing import Any, Literal, TypeAlias
 
 from autoaccum.errors import NonFiniteError
 
@@ -76,6 +79,81 @@ class StepObserver:
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
         """Called as `out_of_memory`, where no smaller micro-batch is left: the retry, and all later, have a saver."""
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class DelayedInterrupts:
+    """Delays SIGINT, and SIGTERM where Python handles it, until `deliver` or the exit; a second signal acts at once.
+
+    Without it a KeyboardInterrupt can strike between any two bytecodes: half-way through an update, or in the
+    `__exit__` of a context manager, which leaves gradients disabled or a hook registered. Only the main thread receives
+    signals; in other threads this does nothing. A handler with the attribute `only_records` is left in place, since it
+    raises nothing at the first signal and must see the second. It must not be nested.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: dict[int, FrameType | None] = {}
+
+    def __enter__(self) -> DelayedInterrupts:
+        if threading.current_thread() is threading.main_thread():
+            handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
+            self._handlers = {
+                number: handler
+                for number, handler in handlers.items()
+                if callable(handler) and not getattr(handler, "only_records", False)
+            }
+            for number in self._handlers:
+                signal.signal(number, self._delay)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._delay:
+                signal.signal(number, handler)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals that came meanwhile; Python's own raises KeyboardInterrupt."""
+        while self._pending:
+            number, frame = self._pending.popitem()
+            self._handlers[number](number, frame)
+
+    def _delay(self, number: int, frame: FrameType | None) -> None:
+        if number in self._pending:
+            del self._pending[number]
+            self._handlers[number](number, frame)
+        else:
+            self._pending[number] = frame
+
+
+class Progress:
+    """Where a step is: an observer is told, and signals that came meanwhile are delivered.
+
+    Attributes:
+        phase: The phase of the running step, or the one in which the last step raised.
+        observer: The observer, if there is one.
+        interrupts: Delays Ctrl-C to where a phase or a part begins.
+    """
+
+    def __init__(self, observer: StepObserver | None) -> None:
+        self.phase: StepPhase = "batch"
+        self.observer, self.interrupts = observer, DelayedInterrupts()
+
+    def begin_phase(self, phase: StepPhase) -> None:
+        """Note that a phase begins."""
+        self.interrupts.deliver()
+        self.phase = phase
+        if self.observer is not None:
+            self.observer.phase(phase)
+
+    def begin_part(self, index: int) -> None:
+        """Note that a part begins or goes on, where parts run in lock step."""
+        self.interrupts.deliver()
+        if self.observer is not None:
+            self.observer.part(index)
 
 
 class AccumulationWarning(UserWarning):

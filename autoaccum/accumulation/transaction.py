@@ -26,9 +26,6 @@ _SMALL_BYTES = MIB
 """Buffers up to this size are copied on their own device, without a synchronisation; larger ones to the host, so that a
 step needs no device memory for them."""
 
-REGISTERED = frozenset(vars(nn.Module()))
-"""The attributes that PyTorch gives to every module."""
-
 
 class TensorCopy:
     """A copy of the values of one tensor, in host memory or on the tensor's device.
@@ -55,14 +52,14 @@ class TensorCopy:
 class StateCopy:
     """A copy of a nested structure of tensors, optimizers, schedulers and Python's own containers.
 
-    Any other object in it, such as a library's mapping, is restored by reference only.
+    Any other object in it, such as a library's mapping, is restored by reference only, and so are tensors in `without`.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, *, without: Iterable[Tensor] = ()) -> None:
         self._tensors: list[TensorCopy] = []
         self._mappings: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._sequences: list[tuple[Any, list[Any]]] = []
-        seen: dict[int, Any] = {}
+        seen: dict[int, Any] = {id(tensor): tensor for tensor in without}
         queue = [root]
         while queue:
             node = queue.pop()
@@ -160,26 +157,6 @@ class ModulesCopy:
         for parameter, requires_grad, gradient in self._parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
-
-
-class AttributesCopy:
-    """A copy of what modules have as attributes that PyTorch did not register."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._attributes = [(vars(module), _own_attributes(module)) for module in modules]
-        self._copy = StateCopy([own for _, own in self._attributes])
-
-    def restore(self) -> None:
-        """Restore the same objects with the same values, and remove attributes that were added."""
-        for attributes, own in self._attributes:
-            for name in attributes.keys() - REGISTERED - own.keys():
-                del attributes[name]
-            attributes.update(own)
-        self._copy.restore()
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in REGISTERED}
 
 
 class Transaction:

@@ -100,13 +100,15 @@ class Updater:
     have changed.
 
     Attributes:
+        optimizer: The optimizer.
+        scaler: Its scaler, if there is one.
         is_interrupted: True after an update failed half-way: the state is unknown, and later updates are refused.
         has_agreed: Whether all ranks have come to make, or have made, the update that runs.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: GradScaler | None, scheduler: LRScheduler | None) -> None:
-        self._optimizer = optimizer
-        self._scaler = scaler
+        self.optimizer = optimizer
+        self.scaler = scaler
         self._scheduler = scheduler
         self._protected_signature: Any = None
         self._temporaries: list[Block] = []
@@ -122,11 +124,11 @@ class Updater:
 
     def common_facts(self) -> dict[str, object]:
         """Return what the optimizers of all ranks have to have in common, lest their parameters drift apart."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         rates = [group.get("lr") for group in groups]
         return {
             "the number of parameters in the optimizer's groups": [len(group["params"]) for group in groups],
-            "whether the optimizer has state": bool(self._optimizer.state),
+            "whether the optimizer has state": bool(self.optimizer.state),
             # Processors may differ in the last bit. A tensor would have to be waited for.
             "the optimizer's lr": [f"{rate:.6g}" for rate in rates if isinstance(rate, int | float)],
         }
@@ -164,7 +166,7 @@ class Updater:
         return updated
 
     def _run_protected(self, transaction: Transaction, agree: Callable[[], object]) -> bool:
-        transaction.protect(self._optimizer, self._scheduler)
+        transaction.protect(self.optimizer, self._scheduler)
         with StorageRecorder() as recorder:
             updated = self._step(transaction.scale)
             self._schedule(updated)
@@ -177,12 +179,12 @@ class Updater:
         return updated
 
     def _step(self, scale: float) -> bool:
-        if self._scaler is None:
-            self._optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
         else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-            if self._scaler.get_scale() < scale:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.scaler.get_scale() < scale:
                 return False
         return True
 
@@ -191,10 +193,10 @@ class Updater:
             self._scheduler.step()
 
     def _signature(self) -> Any:
-        groups, plain = self._optimizer.param_groups, (type(None), int, float)
+        groups, plain = self.optimizer.param_groups, (type(None), int, float)
         parameters = [[(id(one), one.grad is not None) for one in group["params"]] for group in groups]
         options = [[(name, bool(value)) for name, value in one.items() if isinstance(value, plain)] for one in groups]
-        return parameters, options, len(self._optimizer.state)
+        return parameters, options, len(self.optimizer.state)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Sequence[Tensor]:

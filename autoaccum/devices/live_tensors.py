@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_optimizer
-from autoaccum.accumulation.interrupts import DelayedInterrupts
 from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 from autoaccum.units import format_bytes
 

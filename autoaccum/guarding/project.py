@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoaccum.accumulation.interrupts import DelayedInterrupts
+from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case

@@ -131,6 +131,13 @@ def ignores_items(model: nn.Module) -> bool:
     return bool(forward.co_flags & inspect.CO_VARKEYWORDS) and "loss_function" not in forward.co_names
 
 
+def balances_experts(model: nn.Module) -> bool:
+    """Return whether the loss of a model of transformers has a term that balances the load of its experts."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    owners = [*model.modules(), *configs, *(getattr(config, "text_config", None) for config in configs)]
+    return any(getattr(owner, "output_router_logits", False) for owner in owners)
+
+
 def label_code(path: str, divisor: str) -> str:
     """Return the expression that counts the labels.
 

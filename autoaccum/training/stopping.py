@@ -61,7 +61,7 @@ class StopSignals:
     """
 
     only_records = True
-    """For `accumulation.interrupts.DelayedInterrupts`: this handler need not be held back within a step."""
+    """For `accumulation.step_result.DelayedInterrupts`: this handler need not be held back within a step."""
 
     def __init__(self, one_press_seconds: float = _ONE_PRESS_SECONDS) -> None:
         self.requested: int | None = None

@@ -85,12 +85,11 @@ class Ranks:
         rank: The number of this rank, from 0.
         size: The number of ranks.
         group: The group over which gradients are summed; None for one rank.
-        accumulators: The number of Accumulators made; ranks are to step with the same one.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank, self.size, self.accumulators = 0, 1, 0
+        self.rank, self.size = 0, 1
         if group is None:
             return
         import torch.distributed as dist

@@ -142,18 +142,11 @@ class RepeatedParts:
         after.restore()
 
 
-def join_parts(
-    backpropagation: Backpropagation,
-    mode: BatchNormMode,
-    on_part: Callable[[int], None],
-    *,
-    in_lockstep: bool,
-    sums_half: bool,
-) -> None:
-    """Have parts run so that they can need each other: in lock step, or twice for a coupled loss.
+def check_can_join(backpropagation: Backpropagation, mode: BatchNormMode, *, sums_half: bool) -> None:
+    """Raise UsageError if the parts of updates cannot need each other.
 
-    Raises:
-        UsageError: FSDP2 shards the model, the BatchNorm `mode` or a sum of gradients in float32 forbids it.
+    FSDP2 shards the model, the BatchNorm `mode` forbids it, or lock step is to sum half precision in float32
+    (`sums_half`).
     """
     if backpropagation.sharded is not None:
         raise UsageError(
@@ -164,13 +157,11 @@ def join_parts(
         raise UsageError(
             'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
         )
-    if in_lockstep and sums_half:
+    if sums_half:
         raise UsageError(
             "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
             hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
         )
-    lockstep = LockstepParts(exact_batchnorm=mode == "exact", on_part=on_part)
-    backpropagation.run_parts = lockstep if in_lockstep else RepeatedParts()
 
 
 _REPEATED = 0.02

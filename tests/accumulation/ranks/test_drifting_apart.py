@@ -148,12 +148,6 @@ def step_with(change: Callable[[nn.Sequential, torch.optim.Optimizer], object]) 
     accumulator.step(pairs(8))
 
 
-def crossed() -> None:
-    both = [make()[1], make()[1]]
-    for accumulator in both if dist.get_rank() == 0 else reversed(both):
-        accumulator.step(pairs(8))
-
-
 def other_parameters() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model[dist.get_rank()].parameters(), lr=0.1)
@@ -193,7 +187,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: step_with(lambda _, optimizer: optimizer.add_param_group({"params": [torch.ones(2)]})),
         "the number of parameters in the optimizer's groups differs between ranks: ([4], [4, 1])",
     ),
-    "crossed": (crossed, "the number of the Accumulator that steps differs between ranks: "),
     "other parameters": (other_parameters, "the models of rank "),
     "loss through the wrapper": (loss_through_the_wrapper, "the loss calls DistributedDataParallel, which waits"),
     "wrapped for one": (wrapped_for_one, "DistributedDataParallel has a group of 1 ranks, and there are 2"),

@@ -67,7 +67,7 @@ def lower_precision(policy: dict[str, Any], options: dict[str, Any]) -> Any:
     mine = slice(None) if not dist.is_initialized() else slice(24 * dist.get_rank(), 24 * dist.get_rank() + 24)
     result = accumulator.step((inputs[mine], targets[mine]))
     after = [whole(parameter).double() for parameter in model.parameters()]
-    scale = None if accumulator._attempts.scaler is None else accumulator._attempts.scaler.get_scale()
+    scale = None if accumulator._updater.scaler is None else accumulator._updater.scaler.get_scale()
     return [old - new for old, new in zip(before, after, strict=True)], result.grad_norm, result.updated, scale
 
 
@@ -106,8 +106,8 @@ def overflow() -> Any:
     before = whole(model[0].weight)
     inputs = torch.full((2, 4), torch.inf if dist.get_rank() == 1 else 1.0)
     updated = accumulator.step((inputs, torch.zeros(2, 3))).updated
-    assert accumulator._attempts.scaler is not None
-    return updated, torch.equal(before, whole(model[0].weight)), accumulator._attempts.scaler.get_scale()
+    assert accumulator._updater.scaler is not None
+    return updated, torch.equal(before, whole(model[0].weight)), accumulator._updater.scaler.get_scale()
 
 
 def recorded_bytes() -> int:

@@ -187,7 +187,7 @@ def test_a_criterion_needs_no_more(batchnorm: Any) -> None:
     model, criterion = nn.Sequential(nn.Linear(WIDTH, 8)).double(), Contrastive()
     whole, batch = copy.deepcopy(criterion), (torch.randn(9, WIDTH, dtype=torch.float64), torch.arange(9) % 3)
     recorded = Recorded(model, criterion=criterion, coupled=True, micro_batch=2, batchnorm=batchnorm)
-    recorded.accumulator._optimizer.add_param_group({"params": list(criterion.parameters())})
+    recorded.accumulator._updater.optimizer.add_param_group({"params": list(criterion.parameters())})
     if batchnorm == "micro":
         with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in criterion\.norm"):
             recorded.step(batch)
@@ -286,10 +286,7 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
         (lambda left, right: [left] if len(left) == 3 else [left, right], "have different structures, or other"),
         (lambda left, right: left @ left.T, "cannot be joined: Sizes of t"),
         (lambda left, right: [left, len(left)], "an output is 4, the number of samples of a part"),
-        (
-            lambda left, right: list(left),
-            "a list of 4 entries for a part of 4 samples, which may be one for each: stack",
-        ),
+        (lambda left, right: list(left), "a list of 4 entries for a part of 4 samples, which may be one for each: "),
         (lambda left, right: left.new_ones(7, 2, requires_grad=True), r"4 samples has the shape \[7, 2"),
         (lambda left, right: {0: left.mean()}, "an output is a number that differs between two parts of the batch"),
     ]
