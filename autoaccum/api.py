@@ -260,7 +260,6 @@ def guard(
     target_batch: int | None = None,
     micro_batch: int | None = None,
     tolerance: str | None = None,
-    lock: str | None = None,
     update: bool = False,
     baseline: str | None = None,
     force: bool = False,
@@ -282,7 +281,6 @@ def guard(
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
         micro_batch: The most samples to run at once; planned when None.
         tolerance: The growth of the peak that passes, such as `1%` or `50MiB`; the project's, else 1 %, when None.
-        lock: The lock file; the project's `autoaccum.lock` when None.
         update: Plan and measure anew, and write the lock instead of comparing with it.
         baseline: Compare with this git revision, which is measured too; no lock is written.
         force: With `update`, replace a lock that cannot be read.
@@ -299,8 +297,6 @@ def guard(
 
     if isinstance(gpus, str) or (gpus and "gpu" in options):
         raise UsageError("gpus is one name, or gpu is given too", hint="give gpu=NAME or gpus=[NAME, ...]")
-    if lock is not None and baseline is not None:
-        raise UsageError("both lock and baseline are given", hint="a baseline is compared without a lock: give one")
     time_limit = options.pop("time_limit", None)
     cards = gpus or (options.get("gpu"),)
     reference = "" if workload is None else os.fspath(workload)
@@ -315,7 +311,7 @@ def guard(
     ]
     return run_guard(
         cases,
-        find_project(Path.cwd(), lock),
+        find_project(Path.cwd()),
         update=update,
         baseline=baseline,
         tolerance=None if tolerance is None else parse_tolerance(tolerance),

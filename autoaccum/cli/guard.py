@@ -12,7 +12,7 @@ import click
 
 from autoaccum.cli.flags import HelpWithHeadings, options
 from autoaccum.cli.outputs import check_file
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import AutoaccumError
 
 if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
@@ -41,7 +41,6 @@ _FORMS = ("text", "json", "github")
     metavar="SHARE|SIZE",
     help="Growth that passes, such as 1% or 50MiB.  [default: the project's, or 1%]",
 )
-@click.option("--lock", metavar="FILE", help="Lock file.  [default: the project's autoaccum.lock]")
 @click.option("--update", is_flag=True, help="Plan and measure anew, and write the lock.")
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
@@ -57,7 +56,6 @@ def command(
     workload: str | None,
     gpus: tuple[str, ...],
     tolerance: str | None,
-    lock: str | None,
     update: bool,
     baseline: str | None,
     time_limit: float | None,
@@ -81,6 +79,7 @@ def command(
     Settings of a project:
       [tool.autoaccum]                # in pyproject.toml
       tolerance = "1%"                # or a size, such as "50MiB"
+      lock = "memory.lock"            # if not autoaccum.lock
       [[tool.autoaccum.guard]]
       workload = "train.py"
       gpu = ["rtx3090", "a100-80gb"]  # one case for each
@@ -106,12 +105,9 @@ def command(
 
     form = form or ("github" if _on_github() else "text")
     with _annotating(form):
-        if lock is not None and baseline is not None:
-            hint = "a baseline is compared with no lock: take one"
-            raise UsageError("both --lock and --baseline are given", hint=hint)
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
-        project = find_project(Path.cwd(), lock)
+        project = find_project(Path.cwd())
         check_file("-o", output, force=force, workload=workload, others={"the lock itself": project.lock})
         with _progress(form, quiet=quiet) as listeners:
             found = guard(

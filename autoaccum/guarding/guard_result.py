@@ -12,50 +12,35 @@ from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.serialization import to_plain
 from autoaccum.simulation.trace_records import Category
-from autoaccum.units import format_bytes, parse_size
+from autoaccum.units import MemorySize, parse_size, precise_bytes
 
-Outcome = Literal["unchanged", "within", "regressed", "improved", "unmeasured", "locked"]
-"""`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
-more than the tolerance, which passes. `unmeasured`: not measured, exit 3 or the error's, which is 1 where the requested
-size does not fit. `locked`: written by --update."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The allowed growth: a fraction, such as 0.01 for 1 %, or bytes; the other one is None."""
-
-    fraction: float | None = 0.01
-    bytes: int | None = None
-
-    def __str__(self) -> str:
-        """Return it as text: `1 %` or `50.00 MiB`."""
-        return f"{100 * (self.fraction or 0):g} %" if self.bytes is None else format_bytes(self.bytes)
-
-    def allows(self, before_bytes: int, now_bytes: int) -> bool:
-        """Return whether a growth is within the tolerance."""
-        allowed = int(before_bytes * (self.fraction or 0)) if self.bytes is None else self.bytes
-        return now_bytes - before_bytes <= allowed
+Outcome = Literal["passed", "regressed", "unmeasured", "locked"]
+"""`regressed`: exit 1. `unmeasured`: not measured, exit 3 or the error's, which is 1 where the requested size does not
+fit. `locked`: written by --update."""
 
 
-def parse_tolerance(text: Any) -> Tolerance:
+DEFAULT_TOLERANCE = MemorySize(fraction=0.01)
+"""The allowed growth, a fraction of what there was, or bytes."""
+
+
+def parse_tolerance(text: Any) -> MemorySize:
     """Read `1%`, `0.5 %` or `50MiB`; `0%` allows nothing.
 
     Raises:
         UsageError: It is neither a share up to 100 % nor a size.
 
     >>> parse_tolerance("0.5 %").fraction, parse_tolerance("50MiB").bytes, str(parse_tolerance("1%"))
-    (0.005, 52428800, '1 %')
+    (0.005, 52428800, '1%')
     """
     if text == "0%":
-        return Tolerance(fraction=0.0)
+        return MemorySize(fraction=0.0)
     try:
-        size = parse_size(text)
+        return parse_size(text)
     except (UsageError, TypeError):
         raise UsageError(
             f"the tolerance {text!r:.40} is neither a share up to 100% nor a size",
             hint="write such as 1%, 0.5% or 50MiB",
         ) from None
-    return Tolerance(fraction=size.fraction, bytes=size.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,51 +49,49 @@ class Measurement:
 
     Attributes:
         card: The card's full name.
-        precision, optimizer, batchnorm, savers: The settings of the update, as in `Inspection`.
-        coupled: `yes` for a coupled loss; None without one.
-        parameters: The number of parameters of the model.
+        update: The settings of the update, as words: `precision`, `optimizer`, `batchnorm`, `savers`, `parameters`.
         micro_batches: The schedule that was measured, in samples.
         fits: Whether it runs within `limit_bytes`.
         largest: The largest micro-batch that fits, in samples; 0 if none does.
         capped: Whether the search stopped at its upper limit, not where memory ended.
         limit_bytes: The budget.
         peak_bytes: As `Plan.peak_bytes`.
-        held_bytes: The most that tensors and workspaces hold at one time.
         least_bytes: As `Plan.least_bytes`.
         phase: The phase of the moment at which most is held, as in `Explanation`.
-        categories: The bytes held at that moment, and `unused`, the rest of the peak.
-        holdings: The same by module; they add up to `held_bytes`.
-        versions: The versions that affect memory: torch, autoaccum.
-        settings: Other settings that affect memory and are not the default, such as variables of the allocator.
+        holdings: The bytes held at that moment, by module.
+        environment: What else affects memory: versions, and settings of the allocator that are not the default.
         warnings: Warnings of the measurement, which are not locked.
     """
 
     card: str
-    precision: str
-    optimizer: str
-    batchnorm: str
-    parameters: int
+    update: Mapping[str, str] = field(default_factory=dict)
     micro_batches: tuple[int, ...]
     fits: bool
     largest: int
     capped: bool
     limit_bytes: int
     peak_bytes: int
-    held_bytes: int
     least_bytes: int
-    coupled: str | None = None
-    savers: tuple[str, ...] = ()
     phase: str = ""
-    categories: Mapping[Category, int] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @property
     def micro_batch(self) -> int:
         """The largest part, in samples."""
         return max(self.micro_batches)
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that tensors and workspaces hold at one time."""
+        return sum(holding.bytes for holding in self.holdings)
+
+    @property
+    def shortfall(self) -> str:
+        """What a schedule that does not fit needs, and what is available."""
+        needed, limit = precise_bytes(self.least_bytes), precise_bytes(self.limit_bytes)
+        return f"micro-batch {self.micro_batch} does not fit: it needs at least {needed}, {limit} are available"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +131,7 @@ class Verdict:
         growths: What grew and shrank, the most first.
         before: The measurement it is compared with; may be None.
         now: What was measured; None where it could not be.
-        warnings, notes: Sentences of the measurement, and of the comparison.
+        warnings: Sentences of the measurement.
         traceback: The user's own frames, when their code raised.
     """
 
@@ -163,7 +146,6 @@ class Verdict:
     before: Measurement | None = None
     now: Measurement | None = None
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     traceback: str | None = None
 
     @property
@@ -185,7 +167,7 @@ class Report:
 
     verdicts: tuple[Verdict, ...]
     against: str
-    tolerance: Tolerance
+    tolerance: MemorySize
     updated: str | None = None
 
     @property
@@ -197,10 +179,10 @@ class Report:
     def to_json(self) -> str:
         """Return the record as indented JSON: `schema`, `exit_code`, and the fields of this record and those in it.
 
-        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch`; later
-        versions of this schema may add fields, and change none.
+        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `held_bytes`; later versions
+        of this schema may add fields, and change none.
         """
-        record = {"schema": 3, "exit_code": self.exit_code, **to_plain(self)}
+        record = {"schema": 4, "exit_code": self.exit_code, **to_plain(self)}
         record["verdicts"] = [_verdict_record(verdict) for verdict in self.verdicts]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
@@ -208,17 +190,10 @@ class Report:
 def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     record = {"name": case_name(verdict.case), **to_plain(verdict), "growth_bytes": verdict.growth_bytes}
     record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.to_record()}
-    for name, measurement in (("before", verdict.before), ("now", verdict.now)):
-        if measurement is not None:
-            record[name]["micro_batch"] = measurement.micro_batch
+    for name, measured in (("before", verdict.before), ("now", verdict.now)):
+        if measured is not None:
+            record[name] |= {"micro_batch": measured.micro_batch, "held_bytes": measured.held_bytes}
     return record
-
-
-@dataclass(frozen=True)
-class CheckedOut:
-    """Another revision was checked out, to be measured."""
-
-    revision: str
 
 
 @dataclass(frozen=True)
@@ -237,5 +212,5 @@ class CaseFinished:
     verdict: Verdict
 
 
-Event = CheckedOut | CaseStarted | CaseFinished
+Event = CaseStarted | CaseFinished
 Listener = Callable[[Event], None]

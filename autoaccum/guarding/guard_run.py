@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autoaccum.checks import check_alone, read_seconds
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import (
     AutoaccumError,
@@ -23,26 +22,21 @@ from autoaccum.errors import (
     WorkloadError,
 )
 from autoaccum.files import check_output
-from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, make_case
+from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
 from autoaccum.guarding.guard_result import (
+    DEFAULT_TOLERANCE,
     CaseFinished,
     CaseStarted,
-    CheckedOut,
     Listener,
     Measurement,
     Report,
-    Tolerance,
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import describe_shortfall, measure, request_of
+from autoaccum.guarding.measuring import measure, request_of
 from autoaccum.guarding.project import Project, checked_out, find_project, select_cases
 from autoaccum.guarding.verdict import compare
-from autoaccum.sources.module_names import mask_numbers
-from autoaccum.units import precise_bytes
-
-_MOST_LINES = 5
-"""Lines of a message for each table."""
+from autoaccum.units import MemorySize
 
 
 def guard(
@@ -51,7 +45,7 @@ def guard(
     *,
     update: bool = False,
     baseline: str | None = None,
-    tolerance: Tolerance | None = None,
+    tolerance: MemorySize | None = None,
     time_limit: float | None = None,
     force: bool = False,
     on_event: Listener | None = None,
@@ -86,43 +80,50 @@ def guard(
         )
     if time_limit is not None:
         read_seconds(time_limit, "the time limit")
-    allowed = tolerance or project.tolerance or Tolerance()
+    allowed = tolerance or project.tolerance or DEFAULT_TOLERANCE
     is_whole = all(part.is_complete for part in wanted)
     locked = {} if baseline is not None and is_whole else _entries(project, fresh=update and force)
     known = (*project.cases, *locked)
     if not known and not is_whole:
         raise _nothing_to_guard(wanted, project, baseline)
     if update:
-        check_output(project.lock, force=True, hint="name another by --lock")
+        check_output(project.lock, force=True, hint="name another in [tool.autoaccum]")
     cases = select_cases(wanted, project, known)
-    runner = _CaseRunner(
-        project=project,
-        locked=locked,
-        tolerance=allowed,
-        is_named=any(part.workload for part in wanted),
-        notify=on_event or (lambda event: None),
-        on_output=on_output,
-        deadline=None if time_limit is None else time.monotonic() + time_limit,
-    )
-    if baseline is not None:
-        with checked_out(project.folder, baseline) as there:
-            runner.notify(CheckedOut(baseline))
-            verdicts = runner.run_all(cases, partial(runner.compare_revisions, there, baseline))
-        return Report(verdicts=verdicts, against=baseline, tolerance=allowed)
-    verdicts = runner.run_all(cases, runner.lock_case if update else runner.compare_with_lock)
-    found = {one.case: one.now for one in verdicts if one.outcome == "locked" and one.now is not None}
+    notify = on_event or (lambda event: None)
+    verdicts = []
+    with checked_out(project.folder, baseline) if baseline is not None else nullcontext() as there:
+        run = _GuardRun(
+            project=project,
+            locked=locked,
+            tolerance=allowed,
+            update=update,
+            baseline=there,
+            revision=baseline or "",
+            on_output=on_output,
+            deadline=Deadline(time_limit),
+        )
+        for number, case in enumerate(cases, 1):
+            notify(CaseStarted(case))
+            try:
+                verdict = run.evaluate(case)
+            except AutoaccumError as error:
+                verdict = _unmeasured(case, error, is_named=any(part.workload for part in wanted))
+            notify(CaseFinished(number, len(cases), verdict))
+            verdicts.append(verdict)
+    found = {verdict.case: verdict.now for verdict in verdicts if verdict.outcome == "locked" and verdict.now}
     if found:
         before = _entries(project, fresh=force)  # Another process may have written it meanwhile.
         write_lock(project.lock, {**before, **found})
     relative = os.path.relpath(project.lock)
     lock = str(project.lock) if relative.startswith("..") else relative
-    return Report(verdicts=verdicts, against=lock, tolerance=allowed, updated=lock if found else None)
+    updated = lock if found else None
+    return Report(verdicts=tuple(verdicts), against=baseline or lock, tolerance=allowed, updated=updated)
 
 
 def _entries(project: Project, *, fresh: bool) -> dict[Case, Measurement]:
     """Return the entries of the lock; none where it cannot be read and a `fresh` one is to be written."""
     try:
-        return read_lock(project.lock, project.rewrite_command)
+        return read_lock(project.lock)
     except LockFileError:
         if not fresh:
             raise
@@ -135,96 +136,84 @@ def _nothing_to_guard(wanted: Sequence[Case], project: Project, baseline: str | 
             "neither pyproject.toml nor a lock names a case",
             hint="name one in [[tool.autoaccum.guard]], or give WORKLOAD --gpu NAME --target-batch N",
         )
-    hint = f"lock it by `{project.command(wanted[0], '--update')}`"
+    hint = f"lock it by `{guard_command(wanted[0], project.folder, '--update')}`"
     readable = " that can be read" if project.lock.exists() else ""
     return MissingLockError(f"there is no {project.lock.name}{readable} in {project.lock.parent}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CaseRunner:
-    """Runs several cases one after another; an error in one does not end the others."""
+class _GuardRun:
+    """What the cases of one call have in common; `baseline` is where the other `revision` is checked out."""
 
     project: Project
     locked: Mapping[Case, Measurement]
-    tolerance: Tolerance
-    is_named: bool
-    notify: Listener
+    tolerance: MemorySize
+    update: bool
+    baseline: Checkout | None
+    revision: str
     on_output: Callable[[str], None] | None
-    deadline: float | None
-    """In seconds of `time.monotonic`."""
+    deadline: Deadline
 
-    def run_all(self, cases: Sequence[Case], evaluate: Callable[[Case], Verdict]) -> tuple[Verdict, ...]:
-        found = []
-        for number, case in enumerate(cases, 1):
-            self.notify(CaseStarted(case))
-            try:
-                verdict = evaluate(case)
-            except AutoaccumError as error:
-                verdict = self._unmeasured(case, error)
-            self.notify(CaseFinished(number, len(cases), verdict))
-            found.append(verdict)
-        return tuple(found)
+    def evaluate(self, case: Case) -> Verdict:
+        """Measure a case, and compare it with its entry in the lock, or with the other revision.
 
-    def compare_with_lock(self, case: Case) -> Verdict:
-        """Measure the locked schedule again, and compare."""
-        lock, command = self.project.lock, self.project.command(case, "--update")
-        if case in self.locked:
-            return self._compare(case, self.locked[case], command=command)
-        return Verdict(
-            case=case,
-            outcome="unmeasured",
-            exit_code=NotMeasuredError.exit_code,
-            reasons=(f"{lock.name} has no entry for it" if lock.exists() else f"there is no {lock.name}",),
-            hint="lock it on a branch that is known to be good",
-            command=command,
-        )
+        For an update it is planned again, and growth since the old entry is reported, but no failure.
 
-    def lock_case(self, case: Case) -> Verdict:
-        """Plan and measure again for a new entry; growth since the old one is reported, and is no failure."""
-        now, before = self._measure(case), self.locked.get(case)
-        verdict = Verdict(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
+        Raises:
+            AutoaccumError: It cannot be measured.
+        """
+        command = "" if self.baseline else guard_command(case, self.project.folder, "--update")
+        before = self._measure_baseline(case) if self.baseline else self.locked.get(case)
+        if self.update:
+            now = self._measure(case)
+            verdict = Verdict(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
+            if before is None:
+                return verdict
+            seen = compare(case, before, now, self.tolerance)
+            return dataclasses.replace(verdict, explanation=seen.explanation, growths=seen.growths)
         if before is None:
-            return verdict
-        seen = compare(case, before, now, self.tolerance)
-        return dataclasses.replace(verdict, explanation=seen.explanation, growths=seen.growths)
-
-    def compare_revisions(self, there: Checkout, revision: str, case: Case) -> Verdict:
-        """Measure both revisions, and compare as with a lock."""
-        try:
-            before = self._measure(case, there)
-        except AutoaccumError as error:
-            raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
-        return self._compare(case, before)
-
-    def _compare(self, case: Case, before: Measurement, command: str = "") -> Verdict:
-        """Measure the schedule of `before`, and compare."""
+            lock = self.project.lock
+            return Verdict(
+                case=case,
+                outcome="unmeasured",
+                exit_code=NotMeasuredError.exit_code,
+                reasons=(f"{lock.name} has no entry for it" if lock.exists() else f"there is no {lock.name}",),
+                hint="lock it on a branch that is known to be good",
+                command=command,
+            )
         now = self._measure(case, micro_batches=before.micro_batches)
         return compare(case, before, now, self.tolerance, command=command)
+
+    def _measure_baseline(self, case: Case) -> Measurement:
+        try:
+            return self._measure(case, self.baseline)
+        except AutoaccumError as error:
+            raise NotMeasuredError(f"at {self.revision}: {error.message}", hint=error.hint) from error
 
     def _measure(
         self, case: Case, checkout: Checkout | None = None, micro_batches: tuple[int, ...] | None = None
     ) -> Measurement:
-        left = None if self.deadline is None else self.deadline - time.monotonic()
-        if left is not None and left <= 0:
+        if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
-        there = checkout or Checkout(self.project.folder)
+        there, left = checkout or Checkout(self.project.folder), self.deadline.left_seconds
         return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
-    def _unmeasured(self, case: Case, error: AutoaccumError) -> Verdict:
-        """Return the verdict for an error.
 
-        A usage error in a workload that a lock or `pyproject.toml` names is not a usage error of the command: the case
-        could not be measured.
-        """
-        is_usage = error.exit_code == UsageError.exit_code
-        return Verdict(
-            case=case,
-            outcome="unmeasured",
-            exit_code=NotMeasuredError.exit_code if is_usage and not self.is_named else error.exit_code,
-            reasons=(error.message,),
-            hint=error.hint or "",
-            traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
-        )
+def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict:
+    """Return the verdict for an error.
+
+    A usage error in a workload that a lock or `pyproject.toml` names, not the command, is none of the command's: the
+    case could not be measured.
+    """
+    is_usage = error.exit_code == UsageError.exit_code
+    return Verdict(
+        case=case,
+        outcome="unmeasured",
+        exit_code=NotMeasuredError.exit_code if is_usage and not is_named else error.exit_code,
+        reasons=(error.message,),
+        hint=error.hint or "",
+        traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
+    )
 
 
 def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
@@ -251,22 +240,7 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
     case = check_case(make_case(workload=reference, **given))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
     measured = measure(case, Checkout(project.folder), micro_batches=schedule)
-    return "" if measured.fits else "\n".join(_shortfall_lines(case, measured))
-
-
-def _shortfall_lines(case: Case, measured: Measurement) -> Iterator[str]:
-    """Say what a schedule needs that does not fit, and where the memory goes, if that was recorded."""
+    if measured.fits:
+        return ""
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
-    needed = f"micro-batch {measured.micro_batch} does not fit: {describe_shortfall(measured)}"
-    yield f"{case_name(case)}: {needed}; {fitting}"
-    held, modules = Counter[str](), Counter[str]()
-    for category, size in measured.categories.items():
-        held[category.replace("_", " ")] = size
-    for holding in measured.holdings:
-        if holding.module:
-            name = holding.module if holding.module.isdecimal() else mask_numbers(holding.module)
-            modules[f"{holding.category.replace('_', ' ')} of {name}"] += holding.bytes
-    for title, sizes in ((f"where the memory goes, in {measured.phase}:", held), ("the most by module:", modules)):
-        if sizes:
-            yield title
-            yield from (f"  {precise_bytes(size):>10}  {what}" for what, size in sizes.most_common(_MOST_LINES))
+    return f"{case_name(case)}: {measured.shortfall}; {fitting}"

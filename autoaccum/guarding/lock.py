@@ -20,7 +20,7 @@ from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, read_record, to_plain
 from autoaccum.sources.module_names import compact_names, expand_name
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 _SCHEMA: Final = re.compile(r'\{"autoaccum-lock": (\d{1,9})\b', re.ASCII)
 
 _NOTES: Final = (
@@ -30,34 +30,32 @@ _NOTES: Final = (
 )
 _END: Final = json.dumps({"end": "a lock that was cut off lacks this line"})
 _DIGEST: Final = '{"digest": '
+_WAY_OUT: Final = "restore it from git, or measure all cases anew by `autoaccum guard --update --force`"
 _HOLDINGS: Final = "holdings"
 """The field with a line for each of its records."""
 
 
-def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
+def read_lock(path: Path) -> dict[Case, Measurement]:
     """Return the entries of a lock; none where there is no file.
-
-    `rewrite_command` writes the lock anew; messages name it.
 
     Raises:
         LockFileError: It cannot be read, is damaged or half merged, is no lock, or is in another autoaccum's format.
     """
-    way_out = f"restore it from git, or write it anew by `{rewrite_command}`"
     try:
         if not path.exists():
             return {}
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LockFileError(f"the lock {path} cannot be read ({error})", hint=way_out) from None
+        raise LockFileError(f"the lock {path} cannot be read ({error})", hint=_WAY_OUT) from None
     schema = _SCHEMA.match(text)
     if schema is None or int(schema[1]) != SCHEMA:
         raise LockFileError(
             f"{path} is no lock in the format {SCHEMA}, which this autoaccum reads",
-            hint=f"use the autoaccum that wrote it, or write it anew by `{rewrite_command}`",
+            hint=f"use the autoaccum that wrote it, or {_WAY_OUT}",
         )
     lines = text.rstrip().split("\n")[1:]
     if lines[-1:] != [_END]:
-        raise LockFileError(f"the lock {path} is cut off: its last line is missing", hint=way_out)
+        raise LockFileError(f"the lock {path} is cut off: its last line is missing", hint=_WAY_OUT)
     entries, entry = dict[Case, Measurement](), list[str]()
     for number, line in enumerate(lines, 2):
         if not line.startswith((_DIGEST, _END)):
@@ -67,7 +65,7 @@ def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
             raise LockFileError(
                 f"the entry that ends in line {number} of the lock {path} does not match its digest, as after an edit"
                 " by hand or a conflict in a merge",
-                hint=way_out,
+                hint=_WAY_OUT,
             )
         entries.update([_read_entry(entry)] if entry else [])
         entry = []
@@ -103,10 +101,10 @@ def _read_entry(lines: Sequence[str]) -> tuple[Case, Measurement]:
             holdings += [{**value, "module": module} for module in expand_name(value.get("module", ""))]
         else:
             fields[name] = value
-    case, settings = make_case(**fields.pop("asked")), fields.pop("settings", {})
+    case, environment = make_case(**fields.pop("asked")), fields.pop("environment", {})
     fields["micro_batches"] = [size for count, size in fields["micro_batches"] for _ in range(count)]
     measurement = read_record({**fields, _HOLDINGS: holdings}, Measurement)
-    return case, dataclasses.replace(measurement, settings=freeze(settings))
+    return case, dataclasses.replace(measurement, environment=freeze(environment))
 
 
 def _compact(holdings: Iterable[Holding]) -> list[Holding]:

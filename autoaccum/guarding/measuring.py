@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -23,7 +21,6 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.units import precise_bytes
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -60,16 +57,12 @@ def measure(
     request = request_of(case, time_limit)
     requested = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
     setup = make_setup(case.workload, request, checkout=checkout, on_output=on_output, verb="guard")
-    task = Task(setup, request, micro_batches or requested)
-    with task.setup.device:
-        found = measure_simulated(task)
+    with setup.device:
+        found = measure_simulated(setup, request, micro_batches or requested)
     if micro_batches is None and not found.fits:
         largest = f"take {found.largest}, the largest that fits, or give no size to have it planned"
         none = "not even a micro-batch of 1 fits: take another card, or a smaller model"
-        raise DoesNotFitError(
-            f"micro-batch {found.micro_batch} does not fit: {describe_shortfall(found)}",
-            hint=largest if found.largest else none,
-        )
+        raise DoesNotFitError(found.shortfall, hint=largest if found.largest else none)
     return found
 
 
@@ -82,94 +75,71 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     )
 
 
-@dataclass(frozen=True)
-class Task:
-    """A case to measure with `micro_batches`, whether they fit or not; None: with the planned schedule."""
-
-    setup: PlanSetup
-    request: PlanRequest
-    micro_batches: tuple[int, ...] | None
-
-    def planned_by(self, plan: Plan | None) -> tuple[int, ...]:
-        """Return the schedule to measure: that of a plan where none is given."""
-        return self.micro_batches or (() if plan is None else plan.micro_batches)
-
-    def trial_parts(self, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:
-        """Return the parts of a schedule that have to run, over all ranks, as when a plan is confirmed.
-
-        The parts of the other ranks follow from the largest one, as they do in the plan. Parts that need each other
-        all run.
-        """
-        if inspection.joining is not None:
-            return micro_batches
-        planned = self.request.schedule(max(micro_batches))
-        schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))
-        return schedule.trial_parts
-
-
-def measure_simulated(task: Task) -> Measurement:
-    """Trace the workload, search for the largest size, and explain the memory of the schedule.
+def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tuple[int, ...] | None) -> Measurement:
+    """Trace the workload, search for the largest size, and explain the memory of a schedule; None: of the planned one.
 
     Raises:
         AutoaccumError: As from `measure`; or the workload takes another amount of memory each time.
     """
-    device = task.setup.device
+    device = setup.device
     assert isinstance(device, SimulatedDevice)
-    inspection, plan = _search_size(task)
-    parts = task.trial_parts(task.planned_by(plan), inspection)
-    trial = _run(task, parts)
+    inspection, plan = _search_size(setup, request, is_given=micro_batches is not None)
+    micro_batches = micro_batches or (() if plan is None else plan.micro_batches)
+    parts = _trial_parts(request, micro_batches, inspection)
+    trial = _run(device, parts)
     account = device.explain(parts, changes=False, detail=True)
     if account.explanation.peak_bytes != peak_bytes(trial):
         # Explaining made a new trace, which differs from the scaled one: run the trial by the new one.
-        trial = _run(task, parts)
+        trial = _run(device, parts)
         account = device.explain(parts, changes=False, detail=True)
-    explanation, prediction, described = account.explanation, device.predict(parts), device.describe()
-    return _measurement(
-        task,
-        inspection,
-        plan,
-        *prediction.warnings,
-        card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
-        fits=trial.ran,
-        peak_bytes=explanation.peak_bytes,
-        held_bytes=explanation.peak_bytes - explanation.categories["unused"],
-        least_bytes=prediction.least_bytes,
-        phase=explanation.phase,
-        categories={category: held for category, held in explanation.categories.items() if held},
-        holdings=account.holdings,
-        settings={**described["allocator"], **{name: os.environ[name] for name in _VARIABLES if name in os.environ}},
-    )
-
-
-def _measurement(
-    task: Task, inspection: Inspection, plan: Plan | None, *more_warnings: str, **measured: Any
-) -> Measurement:
-    warnings = () if plan is None else plan.warnings
+    prediction, described = device.predict(parts), device.describe()
+    versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
+    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     return Measurement(
-        precision=inspection.precision,
-        optimizer=inspection.optimizer,
-        batchnorm=inspection.batchnorm,
-        coupled=coupled_word(inspection.coupled) if inspection.coupled else None,
-        savers=inspection.savers,
-        parameters=inspection.parameters,
-        micro_batches=task.planned_by(plan),
+        card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
+        update={
+            "precision": inspection.precision,
+            "optimizer": inspection.optimizer,
+            "batchnorm": inspection.batchnorm,
+            "coupled": coupled_word(inspection.coupled),
+            "savers": " + ".join(inspection.savers) or "none",
+            "parameters": f"{inspection.parameters:,}",
+        },
+        micro_batches=micro_batches,
+        fits=trial.ran,
         largest=0 if plan is None else plan.largest_fit,
         capped=plan is not None and plan.capped,
-        limit_bytes=task.setup.device.limit_bytes,
-        versions={"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__},
-        warnings=tuple(dict.fromkeys((*warnings, *more_warnings))),
-        **measured,
+        limit_bytes=device.limit_bytes,
+        peak_bytes=account.explanation.peak_bytes,
+        least_bytes=prediction.least_bytes,
+        phase=account.explanation.phase,
+        holdings=account.holdings,
+        environment={**versions, **described["allocator"], **variables},
+        warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
     )
 
 
-def _run(task: Task, parts: tuple[int, ...]) -> Trial:
-    trial = task.setup.device.trial(parts, fresh=True)
+def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:
+    """Return the parts of a schedule that have to run, over all ranks, as when a plan is confirmed.
+
+    The parts of the other ranks follow from the largest one, as they do in the plan. Parts that need each other all
+    run.
+    """
+    if inspection.joining is not None:
+        return micro_batches
+    planned = request.schedule(max(micro_batches))
+    schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))
+    return schedule.trial_parts
+
+
+def _run(device: SimulatedDevice, parts: tuple[int, ...]) -> Trial:
+    trial = device.trial(parts, fresh=True)
     if trial.outcome == "error":
         raise trial_error(trial)
     return trial
 
 
-def _search_size(task: Task) -> tuple[Inspection, Plan | None]:
+def _search_size(setup: PlanSetup, request: PlanRequest, *, is_given: bool) -> tuple[Inspection, Plan | None]:
     """Inspect the workload and plan; there is no plan where nothing fits and a schedule is given.
 
     Raises:
@@ -183,9 +153,9 @@ def _search_size(task: Task) -> tuple[Inspection, Plan | None]:
             inspections.append(event.inspection)
 
     try:
-        plan = plan_on_device(task.setup, task.request, on_event=listen)
+        plan = plan_on_device(setup, request, on_event=listen)
     except DoesNotFitError:
-        if task.micro_batches is None or not inspections:
+        if not is_given or not inspections:
             raise
         return inspections[-1], None
     if plan.stopped is not None:
@@ -194,9 +164,3 @@ def _search_size(task: Task) -> tuple[Inspection, Plan | None]:
             hint="allow more, or name the size with --micro-batch",
         )
     return inspections[-1], plan
-
-
-def describe_shortfall(measurement: Measurement) -> str:
-    """Say what a schedule that does not fit needs, and what is available."""
-    needed, limit = precise_bytes(measurement.least_bytes), precise_bytes(measurement.limit_bytes)
-    return f"it needs at least {needed}, {limit} are available"

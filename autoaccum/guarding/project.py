@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
-from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
+from autoaccum.guarding.guard_result import parse_tolerance
 from autoaccum.sources.module_names import split_reference
+from autoaccum.units import MemorySize
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,14 +48,12 @@ class Project:
         lock: The absolute path of the lock file; it need not exist.
         tolerance: The tolerance of `[tool.autoaccum]`; None where there is none.
         cases: The cases of `[tool.autoaccum]`, in their order.
-        options: Options that a command for this lock needs, such as `--lock FILE`.
     """
 
     folder: Path
     lock: Path
-    tolerance: Tolerance | None = None
+    tolerance: MemorySize | None = None
     cases: tuple[Case, ...] = ()
-    options: tuple[str, ...] = ()
 
     def reference(self, workload: str, cwd: Path) -> str:
         """Return a reference given in `cwd` as a case has it: a file relative to `folder`, a module unchanged.
@@ -77,34 +75,24 @@ class Project:
         relative = resolved.relative_to(folder).as_posix()
         return f"{relative}:{name}" if name else relative
 
-    def command(self, case: Case, *flags: str) -> str:
-        """Return the command that guards a case, or the cases it selects, with this lock."""
-        return guard_command(case, self.folder, *self.options, *flags)
 
-    @property
-    def rewrite_command(self) -> str:
-        """The command that writes the whole lock anew."""
-        flags = (*self.options, "--update", "--force")
-        return shlex.join(["autoaccum", "guard", *flags]) if self.cases else guard_command(Case(), self.folder, *flags)
-
-
-def find_project(cwd: Path, lock: str | None = None) -> Project:
+def find_project(cwd: Path) -> Project:
     """Find the project that contains `cwd`.
 
-    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`; else that of `lock` or of the nearest
-    lock from `cwd` upwards; else `cwd` itself.
-
-    `lock` is used instead of the project's lock; it is relative to `cwd`.
+    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`; else that of the nearest lock from
+    `cwd` upwards; else `cwd` itself.
 
     Raises:
         UsageError: `[tool.autoaccum]` is not valid, or its file cannot be read.
     """
     cwd = cwd.resolve()
-    other = None if lock is None else cwd / Path(lock).expanduser()
-    project = _find(cwd, other)
-    if lock is None or other is None:
-        return project
-    return dataclasses.replace(project, lock=other, options=("--lock", lock))
+    folders = (cwd, *cwd.parents)
+    for folder in folders:
+        table = _read_table(folder / _PYPROJECT)
+        if table is not None:
+            return _read_project(folder, table)
+    folder = next((folder for folder in folders if (folder / LOCK_NAME).is_file()), cwd)
+    return Project(folder=folder, lock=folder / LOCK_NAME)
 
 
 def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]) -> tuple[Case, ...]:
@@ -134,20 +122,10 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
             on = f" on {part.options.gpu}" if part.options.gpu else ""
             raise NotMeasuredError(
                 f"no case{of}{on} in the lock or in pyproject.toml has the given options",
-                hint=f"lock it by `{project.command(written, '--update')}`",
+                hint=f"lock it by `{guard_command(written, project.folder, '--update')}`",
             )
         found |= dict.fromkeys(alike)
     return tuple(sorted(found, key=case_name))
-
-
-def _find(cwd: Path, other: Path | None) -> Project:
-    for folder in (cwd, *cwd.parents):
-        table = _read_table(folder / _PYPROJECT)
-        if table is not None:
-            return _read_project(folder, table)
-    folder = next((folder for folder in (cwd, *cwd.parents) if (folder / LOCK_NAME).is_file()), cwd)
-    folder = folder if other is None else other.parent.resolve()
-    return Project(folder=folder, lock=folder / LOCK_NAME)
 
 
 def _read_table(path: Path) -> Any:

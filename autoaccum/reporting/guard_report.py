@@ -25,7 +25,6 @@ from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
-    CheckedOut,
     Event,
     Measurement,
     Outcome,
@@ -40,9 +39,7 @@ from autoaccum.units import percent, precise_bytes, signed_bytes
 OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "regressed": ("regressed", "bold red"),
     "unmeasured": ("not measured", "bold yellow"),
-    "improved": ("improved", "bold cyan"),
-    "within": ("within tolerance", "bold green"),
-    "unchanged": ("unchanged", "bold green"),
+    "passed": ("passed", "bold green"),
     "locked": ("locked", "bold cyan"),
 }
 """The label of each outcome, and its style; the worst outcome first."""
@@ -67,9 +64,7 @@ class GuardProgress(Progress):
 
     def notify(self, event: Event) -> None:
         """Show one event."""
-        if isinstance(event, CheckedOut):
-            self.show(f"measuring revision {event.revision} as well ...")
-        elif isinstance(event, CaseStarted):
+        if isinstance(event, CaseStarted):
             self._began = time.monotonic()
             self.show(f"measuring {case_name(event.case)} ...")
         elif isinstance(event, CaseFinished):
@@ -128,7 +123,7 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
     yield from (Text(f"  {line}") for line in (verdict.traceback or "").rstrip().splitlines())
     if verdict.explanation:
         yield Text(f"  {verdict.explanation}")
-    if verdict.before is not None and verdict.now is not None and verdict.outcome in ("regressed", "improved"):
+    if verdict.before is not None and verdict.now is not None and verdict.outcome == "regressed":
         yield _figures(verdict.before, verdict.now)
     elif verdict.now is not None:
         now = verdict.now
@@ -137,7 +132,7 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
     if verdict.outcome == "regressed" and verdict.growths:
         yield _growths(verdict)
     reasons: list[tuple[str, str | Text]] = [("  why", reason) for reason in verdict.reasons]
-    messages = Facts.of_messages(verdict.warnings, verdict.notes)
+    messages = Facts.of_messages(verdict.warnings, ())
     reasons += [(f"  {kind}", text) for kind, text in messages.rows]
     if verdict.hint:
         what = "  way out" if verdict.exit_code else "  next"
@@ -203,14 +198,14 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
 
 def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield an annotation for each case to look at, the worst first: GitHub shows ten of a kind."""
-    relevant = [verdict for verdict in report.verdicts if verdict.exit_code or verdict.outcome == "improved"]
+    relevant = [verdict for verdict in report.verdicts if verdict.exit_code]
     for verdict in sorted(relevant, key=lambda verdict: list(OUTCOMES).index(verdict.outcome)):
         label, _ = OUTCOMES[verdict.outcome]
         way_out = ": ".join(filter(None, (verdict.hint, verdict.command)))
         lines = [one_line(line) for line in (verdict.explanation, *verdict.reasons, way_out) if line]
         where = _find_definition(verdict.case.workload, folder, environment)
         title = f"{_TITLE}: {label}, {case_name(verdict.case)}"
-        yield command("error" if verdict.exit_code else "notice", "\n".join(lines) or label, **where, title=title)
+        yield command("error", "\n".join(lines) or label, **where, title=title)
 
 
 def error_annotation(error: AutoaccumError) -> str:

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+from guard_reports import ALL, CASE, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.cli import main
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report, Tolerance
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report
 from autoaccum.guarding.project import Project
 from autoaccum.reporting.guard_report import report_markdown, report_text
+from autoaccum.units import MemorySize
 
 
 class Guard:
@@ -66,13 +67,12 @@ def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
     ("found", "code"),
     [
         (report(UNCHANGED), 0),
-        (report(IMPROVED), 0),
         (report(LOCKED, updated="autoaccum.lock"), 0),
         (ALL, 1),
         (report(UNMEASURED), 3),
         (report(UNMEASURED, REGRESSED), 1),
     ],
-    ids=["unchanged", "improved", "locked", "all", "unmeasured", "unmeasured and regressed"],
+    ids=["unchanged", "locked", "all", "unmeasured", "unmeasured and regressed"],
 )
 def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report, code: int) -> None:
     guard.answer = found
@@ -86,7 +86,7 @@ def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report,
 def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:
     words = "train.py --gpu rtx3090 --gpu a100-80gb --target-batch 256 --micro-batch 8 --precision bf16 --optimizer SGD"
     more = "--memory 80% --reserve 1GiB --world-size 2 --equal --keeps ema --evaluation-batch 4 --worst-of 9"
-    rest = "--batchnorm frozen --tolerance 2% --lock other.lock --update --time-limit 60 --force"
+    rest = "--batchnorm frozen --tolerance 2% --update --time-limit 60 --force"
     assert invoke(*f"{words} {more} {rest}".split()).exit_code == 0
     case = make_case(
         workload="train.py",
@@ -105,12 +105,12 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
         batchnorm="frozen",
     )
     assert guard.asked["wanted"] == [case, make_case(**{**case.to_record(), "gpu": "a100-80gb"})]
-    assert guard.asked["project"].lock == folder.resolve() / "other.lock"
+    assert guard.asked["project"].lock == folder.resolve() / "locks/memory.lock"
     kept = {name: guard.asked[name] for name in ("update", "baseline", "tolerance", "time_limit", "force")}
     assert kept == {
         "update": True,
         "baseline": None,
-        "tolerance": Tolerance(fraction=0.02),
+        "tolerance": MemorySize(fraction=0.02),
         "time_limit": 60.0,
         "force": True,
     }
@@ -133,11 +133,11 @@ def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) ->
     )
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0] == "unchanged: train.py on a100-80gb, target batch 256, precision bf16"
+    assert lines[0] == "passed: train.py on a100-80gb, target batch 256, precision bf16"
     commands = [line for line in lines if line.startswith("::")]
-    assert [line.partition(" ")[0] for line in commands] == ["::error", "::error", "::notice"]
+    assert [line.partition(" ")[0] for line in commands] == ["::error", "::error"]
     assert commands[0].startswith("::error file=train.py,line=1,title=autoaccum guard%3A regressed")
-    assert lines[-3:] == commands
+    assert lines[-2:] == commands
     assert summary.read_text() == report_markdown(ALL)
     assert not any(line.lstrip().startswith("::") for line in result.stderr.splitlines())
     assert ": :error::of the workload" in result.stderr
@@ -182,7 +182,6 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lock", "a.lock", "--baseline", "HEAD"], "both --lock and --baseline are given"),
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["--format", "html"], "'html' is not one of 'text', 'json', 'github'"),
         (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),

@@ -177,7 +177,7 @@ def test_each_side_is_measured_by_its_own_code_and_never_compared_with_itself(
     monkeypatch.syspath_prepend(clone / "src")
     project = Project(folder=clone, lock=clone / "autoaccum.lock", cases=(case,))
     (found,) = guard([Case()], project, baseline="HEAD").verdicts
-    assert (found.outcome, found.before and found.before.parameters) == ("regressed", 65 * 64)
+    assert (found.outcome, found.before and found.before.update["parameters"]) == ("regressed", "4,160")
     commit(clone, {"train.py": f"import sys\nsys.path.insert(0, {str(clone / 'src')!r})\n{MODEL}"})
     (same,) = guard([Case()], project, baseline="HEAD").verdicts
     assert (same.outcome, same.exit_code) == ("unmeasured", 3)

@@ -10,9 +10,9 @@ from small_locks import a_case
 
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, guard_command, make_case
-from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
+from autoaccum.guarding.guard_result import parse_tolerance
 from autoaccum.guarding.project import Project, find_project, select_cases
-from autoaccum.units import GIB, MIB
+from autoaccum.units import GIB, MIB, MemorySize
 
 WHOLE = make_case(
     workload="train.py",
@@ -121,15 +121,12 @@ class TestProject:
         for cwd in (project, project / "sub/deep"):
             found = find_project(cwd)
             assert (found.folder, found.lock) == (project, project / "locks/memory.lock")
-            assert found.tolerance == Tolerance(fraction=0.005)
+            assert found.tolerance == MemorySize(fraction=0.005)
             assert [case_name(case) for case in found.cases] == [
                 "train.py:small on rtx3090, target batch 256, precision bf16",
                 "train.py:small on a100-80gb, target batch 256, precision bf16",
                 "package.module:name on t4, micro batch 8, keeps ema, world size 2, equal",
             ]
-        other = find_project(project / "sub", "other.lock")
-        assert (other.lock, other.options) == (project / "sub/other.lock", ("--lock", "other.lock"))
-        assert other.cases == find_project(project).cases
 
     def test_the_nearest_table_counts_then_the_nearest_lock_then_the_folder_itself(self, project: Path) -> None:
         below, deep = project / "sub", project / "sub/deep"
@@ -137,7 +134,6 @@ class TestProject:
         (project / "autoaccum.lock").write_text("")
         (deep / "pyproject.toml").write_text('[project]\nname = "none of ours"\n')
         assert find_project(deep).folder == project
-        assert find_project(deep, "../all.lock").folder == below
         (below / "pyproject.toml").write_text("[tool.autoaccum]\n")
         assert find_project(deep) == Project(folder=below, lock=below / "autoaccum.lock")
 
@@ -232,13 +228,13 @@ class TestTolerance:
     @pytest.mark.parametrize(
         ("text", "tolerance", "shown"),
         [
-            ("1%", Tolerance(0.01), "1 %"),
-            (" 0.5 % ", Tolerance(0.005), "0.5 %"),
-            ("50MiB", Tolerance(None, 50 * MIB), "50.0 MiB"),
-            ("1.5 GiB", Tolerance(None, 3 * GIB // 2), "1.5 GiB"),
+            ("1%", MemorySize(fraction=0.01), "1%"),
+            (" 0.5 % ", MemorySize(fraction=0.005), "0.5%"),
+            ("50MiB", MemorySize(50 * MIB), "50MiB"),
+            ("1.5 GiB", MemorySize(3 * GIB // 2), "1536MiB"),
         ],
     )
-    def test_tolerances_are_read_and_shown(self, text: str, tolerance: Tolerance, shown: str) -> None:
+    def test_tolerances_are_read_and_shown(self, text: str, tolerance: MemorySize, shown: str) -> None:
         assert (parse_tolerance(text), str(tolerance)) == (tolerance, shown)
 
     @pytest.mark.parametrize("text", ["", "1", "101%", "5 MiBs", "%", 0.01])

@@ -33,7 +33,6 @@ from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
-    CheckedOut,
     Event,
     Measurement,
     Report,
@@ -47,7 +46,7 @@ from autoaccum.units import GIB
 TRAIN, OTHER = a_case(), a_case("other.py")
 *_BLOCKS, _HEAD, _WORKSPACE = a_measurement().holdings
 LARGER = a_measurement(*_BLOCKS, Holding(category="activations", module="extra", bytes=GIB), _HEAD, _WORKSPACE)
-OLD = '"largest": 32'
+OLD, HERE = '"largest": 32', dict(a_measurement().environment)
 Found = Mapping[str, Measurement | AutoaccumError]
 
 
@@ -74,7 +73,7 @@ class Bench:
 
     @property
     def entries(self) -> dict[Case, Measurement]:
-        return read_lock(self.project.lock, "")
+        return read_lock(self.project.lock)
 
     def _measure(self, case: Case, checkout: Checkout, *, micro_batches: Any, **how: Any) -> Measurement:
         self.asked.append((case.workload, micro_batches))
@@ -103,7 +102,7 @@ def by_workload(report: Report) -> dict[str, Verdict]:
 def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
     report = locked.guard({"other.py": LARGER})
     assert [verdict.case for verdict in report.verdicts] == [OTHER, TRAIN], "in the lock's order"
-    assert [verdict.outcome for verdict in report.verdicts] == ["regressed", "unchanged"]
+    assert [verdict.outcome for verdict in report.verdicts] == ["regressed", "passed"]
     assert (report.exit_code, report.against, report.updated) == (1, "autoaccum.lock", None)
     assert sorted(locked.asked) == [("other.py", (32,) * 8), ("train.py", (32,) * 8)]
     assert report.verdicts[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
@@ -112,7 +111,7 @@ def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
     finished = [event for event in locked.told if isinstance(event, CaseFinished)]
     assert {(event.number, event.count, event.verdict.outcome) for event in finished} == {
         (1, 2, "regressed"),
-        (2, 2, "unchanged"),
+        (2, 2, "passed"),
     }
 
 
@@ -120,7 +119,7 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     raised = WorkloadError("it raised", hint="mend it", user_traceback="line 1\nline 2")
     report = locked.guard({"other.py": raised})
     other, train = report.verdicts
-    assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
+    assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("passed", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
     called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
     assert called.exit_code == 2, "that is a fault of the call"
@@ -139,7 +138,7 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
     write_lock(bench.project.lock, a_lock(OTHER))
     report = bench.guard()
     told = by_workload(report)
-    assert (told["train.py"].outcome, told["other.py"].outcome) == ("unmeasured", "unchanged")
+    assert (told["train.py"].outcome, told["other.py"].outcome) == ("unmeasured", "passed")
     assert told["train.py"].reasons == ("autoaccum.lock has no entry for it",)
     assert told["train.py"].command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
     assert (report.exit_code, missing.exit_code) == (3, 3)
@@ -149,8 +148,11 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}}, "with torch 2.13.0, here it is 2.11.0"),
-        ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True"),
+        ({"environment": HERE | {"torch": "2.11.0"}}, "with torch 2.13.0, here it is 2.11.0"),
+        (
+            {"environment": HERE | {"expandable_segments": True}},
+            "expandable_segments not",
+        ),
         ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40"),
     ],
 )
@@ -194,7 +196,7 @@ def test_a_lock_that_cannot_be_read_stays_until_it_is_rewritten(locked: Bench) -
     lock = locked.project.lock
     lock.write_text(lock.read_text().replace(OLD, '"largest": 3'))
     text = lock.read_text()
-    with pytest.raises(LockFileError, match="anew by `autoaccum guard model.py --gpu NAME --target-batch N --update -"):
+    with pytest.raises(LockFileError, match="anew by `autoaccum guard --update --force`"):
         locked.guard()
     locked.name(TRAIN)
     for update, force in ((False, False), (True, False), (False, True)):
@@ -217,7 +219,6 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     assert (told["other.py"].exit_code, told["other.py"].reasons) == (3, ("at HEAD: it raised",))
     assert (report.exit_code, report.against) == (1, "HEAD")
     assert [asked for asked in bench.asked if asked[0] == "train.py"] == [("train.py", None), ("train.py", (64, 64))]
-    assert CheckedOut("HEAD") in bench.told
     assert not bench.project.lock.exists()
     write_lock(bench.project.lock, a_lock(TRAIN))
     bench.name()
@@ -247,7 +248,7 @@ def test_a_lock_that_could_not_be_written_is_reported_before_anything_is_measure
 def test_json_has_every_field_of_every_record() -> None:
     record = json.loads(ALL.to_json())
     assert list(record)[:2] == ["schema", "exit_code"]
-    assert (record["schema"], record["exit_code"]) == (3, 1)
+    assert (record["schema"], record["exit_code"]) == (4, 1)
     assert {field.name for field in dataclasses.fields(Report)} <= record.keys()
     regressed = record["verdicts"][-1]
     assert {field.name for field in dataclasses.fields(Verdict)} <= regressed.keys()

@@ -8,7 +8,7 @@ import io
 import pytest
 from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Verdict
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Verdict
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.guard_report import GuardProgress, harmless, print_report, report_text
 
@@ -35,16 +35,16 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
         "  way out    if meant, lock it:",
         "    autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
         "",
-        "1 case: 1 regressed; against autoaccum.lock, tolerance 1 %",
+        "1 case: 1 regressed; against autoaccum.lock, tolerance 1%",
     ]
 
 
 def test_what_is_well_takes_two_lines() -> None:
     assert lines_of(UNCHANGED) == [
-        "unchanged: train.py on a100-80gb, target batch 256, precision bf16",
+        "passed: train.py on a100-80gb, target batch 256, precision bf16",
         "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
-        "1 case: 1 unchanged; against autoaccum.lock, tolerance 1 %",
+        "1 case: 1 passed; against autoaccum.lock, tolerance 1%",
     ]
     assert report_text(report(LOCKED, updated="autoaccum.lock")).splitlines() == [
         "locked: train.py on rtx3090, target batch 256, precision bf16",
@@ -97,14 +97,13 @@ def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch)
     text, now = io.StringIO(), iter([0.0, 3.5, 4.0, 14.25])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     with GuardProgress(make_console(file=text)) as progress:
-        progress.notify(CheckedOut("HEAD~1"))
         progress.notify(CaseStarted(OTHER))
         progress.notify(CaseFinished(2, 12, UNCHANGED))
         progress.notify(CaseStarted(CASE))
         progress.notify(CaseFinished(3, 12, REGRESSED))
     assert text.getvalue().splitlines() == [
-        " 2/12    3.5 s  unchanged         train.py on a100-80gb, target batch 256, precision bf16",
-        " 3/12   10.2 s  regressed         train.py on rtx3090, target batch 256, precision bf16  +1.25 GiB (+8.9 %)",
+        " 2/12    3.5 s  passed        train.py on a100-80gb, target batch 256, precision bf16",
+        " 3/12   10.2 s  regressed     train.py on rtx3090, target batch 256, precision bf16  +1.25 GiB (+8.9 %)",
     ]
 
 

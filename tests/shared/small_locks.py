@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import Measurement
-from autoaccum.simulation.trace_records import CATEGORIES, Category
+from autoaccum.simulation.trace_records import CATEGORIES
 from autoaccum.units import GIB, MIB
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -26,26 +26,18 @@ def a_case(workload: str = "train.py", **fields: Any) -> Case:
 
 def whole_measurement(*rows: Holding, unused: int = 10 * MIB, **fields: Any) -> Measurement:
     """Make a measurement from the holdings in `rows`, with matching sums."""
-    categories: dict[Category, int] = {}
-    for row in rows:
-        categories[row.category] = categories.get(row.category, 0) + row.bytes
-    held_bytes = sum(categories.values())
+    held_bytes = sum(row.bytes for row in rows)
     known: dict[str, Any] = {
         "card": "NVIDIA GeForce RTX 3090",
-        "precision": "bf16",
-        "optimizer": "AdamW",
-        "batchnorm": "micro",
-        "parameters": 124_439_808,
+        "update": {"precision": "bf16", "optimizer": "AdamW", "parameters": "124,439,808"},
         "micro_batches": (32,) * 8,
         "fits": True,
         "largest": 32,
         "capped": False,
         "limit_bytes": 22 * GIB,
         "peak_bytes": held_bytes + unused,
-        "held_bytes": held_bytes,
         "least_bytes": held_bytes,
         "phase": "backward",
-        "categories": {**categories, "unused": unused},
         "holdings": rows,
     }
     return Measurement(**{**known, **fields})
@@ -63,7 +55,7 @@ def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
     )
     known: dict[str, Any] = {
         "least_bytes": sum(row.bytes for row in rows) + 2 * MIB,
-        "versions": {"torch": "2.13.0", "autoaccum": "0.1.0"},
+        "environment": {"torch": "2.13.0", "autoaccum": "0.1.0"},
     }
     return whole_measurement(*rows, **{**known, **fields})
 
@@ -118,8 +110,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
     return a_measurement(
         *draw(st.lists(holdings(), min_size=1, max_size=12, unique_by=lambda row: dataclasses.replace(row, bytes=0))),
         micro_batches=tuple(parts),
-        settings=draw(settings),
-        versions=draw(st.dictionaries(WORDS, WORDS, max_size=2)),
+        environment=draw(settings),
         fits=draw(st.booleans()),
         largest=draw(st.integers(0, 64)),
     )
