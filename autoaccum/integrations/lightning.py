@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from autoaccum.checks import counted
 from autoaccum.errors import UsageError
 from autoaccum.integrations.lightning_trainer import PRECISIONS
-from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running
+from autoaccum.integrations.plan_watch import PlanWatch, Running
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import read_weight
@@ -58,20 +57,16 @@ class PlanCallback(*_callback_classes()):  # type: ignore[misc]  # Its bases are
             batch=None if micro_batch is None else micro_batch * accumulated * ranks,
             world_size=ranks,
             checkpointing=None,
-            takes_savers=False,
-            micro_batch_name="batch_size of the DataLoader",
-            batch_names="batch_size x accumulate_grad_batches x ranks",
+            names=("batch_size of the DataLoader", "batch_size x accumulate_grad_batches x ranks"),
         )
-        self._watch.begin(running)
-        batches = trainer.num_training_batches
+        batches, cautions = trainer.num_training_batches, []
         left = 0 if math.isinf(batches) else batches % accumulated
         if left and not any(isinstance(one, ExactAccumulation) for one in trainer.callbacks):
-            warnings.warn(
+            cautions = [
                 f"the last update of an epoch has {counted(left, 'micro-batch')}, and the Trainer divides its gradient"
-                f" by {accumulated}: add ExactAccumulation() to the callbacks",
-                PlanWarning,
-                stacklevel=2,
-            )
+                f" by {accumulated}: add ExactAccumulation() to the callbacks"
+            ]
+        self._watch.begin(running, *cautions)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compare the peak with the plan's after an update."""

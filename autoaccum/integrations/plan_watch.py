@@ -37,14 +37,11 @@ class Running:
         model: The model, on its device.
         optimizer: Its optimizer, which may be wrapped by the framework; None where there is none yet.
         precision: `fp32`, `bf16` or `fp16`; None where it is not known.
-        micro_batch: Samples that run at once on a rank; None where the plan's parts run.
+        micro_batch: Samples that run at once on a rank; None where the plan's own parts and savers run.
         batch: Samples per update, over all ranks; None where that is not known.
         world_size: Number of ranks.
         checkpointing: Whether the framework turns the model's gradient checkpointing on; None where that is not known.
-        takes_savers: Whether the plan's savers are in use.
-        micro_batch_name: The framework's name of the micro-batch.
-        batch_names: The framework's names of what makes up the batch.
-        cautions: What else the framework does otherwise than the plan, in sentences.
+        names: The framework's names of the micro-batch, and of what makes up the batch.
     """
 
     model: nn.Module
@@ -54,10 +51,7 @@ class Running:
     batch: int | None
     world_size: int
     checkpointing: bool | None
-    takes_savers: bool
-    micro_batch_name: str
-    batch_names: str
-    cautions: tuple[str, ...] = ()
+    names: tuple[str, str]
 
 
 def find_differences(plan: Plan, running: Running) -> list[str]:
@@ -67,7 +61,7 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
         f"here is {ours}, the plan is for {theirs}: plan again for what is here"
         for theirs, ours in differences(plan_facts(plan), here)
     ]
-    micro, name = running.micro_batch, running.micro_batch_name
+    micro, (name, batch_names) = running.micro_batch, running.names
     if micro is not None and micro != plan.micro_batch:
         outcome = "may not fit" if micro > plan.micro_batch else "takes more micro-batches than needed"
         found.append(
@@ -75,7 +69,7 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
         )
     if running.batch is not None and running.batch != plan.target_batch:
         found.append(
-            f"an update has {counted(running.batch, 'sample')} ({running.batch_names}), the plan's has"
+            f"an update has {counted(running.batch, 'sample')} ({batch_names}), the plan's has"
             f" {plan.target_batch}: change one of these, or plan for --target-batch {running.batch}"
         )
     if running.world_size != plan.world_size:
@@ -83,25 +77,16 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
             f"{counted(running.world_size, 'rank')} train, the plan is for {plan.world_size}: plan with"
             f" --world-size {running.world_size}"
         )
-    return [*found, *_saver_differences(plan, running), *running.cautions]
-
-
-def _saver_differences(plan: Plan, running: Running) -> list[str]:
-    """Return what takes more memory here, or less: savers of the plan, or checkpointing of the model's own."""
-    savers = () if running.takes_savers else tuple(plan.workload.get("savers") or ())
-    recompute, found = next((word for word in savers if word.startswith(RECOMPUTE)), None), []
-    if others := [word for word in savers if not word.startswith(RECOMPUTE)]:
+    savers = () if micro is None else tuple(plan.workload.get("savers") or ())
+    recomputes = [word for word in savers if word.startswith(RECOMPUTE) and running.checkpointing is not None]
+    if others := [word for word in savers if word not in recomputes]:
         found.append(
             f"the plan needs {' and '.join(others)} (--savers), which only the Accumulator does: train by it, or"
             " plan without"
         )
-    of_model = bool((plan.workload.get("recipe") or {}).get("checkpointing"))
-    planned, here = recompute is not None or of_model, running.checkpointing
-    if here is None:  # What the plan has of the model is here, too; the framework itself recomputes nothing.
-        here = recompute is None and of_model
-    if here != planned:
-        in_plan = "in the plan" if recompute is None else f"in the plan (--savers {recompute})"
-        on, off = ("here", in_plan) if here else (in_plan, "here")
+    planned = bool(recomputes or (plan.workload.get("recipe") or {}).get("checkpointing"))
+    if running.checkpointing not in (None, planned):
+        on, off = ("in the plan", "here") if planned else ("here", "in the plan")
         found.append(f"gradient checkpointing is on {on} and off {off}: set it alike, or plan again")
     return found
 
@@ -129,10 +114,10 @@ class PlanWatch:
         """The plan."""
         return read_plan(self._given)
 
-    def begin(self, running: Running) -> None:
-        """Warn of each difference (`PlanWarning`); count updates from here."""
+    def begin(self, running: Running, *cautions: str) -> None:
+        """Warn of each difference and of `cautions` (`PlanWarning`); count updates from here."""
         self._device, self._updates, self._exceeded = model_device(running.model), 0, False
-        for sentence in find_differences(self.plan, running):
+        for sentence in (*find_differences(self.plan, running), *cautions):
             warnings.warn(sentence, PlanWarning, stacklevel=3)
 
     def update(self) -> None:

@@ -45,7 +45,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Compare the plan with the training."""
         ran, steps = state.train_batch_size or args.train_batch_size, args.gradient_accumulation_steps
-        model = unwrap_model(objects["model"])
+        model, name = unwrap_model(objects["model"]), "per_device_train_batch_size"
         smooths = bool(args.label_smoothing_factor)  # By a loss of the Trainer, which divides by the items.
         adds = steps > 1 and not (self._runs_parts or smooths) and ignores_items(model)
         self._watch.begin(
@@ -57,11 +57,9 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                 batch=ran * steps * args.world_size,
                 world_size=args.world_size,
                 checkpointing=bool(args.gradient_checkpointing),
-                takes_savers=self._runs_parts,
-                micro_batch_name="per_device_train_batch_size",
-                batch_names="per_device_train_batch_size x gradient_accumulation_steps x ranks",
-                cautions=(ADDS_MEANS.format(model=type(model).__name__, parts=steps),) if adds else (),
-            )
+                names=(name, f"{name} x gradient_accumulation_steps x ranks"),
+            ),
+            *([ADDS_MEANS.format(model=type(model).__name__, parts=steps)] if adds else []),
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

@@ -11,9 +11,6 @@ from math import prod
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-_BRACES = {"{": "{left}", "}": "{right}"}
-"""How a pattern writes a brace that is part of a name."""
-
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
@@ -48,7 +45,7 @@ def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[
     count = Counter(name for name, _ in named)
     found: list[tuple[str, Sequence[str]]] = []
     for name, group in named:
-        found += [(name, group)] if count[name] == 1 else [(_pattern(piece), piece) for piece in _pieces(group)]
+        found += [(name, group)] if count[name] == 1 else compact_names(group)
     return found
 
 
@@ -68,8 +65,7 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(names):
         by_text.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     pieces = (list(piece) for group in by_text.values() for piece in _pieces(group))
-    escaped = str.maketrans(_BRACES)
-    return [(_pattern([name.translate(escaped) for name in piece]), piece) for piece in pieces]
+    return [(_with_numbers(piece[0], map(_join_numbers, _columns(piece))), piece) for piece in pieces]
 
 
 def expand_name(pattern: str) -> list[str]:
@@ -107,29 +103,23 @@ def _pieces(names: Sequence[str]) -> Iterator[Sequence[str]]:
         yield from _pieces([name for name, own in zip(names, columns[at], strict=True) if own == number])
 
 
-def _pattern(names: Sequence[str]) -> str:
-    return _with_numbers(names[0], [_join_numbers(set(column)) for column in _columns(names)])
-
-
-def _join_numbers(numbers: set[str]) -> str:
-    """Return `{4..6,8}` for a set of numbers; a single number stays as it is, and `07` is no part of a range."""
+def _join_numbers(column: Iterable[str]) -> str:
+    """Return `{4..6,8}` for numbers; a single one stays as it is, and `07` is no part of a range."""
+    numbers = set(column)
     if len(numbers) == 1:
-        return next(iter(numbers))
+        return numbers.pop()
     odd = sorted(number for number in numbers if number != str(int(number)))
-    plain = sorted(int(number) for number in numbers - set(odd))
-    runs = (list(run) for _, run in groupby(enumerate(plain), lambda pair: pair[1] - pair[0]))
-    ends = ((run[0][1], run[-1][1]) for run in runs)
-    spans = [
-        str(first) if first == last else f"{first}{',' if last == first + 1 else '..'}{last}" for first, last in ends
-    ]
+    plain = sorted(map(int, numbers.difference(odd)))
+    spans = []
+    for _, run in groupby(enumerate(plain), lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        spans += [f"{values[0]}..{values[-1]}"] if len(values) > 2 else map(str, values)
     return f"{{{','.join([*spans, *odd])}}}"
 
 
 def _numbers(listed: str) -> list[str]:
     """Return the numbers that `4..6,8` stands for; raise ValueError if it is no such list."""
-    found = [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]
-    if found:
-        return found
+    found: list[str] = []
     for each in listed.split(","):
         span = _SPAN.fullmatch(each)
         if span is None:
