@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import errno
 import hashlib
 import importlib
 import importlib.util
@@ -49,13 +48,17 @@ def load_workload(reference: str) -> Workload:
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
     """
-    target, name = _parse_reference(reference)
-    is_new = True
-    if _is_path(target):
+    target, colon, name = split_reference(reference)
+    if not target.strip() or (colon and not name.isidentifier()) or "\0" in target:
+        raise WorkloadError(
+            f"{reprlib.repr(reference)} is not a reference to a workload",
+            hint="write model.py, model.py:name or package.module:name",
+        )
+    is_dotted, is_new = all(part.isidentifier() for part in target.split(".")), True
+    if target.endswith(".py") or not is_dotted or Path(target).is_file():
         path: Path | None = _find_file(target)
         assert path is not None
-        if name is not None:
-            check_import(path, name)
+        check_import(path, name)
         module, label, title = import_file(path), path.name, path.stem
     else:
         is_new, label, title = target not in sys.modules, target, target
@@ -63,7 +66,7 @@ def load_workload(reference: str) -> Workload:
         file = getattr(module, "__file__", None)
         path = None if file is None else Path(file).resolve()
     if is_new:  # Otherwise its Trainer may be in use.
-        free_card(getattr(module, name or "", None))
+        free_card(getattr(module, name, None))
     return _read(module, name, label, title, path)
 
 
@@ -80,29 +83,6 @@ def check_import(path: Path, name: str) -> None:
                 )
 
 
-def _parse_reference(reference: str) -> tuple[str, str | None]:
-    target, colon, name = split_reference(reference)
-    if not target.strip() or (colon and not name.isidentifier()) or not _can_be_path(target):
-        raise WorkloadError(
-            f"{reprlib.repr(reference)} is not a reference to a workload",
-            hint="write model.py, model.py:name or package.module:name",
-        )
-    return target, name if colon else None
-
-
-def _can_be_path(target: str) -> bool:
-    try:
-        Path(target).stat()
-    except (OSError, ValueError) as error:  # A null byte is a ValueError.
-        return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
-    return True
-
-
-def _is_path(target: str) -> bool:
-    is_dotted = all(part.isidentifier() for part in target.split("."))
-    return target.endswith(".py") or "/" in target or not is_dotted or Path(target).is_file()
-
-
 def _find_file(target: str) -> Path:
     path = Path(target).expanduser()
     if path.is_dir():
@@ -114,17 +94,20 @@ def _find_file(target: str) -> Path:
     return path.resolve()
 
 
-def _read(module: ModuleType, name: str | None, label: str, title: str, path: Path | None) -> Workload:
+def _read(module: ModuleType, name: str, label: str, title: str, path: Path | None) -> Workload:
     origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
-    title = title if name is None else f"{title}:{name}"
-    chosen = _lookup(module, name or "workload", label) if name or "workload" in _names(module) else None
+    title = f"{title}:{name}" if name else title
+    if name and not hasattr(module, name):
+        raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
+    chosen = getattr(module, name) if name else vars(module).get("workload")
+    chosen = None if isinstance(chosen, ModuleType) and not name else chosen
     if isinstance(chosen, Workload):
         title = title if chosen.name == "workload" else chosen.name
         return dataclasses.replace(chosen, name=title, **origin)
     if (trained := workload_of(chosen, names=vars(module))) is not None:
         return dataclasses.replace(trained, name=title, **origin)
     is_model = callable(chosen) and (not isinstance(chosen, type) or issubclass(chosen, nn.Module))
-    if chosen is not None and (name is None or not is_model):
+    if chosen is not None and not (name and is_model):
         raise WorkloadError(
             f"{name or 'workload'} in {label} is {describe_type(chosen)}, neither a workload nor a model",
             hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
@@ -137,7 +120,9 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
         del found["accumulate"]  # Imported from itertools for another purpose.
     if "criterion" in _called(found.get("loss")):
         found.pop("criterion", None)  # `loss` calls it.
-    found |= _find_batching(module)
+    batching = {name: getattr(module, name, None) for name in ("split", "size")}
+    if all(map(inspect.isfunction, batching.values())):  # One alone is of another meaning.
+        found |= batching
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     found |= _find_coupling(module, found)
@@ -168,18 +153,6 @@ def _called(function: Any) -> tuple[str, ...]:
     return names
 
 
-def _find_batching(module: ModuleType) -> dict[str, Any]:
-    """Return `split` and `size` if both are functions; one alone is of another meaning."""
-    found = {name: getattr(module, name, None) for name in ("split", "size")}
-    return found if all(map(inspect.isfunction, found.values())) else {}
-
-
-def _lookup(module: ModuleType, name: str, label: str) -> Any:
-    if hasattr(module, name):
-        return getattr(module, name)
-    raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
-
-
 def _require(module: ModuleType, name: str, label: str) -> Any:
     value = getattr(module, name, None)
     if value is not None and not isinstance(value, ModuleType):
@@ -192,14 +165,9 @@ def _require(module: ModuleType, name: str, label: str) -> Any:
     raise WorkloadError(f"{description} (it defines {_list_names(module)})", hint=f"write {forms[name]}")
 
 
-def _names(module: ModuleType) -> list[str]:
-    return [
-        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
-    ]
-
-
 def _list_names(module: ModuleType) -> str:
-    return ", ".join(_names(module)[:12]) or "nothing"
+    names = (name for name, value in vars(module).items() if not isinstance(value, ModuleType))
+    return ", ".join([name for name in names if not name.startswith("_")][:12]) or "nothing"
 
 
 _PREFIX = "_autoaccum_workload_"
@@ -309,28 +277,28 @@ def digest_sources(path: Path) -> str:
     nor on where the directory lies. Modules imported by other means do not count.
     """
     top = _package_root(path) or path.parent
-    found, waiting = set[Path](), [path]
+    found, waiting = dict[str, bytes](), [path]
     while waiting:
         file = waiting.pop()
-        if file in found or not file.is_file() or top not in file.parents or "-packages" in str(file.relative_to(top)):
+        place = file.relative_to(top).as_posix() if top in file.parents else ""
+        if not place or place in found or "-packages" in place or not file.is_file():
             continue
-        found.add(file)
+        found[place] = file.read_bytes()
         waiting += [folder / "__init__.py" for folder in file.parents if top in folder.parents]
-        waiting += _imported(file, top)
+        waiting += _imported(found[place], file, top)
     digest = hashlib.sha256()
-    for file in sorted(found, key=lambda file: file.relative_to(top).as_posix()):
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(os.fsencode(f"{file.relative_to(top).as_posix()}\0{content}\n"))
+    for place, content in sorted(found.items()):
+        digest.update(os.fsencode(f"{place}\0{hashlib.sha256(content).hexdigest()}\n"))
     return digest.hexdigest()
 
 
-def _imported(file: Path, top: Path) -> Iterator[Path]:
-    """Yield the paths at which the modules imported by `file` would lie."""
+def _imported(content: bytes, file: Path, top: Path) -> Iterator[Path]:
+    """Yield the paths at which the modules imported by a file with this content would lie."""
     try:
-        tree = ast.parse(file.read_bytes())
+        nodes = ast.walk(ast.parse(content))
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names, level = [alias.name for alias in node.names], 0
         elif isinstance(node, ast.ImportFrom):
