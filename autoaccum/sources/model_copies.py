@@ -78,34 +78,18 @@ def empty_tensors(model: nn.Module) -> dict[int, Any]:
 
 
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
-    """Return a copy of the workload's model, prepared by `prepare_copy`, and True.
+    """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
 
-    If the model cannot be copied, return the model itself, unchanged, and False.
+    A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
+    model itself, unchanged, and False.
     """
     with user_code("model()"):
         model = workload.make_model()
-    # A function may return the same model each time; that one belongs to the caller.
-    copied = isinstance(workload.model, nn.Module | type)
-    if not copied:
-        model, copied = copy_model(model)
-    if copied:
-        prepare_copy(model)
-    return model, copied
-
-
-def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Return a copy of `model` and True; if it cannot be copied, `model` itself and False."""
-    try:
-        return copy_module(model), True
-    except Exception:  # `__deepcopy__` may be the user's.
-        return model, False
-
-
-def prepare_copy(model: nn.Module) -> None:
-    """Put a copy into training mode and add noise to constant weights.
-
-    A head that starts at zero, for one, gives all samples the same loss.
-    """
+    if not isinstance(workload.model, nn.Module | type):
+        try:
+            model = copy_module(model)  # A function may return the same model each time; that belongs to the caller.
+        except Exception:  # `__deepcopy__` may be the user's.
+            return model, False
     if not model.training:
         model.train()
     generator = torch.Generator().manual_seed(0)
@@ -115,6 +99,7 @@ def prepare_copy(model: nn.Module) -> None:
             if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return model, True
 
 
 def is_large(model: nn.Module) -> bool:
@@ -150,11 +135,7 @@ def copy_objective(
 
 def objective_in_float64(objective: Objective) -> Objective:
     """Return the objective with a copy of its criterion in float64."""
-    return copy_objective(objective, nn.Module.double, lambda tensors: map_tensors(tensors, _double))
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return copy_objective(objective, nn.Module.double, lambda tensors: cast_batch(tensors, torch.float64))
 
 
 def _computed(value: Any) -> Iterator[Tensor]:

@@ -110,7 +110,7 @@ def _join_numbers(column: Iterable[str]) -> str:
         return numbers.pop()
     odd = sorted(number for number in numbers if number != str(int(number)))
     plain = sorted(map(int, numbers.difference(odd)))
-    spans = []
+    spans = list[str]()
     for _, run in groupby(enumerate(plain), lambda pair: pair[1] - pair[0]):
         values = [value for _, value in run]
         spans += [f"{values[0]}..{values[-1]}"] if len(values) > 2 else map(str, values)

@@ -21,37 +21,31 @@ from autoaccum.sources.model_copies import copy_module, empty_tensors
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Check, before any model is built, that `optimizer` can make one optimizer.
+def check_optimizer(optimizer: Any) -> Callable[..., Any]:
+    """Check, before any model is built, that `optimizer` can make one optimizer; return what makes it.
+
+    Args:
+        optimizer: A name in `torch.optim`, ignoring case; a class; a function of the list of parameters; None: AdamW.
 
     Raises:
         WorkloadError: It is an instance, several optimizers, an unknown name, not callable, or needs a closure.
     """
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
-    if isinstance(optimizer, str):
-        find_optimizer(optimizer)
-    elif _is_optimizer(optimizer) and needs_closure(optimizer):
-        raise closure_refusal(optimizer.__name__)
-    elif optimizer is not None and not callable(optimizer):
+    if optimizer is None or isinstance(optimizer, str):
+        known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+        name = (optimizer or "AdamW").lower()
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or ["adamw", "sgd"]
+            names = ", ".join(known[key].__name__ for key in close)
+            raise WorkloadError(f"torch.optim has no optimizer {optimizer!r}", hint=f"did you mean {names}?")
+        optimizer = known[name]
+    if not callable(optimizer):
         raise WorkloadError(f"optimizer is {describe_type(optimizer)}", hint=_FACTORY)
-
-
-def find_optimizer(name: str) -> type[Optimizer]:
-    """Return the class of `torch.optim` with this name, ignoring case.
-
-    Raises:
-        WorkloadError: There is no such class, or its step needs a closure.
-    """
-    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
-    found: type[Optimizer] | None = known.get(name.lower())
-    if found is None:
-        close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or ["adamw", "sgd"]
-        names = ", ".join(known[key].__name__ for key in close)
-        raise WorkloadError(f"torch.optim has no optimizer {name!r}", hint=f"did you mean {names}?")
-    if needs_closure(found):
-        raise closure_refusal(found.__name__)
-    return found
+    if _is_optimizer(optimizer) and needs_closure(optimizer):
+        raise closure_refusal(optimizer.__name__)
+    factory: Callable[..., Any] = optimizer
+    return factory
 
 
 def needs_closure(optimizer: type[Optimizer]) -> bool:
@@ -61,14 +55,11 @@ def needs_closure(optimizer: type[Optimizer]) -> bool:
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
-    """Return an optimizer of the trainable parameters of `model`; AdamW if `optimizer` is None.
-
-    Args:
-        optimizer: A name in `torch.optim`, a class, or a function of the list of parameters.
-        model: The model to update.
+    """Return an optimizer of the trainable parameters of `model`.
 
     Raises:
-        WorkloadError: The model has no trainable parameters, or `optimizer` does not make an optimizer of them.
+        WorkloadError: As in `check_optimizer`, the model has no trainable parameters, or `optimizer` does not make an
+            optimizer of them.
     """
     check_optimizer(optimizer)
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -94,8 +85,7 @@ def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
     Raises:
         WorkloadError: It makes no optimizer, several, or one that needs a closure.
     """
-    is_named = optimizer is None or isinstance(optimizer, str)
-    factory: Any = find_optimizer(optimizer or "AdamW") if is_named else optimizer
+    factory = check_optimizer(optimizer)
     try:
         made = factory(params)
     except (TypeError, ValueError) as error:

@@ -125,22 +125,14 @@ def some_samples(dataset: Any, count: int) -> Iterator[Any]:
     return itertools.islice(iter(dataset), count)
 
 
-def _length(sample: Any) -> int:
+def _length(node: Any) -> int:
     """Return the number of elements of a sample; -1 if nothing in it can be counted."""
-    elements = list(_elements(sample))
-    return sum(elements) if elements else -1
-
-
-def _elements(node: Any) -> Iterator[int]:
-    if isinstance(node, Tensor):
-        yield node.numel()
-    elif isinstance(node, np.ndarray):
-        yield node.size
-    elif isinstance(node, list) and node and all(isinstance(entry, numbers.Real) for entry in node):
-        yield len(node)
-    else:
-        for _, child in pytree.children(node) or ():
-            yield from _elements(child)
+    if isinstance(node, Tensor | np.ndarray):
+        return node.numel() if isinstance(node, Tensor) else node.size
+    if isinstance(node, list) and node and all(isinstance(entry, numbers.Real) for entry in node):
+        return len(node)
+    lengths = [length for _, child in pytree.children(node) or () if (length := _length(child)) >= 0]
+    return sum(lengths) if lengths else -1
 
 
 def take_small_batch(workload: Workload, size: int) -> Any:
@@ -152,24 +144,18 @@ def take_small_batch(workload: Workload, size: int) -> Any:
         WorkloadError: `batch` or the dataset raises, or `batch` returns another number of samples. Without `batch`: the
             dataset is too short, or its samples cannot be collated.
     """
-    made = None
-    if workload.batch is not no_batch:
-        with user_code(f"batch({size})"):
-            made = workload.build_batch(size)
+    has_batch, hint = workload.batch is not no_batch, "write def batch(size)"
+    with user_code(f"batch({size})"):
+        made = workload.build_batch(size) if has_batch else None
     samples = _mixed_samples(workload.dataset, size)
     if len(samples) < size:
-        if made is None:
-            raise WorkloadError(
-                f"the dataset has {len(samples)} samples, {size} are needed", hint="write def batch(size)"
-            )
+        if not has_batch:
+            raise WorkloadError(f"the dataset has {len(samples)} samples, {size} are needed", hint=hint)
         return made
-    collate = default_collate if workload.collate is None else workload.collate
-    if made is None:
-        with user_code("collating samples of the dataset"):
-            return read_batch(collate(samples), workload.batching, size, "collate()")
-    with suppress(TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
-        collated = read_batch(collate(samples), workload.batching, size, "collate()")
-        return collated if _structure(collated) == _structure(made) else made
+    with suppress(*[WorkloadError] * has_batch), user_code("collating samples of the dataset"):
+        collated = (workload.collate or default_collate)(samples)
+        collated = read_batch(collated, workload.batching, size, "collate()")
+        return collated if not has_batch or _structure(collated) == _structure(made) else made
     return made
 
 
@@ -191,11 +177,8 @@ def _mixed_samples(dataset: Any, size: int) -> list[Any]:
 
 def _structure(node: Any) -> Any:
     """Return the structure of a batch without its sizes; lists equal tuples, since `default_collate` makes lists."""
-    children = pytree.children(node)
-    if children is None:
-        return "tensor" if pytree.is_leaf(node) else type_name(node)
-    structure = "sequence" if pytree.is_sequence(node) else type_name(node)
-    return structure, tuple((step, _structure(child)) for step, child in children)
+    kind = "sequence" if pytree.is_sequence(node) else type_name(node)
+    return kind, [(step, _structure(child)) for step, child in pytree.children(node) or ()]
 
 
 def apply_settings(
