@@ -54,9 +54,11 @@ def command(
       2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
       3  the workload cannot be simulated
     """
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.snapshot_check import check_snapshot
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
-    from autoaccum.planning.snapshot_check import check_snapshot
+    from autoaccum.planning.plan_setup import make_setup
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.explain_report import print_snapshot, snapshot_json
     from autoaccum.reporting.progress import Progress
@@ -65,7 +67,10 @@ def command(
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
         progress.show("tracing the update ...")
-        check = check_snapshot(snapshot, workload, request, micro_batch, on_output=progress.print_output)
+        setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
+        with setup.running() as device:
+            assert isinstance(device, SimulatedDevice)  # `--gpu` is required.
+            check = check_snapshot(snapshot, device, request.target_batch, micro_batch)
     if as_json:
         click.echo(snapshot_json(check), nl=False)
     else:

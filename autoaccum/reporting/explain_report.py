@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         SourceDifference,
         UpdateComparison,
     )
-    from autoaccum.planning.snapshot_check import SnapshotCheck
+    from autoaccum.devices.simulated.snapshot_check import SnapshotCheck
 
 _NONE = "-"
 _MOST_SOURCES = 10

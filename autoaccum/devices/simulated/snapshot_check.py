@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import make_setup
 from autoaccum.simulation.allocator.recording import (
     ReplayDifference,
     read_recording,
@@ -54,45 +52,34 @@ class SnapshotCheck:
 
 
 def check_snapshot(
-    snapshot: str | os.PathLike[str],
-    workload: str,
-    request: PlanRequest,
-    micro_batch: int,
-    *,
-    on_output: Callable[[str], None] | None = None,
+    snapshot: str | os.PathLike[str], device: SimulatedDevice, target_batch: int, micro_batch: int
 ) -> SnapshotCheck:
-    """Replay a snapshot, and lay its last update beside that of a workload on a simulated card.
+    """Replay a snapshot, and lay its last update beside that of the device's workload.
 
     Args:
         snapshot: The file.
-        workload: A reference.
-        request: The samples per update, and the options of the run; `options.gpu` is the card.
+        device: The card, with the workload and the options of the run.
+        target_batch: Samples per update.
         micro_batch: The most samples that ran at once.
-        on_output: Receives each line the workload prints; stderr otherwise.
 
     Raises:
         UsageError: The file is no complete snapshot, or its end is no such update; or `micro_batch` is too large.
         WorkloadError, NotMeasuredError: The workload cannot be simulated.
     """
-    if micro_batch > request.target_batch:
+    if micro_batch > target_batch:
         raise UsageError(
-            f"a micro-batch of {micro_batch} is more than the {request.target_batch} samples of an update",
+            f"a micro-batch of {micro_batch} is more than the {target_batch} samples of an update",
             hint="give those of the recorded run (--micro-batch, --target-batch)",
         )
     recording = read_recording(snapshot)
     not_replayed = why_not_replayed(recording)
     difference = None if not_replayed is not None else replay_recording(recording)
-    setup = make_setup(workload, request, on_output=on_output, verb="explain")
-    device = setup.device
-    assert isinstance(device, SimulatedDevice)
-    with device:
-        request = request.with_multiple_of(device.inspect().multiple_of)
-        update = device.compare(recording, request.schedule(micro_batch).micro_batches)
+    schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
     return SnapshotCheck(
         snapshot=str(snapshot),
         events=len(recording.entries),
         not_replayed=not_replayed,
         replay_difference=difference,
         card=device.name,
-        update=update,
+        update=device.compare(recording, schedule.micro_batches),
     )
