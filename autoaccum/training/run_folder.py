@@ -1,4 +1,7 @@
-"""The folder of a run: its lock, its weights, `metrics.jsonl` and TensorBoard's files."""
+"""The folder of a run: its lock, its checkpoints, its weights, `metrics.jsonl` and TensorBoard's files.
+
+Every file is written whole or not at all, and loads without running code.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,45 @@ import io
 import json
 import math
 import os
+import re
 import socket
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints import Checkpoints, portable, write_file
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autoaccum.checks import describe_type
+from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import Evaluated, Notice, Updated
 
+FORMAT = "autoaccum checkpoint"
+VERSION = 5
+_NAME = re.compile(r"checkpoint-(\d{8,})\.pt")
 _OTHER_FOLDER = "use another folder"
-_LOCK = "autoaccum.lock"
-_CEILING = "ceiling.json"
+_LOCK, _CEILING = "autoaccum.lock", "ceiling.json"
 _RUN_FILES = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard", "ema.pt")
 _TENSORBOARD_FIELDS = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_MAPPINGS = (dict, OrderedDict, Counter)
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class NotPortableError(CheckpointError):
+    """A state holds an object that could be loaded only by running code."""
+
+    exit_code = 2
 
 
 class RunFolder:
     """A run's folder, locked: no other process can open it until this one closes it or ends, in whatever way.
+
+    A folder in which no checkpoint was written is left as it was found.
 
     Args:
         path: The folder; created if missing.
@@ -36,7 +59,6 @@ class RunFolder:
 
     Attributes:
         path: The absolute path, which stays valid when the process changes its working directory.
-        checkpoints: The checkpoints in the folder.
 
     Raises:
         UsageError: The folder cannot be created or written to, another process has it open, or it holds files named
@@ -45,34 +67,64 @@ class RunFolder:
 
     def __init__(self, path: str | Path, *, keep: int = 3, reads_only: bool = False) -> None:
         self.path = Path(path).absolute()
-        folder = self.path / "checkpoints"
+        self._folder, self._keep = self.path / "checkpoints", keep
         self._lock: int | None = None
-        self.checkpoints = Checkpoints(folder, keep)
         if reads_only:
             return
         try:
+            # A run writes a checkpoint before anything else.
             others = [name for name in _RUN_FILES if os.path.lexists(self.path / name)]
-            if others and not any(folder.glob("checkpoint-*.pt")):  # A run writes a checkpoint before anything else.
+            if others and not self.checkpoints():
                 raise UsageError(
                     f"{self.path} holds {', '.join(others)} and no checkpoint: training would overwrite them",
                     hint="use another folder, or move these files",
                 )
-            folder.mkdir(parents=True, exist_ok=True)
+            self._made = [one for one in (self._folder, self.path, *self.path.parents) if not one.exists()]
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path / _LOCK)
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"{self.path} is not a folder, or lies below a file", hint=_OTHER_FOLDER) from None
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_OTHER_FOLDER) from None
-        self.checkpoints.clear()
+        for unfinished in self._folder.glob(".checkpoint-*.pt.tmp"):
+            unfinished.unlink(missing_ok=True)
 
-    def write_weights(self, weights: Mapping[str, Any], name: str = "model.pt") -> Path:
-        """Write weights, a plain `state_dict`, whole or not at all, and return the path.
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is None:
+            return
+        if not self.checkpoints():
+            with suppress(OSError):
+                (self.path / _LOCK).unlink()
+                for made in self._made:
+                    made.rmdir()
+        os.close(self._lock)
+        self._lock = None
+
+    def checkpoints(self) -> list[Path]:
+        """Return the paths of all checkpoints, newest first."""
+        return find_checkpoints(self.path)
+
+    def write_checkpoint(self, update: int, record: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `update`, then remove the oldest ones beyond those to keep.
 
         Raises:
-            NotPortableError: A module's extra state could be loaded only by running code; the message names it.
-            CheckpointError: The file cannot be written.
+            NotPortableError: `record` holds an object that could be loaded only by running code.
+            CheckpointError: The file cannot be written; earlier checkpoints stay.
         """
+        path = self._folder / f"checkpoint-{update:08}.pt"
+        write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
+        paths = self.checkpoints()
+        for earlier in paths[paths.index(path) + self._keep :]:
+            with suppress(OSError):  # Tried again the next time.
+                earlier.unlink()
+        return path
+
+    def write_weights(self, weights: Mapping[str, Any], name: str = "model.pt") -> Path:
+        """Write weights, a plain `state_dict`, and return the path; raise as `write_checkpoint`."""
         path = self.path / name
         write_file(path, portable(dict(weights), str(path)))
         return path
@@ -89,13 +141,143 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def __enter__(self) -> RunFolder:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+def find_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the paths of all checkpoints in a run's folder, newest first."""
+    paths = [path for path in (run_dir / "checkpoints").glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=checkpoint_update, reverse=True)
+
+
+def checkpoint_update(path: Path) -> int:
+    """Return the update after which a checkpoint was written."""
+    return int(path.stem.rpartition("-")[2])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the record in a checkpoint: tensors in host memory, checksums compared, no code run.
+
+    Raises:
+        CheckpointError: The file does not hold what was written, has another format, or cannot be read now.
+    """
+    content = None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_whole = archive.testzip() is None
+        if is_whole:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError) as error:
+        if isinstance(error, MemoryError) or error.errno not in (None, errno.EINVAL):
+            raise CheckpointError(f"{path} cannot be read ({error})", hint="check its permissions") from None
+    except Exception:  # zipfile and torch raise errors of many kinds for a damaged file.
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is damaged", hint="remove it: the same command then resumes from the one before, or starts anew"
+        )
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} is of format {content.get('version')}, this autoaccum reads format {VERSION}",
+            hint="resume with the version that wrote it, or start a new run in another folder",
+        )
+    record: dict[str, Any] = content["record"]
+    return record
+
+
+def portable(content: Any, what: str = "a checkpoint") -> Any:
+    """Copy a nested structure so that it loads without code: tensors on the CPU, NumPy scalars as Python numbers.
+
+    Tensors on the CPU are not copied, unless they are a part of a larger one. A tensor that occurs twice stays shared.
+
+    Raises:
+        NotPortableError: An entry could be loaded only by running code; the message names it.
+    """
+    tensors: dict[int, Tensor] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if type(node) in _TENSORS and not (node.is_meta or node.is_quantized or node.is_nested):
+            return tensors.setdefault(id(node), _own_values(node))
+        below = f"{path}." if path else ""
+        if type(node) in (*_MAPPINGS, defaultdict):
+            items = {walk(key, f"a key of {path}"): walk(value, f"{below}{key}") for key, value in node.items()}
+            return type(node)(items) if type(node) in _MAPPINGS else items
+        if type(node) in (list, tuple, set):
+            return type(node)([walk(entry, f"{below}{index}") for index, entry in enumerate(node)])
+        if isinstance(node, np.generic):
+            return walk(node.item(), path)
+        if type(node) not in _PLAIN or node == b"":  # Empty bytes are pickled as a call.
+            raise NotPortableError(
+                f"{what} cannot hold {path}: it is {describe_type(node)}, which would not load without running code",
+                hint="use tensors, numbers and strings there, and lists and dicts of them",
+            )
+        return node
+
+    return walk(content, "")
+
+
+def _own_values(tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU, in a storage of its own."""
+    values = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    is_part = values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes
+    return values.clone(memory_format=torch.contiguous_format) if is_part else values
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write a portable structure with `torch.save`, sync it, and then rename it to `path`.
+
+    An earlier file of that name stays until the rename, and the temporary file is removed on any error.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError, MemoryError) as error:
+        # torch's writer raises its own error after the file's.
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else first_line(error)
+        raise CheckpointError(
+            f"{path} cannot be written ({reason})", hint="free disk space, and check the folder's permissions"
+        ) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync a folder's entries to disk, on file systems that support it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _lock(path: Path) -> int:
+    """Lock a file until this process ends; forked workers do not hold the lock."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or os.fstat(handle).st_ino != path.stat().st_ino:  # Whoever held it has just removed it.
+            raise BlockingIOError
+    except (BlockingIOError, PermissionError):
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(handle)
+        raise UsageError(f"{path.parent} is in use by {holder}", hint="wait for it, or use another folder") from None
+    except OSError:
+        os.close(handle)
+        raise
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return handle
 
 
 class MetricsLog:
@@ -107,7 +289,7 @@ class MetricsLog:
     Args:
         update: Lines of later updates are removed, since those updates are made again.
         evaluated_at: The update of the last evaluation; later ones are made again too.
-        notify: Called once, with a notice, when a line cannot be written.
+        notify: Called with a notice when a line cannot be written.
     """
 
     def __init__(self, folder: Path, update: int, evaluated_at: int, notify: Callable[[Any], Any]) -> None:
@@ -168,26 +350,6 @@ class MetricsLog:
         self._notify(Notice(f"{self._path} cannot be written ({error.strerror}): some lines are missing"))
 
 
-def _lock(path: Path) -> int:
-    """Lock a file until this process ends; forked workers do not hold the lock.
-
-    The file stays in the folder, since another process may be about to lock it.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(handle)
-        raise UsageError(f"{path.parent} is in use by {holder}", hint="wait for it, or use another folder") from None
-    except OSError:
-        os.close(handle)
-        raise
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return handle
-
-
 def _open_board(folder: Path, update: int) -> Any:
     """Return a writer whose values follow those of `update`; None if TensorBoard is missing or broken."""
     if importlib.util.find_spec("tensorboard") is not None:
@@ -199,18 +361,16 @@ def _open_board(folder: Path, update: int) -> Any:
 
 
 def _valid_bytes(content: bytes, update: int, evaluated_at: int) -> int:
-    valid = end = 0
+    """Return the bytes of the lines up to an update; a torn line is none."""
+    end = 0
     for line in content.splitlines(keepends=True):
-        end += len(line)
-        try:
-            values = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            continue
-        if isinstance(values, dict) and isinstance(values.get("update"), int):
-            if values["update"] > (evaluated_at if "evaluation" in values else update):
-                break
-            valid = end
-    return valid
+        with suppress(ValueError, KeyError):
+            values = json.loads(line)
+            if line.endswith(b"\n") and values["update"] <= (evaluated_at if "evaluation" in values else update):
+                end += len(line)
+                continue
+        break
+    return end
 
 
 def _finite(value: Any) -> Any:

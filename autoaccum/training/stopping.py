@@ -10,9 +10,8 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -22,8 +21,6 @@ from torch import Tensor
 from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
-from autoaccum.training.data_windows import Window
-from autoaccum.training.fit_events import EventNotifier
 
 _T = TypeVar("_T")
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -244,32 +241,26 @@ class TrainingRanks:
         """Go on alone unless all ranks are there and ready to save."""
         self.is_alone = not all(self.gather(is_ready))
 
-    def agree_on_window(self, window: Window | None, notifier: EventNotifier) -> None:
-        """Have all ranks stop if the callback of one wants to.
+    def agree_on_window(self, window: object, wants_stop: bool) -> bool:
+        """Return whether a rank wants to stop.
+
+        Args:
+            window: The samples and the checksum of the next window.
+            wants_stop: Whether a callback of this rank wants to end the training.
 
         Raises:
             UsageError: The ranks do not read the same data in the same order.
         """
-        if self.size == 1:
-            return
-        read = None if window is None else (window.samples, window.checksum)
-        answers = [answer for answer in self.gather((read, notifier.should_stop)) if answer is not None]
-        if any(wants_stop for _, wants_stop in answers):
-            notifier.should_stop = True
-        elif len({of_rank for of_rank, _ in answers}) > 1:
+        answers = [answer for answer in self.gather((window, wants_stop)) if answer is not None]
+        if any(of_rank for _, of_rank in answers):
+            return True
+        if any(of_rank != answers[0][0] for of_rank, _ in answers):
             raise UsageError(
                 "the ranks do not read the same samples in the same order",
                 hint="let the data and its sampler draw from the generators of Python, NumPy or torch, and give all"
                 " samples to every rank: fit deals them itself",
             )
-
-    @contextmanager
-    def warning_once(self) -> Iterator[None]:
-        """Show Python's warnings on rank 0 only."""
-        with warnings.catch_warnings() if not self.is_first else nullcontext():
-            if not self.is_first:
-                warnings.simplefilter("ignore")
-            yield
+        return False
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the `tensors` of rank 0, except those that cannot be sent."""

@@ -1,10 +1,13 @@
-"""The objects to train: a live model, a Workload or its file, and the components built from it."""
+"""What is trained, by which plan, and the objects built from it.
+
+A live model is read as a Workload at once, so that all that follows knows one kind of source.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -16,32 +19,32 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
 from autoaccum.accumulation.argument_checks import (
-    check_model,
     check_optimizer,
     check_scheduler,
     check_unsharded,
-    choose_objective,
     choose_option,
+    differences,
+    plan_facts,
     unwrap_model,
 )
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm import checked_batchnorm
+from autoaccum.accumulation.batchnorm import batchnorm_names, checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler, needs_buffers
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.launch import choose_parallel, shard_model
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
+from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.checks import check_word, describe_type
+from autoaccum.checks import check_word, counted, describe_type
 from autoaccum.devices.device_choice import card_index, check_device
-from autoaccum.devices.live_objects import make_batches
+from autoaccum.devices.live_objects import workload_of_objects
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import (
     AccumulateIn,
     BatchNormMode,
-    Options,
     Precision,
     check_mesh,
     read_accumulate_in,
@@ -50,13 +53,13 @@ from autoaccum.options import (
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
-from autoaccum.sources.batches import read_batching
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.objective import Objective, read_coupled_loss, with_coupling
+from autoaccum.sources.objective import Objective, with_coupling
 from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
 from autoaccum.sources.spec import Workload, no_batch
-from autoaccum.training.fit_events import WorkloadOutput
+from autoaccum.training.data import WindowReader
+from autoaccum.training.fit_events import Notice, WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 
 _OF_THE_LOSS = ("loss", "criterion", "outputs", "coupled_loss", "weight")
@@ -73,20 +76,18 @@ class TrainingComponents:
         batchnorm: `micro`, `running`, `frozen` or `exact`.
         accumulate_in: `fp32` or `parameters`.
         savers: Ways to take less memory of the device.
-        evaluate: The workload's `evaluate(model, batch)`; None: the loss is evaluated.
         averages: The averaged weights (EMA); None without them.
     """
 
     model: nn.Module
     objective: Objective
     optimizer: Optimizer
-    scheduler: Any
-    scaler: GradScaler | None
-    precision: str
-    batchnorm: BatchNormMode
-    accumulate_in: AccumulateIn
-    savers: tuple[str, ...]
-    evaluate: Callable[..., Any] | None
+    scheduler: Any = None
+    scaler: GradScaler | None = None
+    precision: Precision = "fp32"
+    batchnorm: BatchNormMode = "micro"
+    accumulate_in: AccumulateIn = "fp32"
+    savers: tuple[str, ...] = ()
     averages: EmaModel | None = None
 
     @property
@@ -112,6 +113,274 @@ class TrainingComponents:
         return [*named] if criterion is None else [criterion, *named]
 
 
+@dataclass(frozen=True)
+class MicroBatchChoice:
+    """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of."""
+
+    micro_batch: int
+    plan: Plan | None = None
+    multiple_of: int = 1
+
+
+class TrainingSetup:
+    """What a request says to train, as a workload.
+
+    A live model is trained where it is, or on the GPU that is requested.
+
+    Attributes:
+        workload: The workload, with the request's values in place of its own. A live model is its `model`.
+        data: The training data.
+        eval_data: The evaluation data, or None.
+        device: Where the model is trained.
+
+    Raises:
+        UsageError: The request has neither a model nor a workload, or an argument that does not go with it.
+        WorkloadError: The workload has no data, or cannot be used.
+    """
+
+    def __init__(self, request: FitRequest) -> None:
+        self.request = request
+        self.is_live = isinstance(request.model_or_workload, nn.Module)
+        self.workload = own = _read_live_model(request) if self.is_live else _read_workload(request)
+        self.objective = own.objective
+        self.data = _as_samples(own.dataset) if request.data is None else request.data
+        if self.data is None and self.is_live:
+            raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
+        if self.data is None:
+            raise WorkloadError(f"{own.name} has no dataset to train on", hint="define dataset in it, or give data")
+        self.eval_data = _as_samples(own.evaluation_dataset) if request.eval_data is None else request.eval_data
+        self.device = self._move_live_model() if self.is_live else find_device(request.options.device)
+
+    def choose_micro_batch(
+        self, reader: WindowReader, checkpoint: Mapping[str, Any] | None, notify: Callable[[Any], Any]
+    ) -> MicroBatchChoice:
+        """Return the micro-batch that was given, else that of the interrupted run, else that of a new plan.
+
+        Args:
+            reader: The training data, of which batches are made for trials if the workload has none.
+            checkpoint: The record of the checkpoint to resume from.
+            notify: Called with notices, and with the planner's events.
+
+        Raises:
+            UsageError: The given plan is for other updates or another device.
+            DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
+        """
+        earlier = None if checkpoint is None else read_plan(checkpoint)
+        choice = self._choose_without_planning(checkpoint, earlier, notify)
+        if choice is None:
+            plan = self._make_plan(reader, notify)
+            if earlier is not None:  # A tuned learning rate stays valid for the new plan.
+                plan = dataclasses.replace(plan, learning_rate=earlier.learning_rate)
+            choice = MicroBatchChoice(plan.micro_batch, plan)
+        multiple = max(self.workload.multiple_of or 1, 1 if choice.plan is None else choice.plan.multiple_of)
+        check_multiple(self.request.target_batch, multiple, "the target batch")
+        return dataclasses.replace(choice, multiple_of=multiple)
+
+    def build(self, plan: Plan | None) -> TrainingComponents:
+        """Build the model and its components from the current random states.
+
+        The learning rate that was given, or that a plan was tuned with, is the rate of the first parameter group; other
+        groups keep their ratio to it, and the scheduler is built after it is set.
+
+        Raises:
+            UsageError: The scheduler, the precision, the BatchNorm mode or a coupled loss cannot be used.
+            WorkloadError: The model cannot be copied for an average.
+        """
+        request, scheduler = self.request, self.request.scheduler
+        learning_rate = request.learning_rate or (None if plan is None else plan.learning_rate)
+        if learning_rate is not None and scheduler is not None and not callable(scheduler):
+            raise UsageError(
+                f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
+                hint="give scheduler as a function of the optimizer",
+            )
+        model, optimizer = self._build_model(plan)
+        if learning_rate is not None:
+            set_learning_rate(optimizer, learning_rate)
+        if scheduler is None or callable(scheduler):
+            scheduler = self.workload.build_scheduler(optimizer)
+        check_scheduler(scheduler, optimizer)
+        device, trained = model_device(model), optimizer_parameters(optimizer)
+        precision = self._resolve_option("precision", plan)
+        check_word(precision, "precision", get_args(Precision))
+        objective = with_coupling(self.objective, self._resolve_option("coupled", plan), UsageError)
+        objective.move_criterion(device)
+        savers = read_savers(self._resolve_option("savers", plan), UsageError)
+        if "offload-optimizer" in savers and needs_buffers(trained):
+            raise UsageError(
+                "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
+                hint="keep the parameters in float32 (precision bf16 runs them under autocast), or train by the"
+                " Accumulator",
+            )
+        ema_decay = request.ema_decay or (EMA_DECAY if "ema" in self.workload.keeps else None)
+        if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
+            model.train()
+        return TrainingComponents(
+            model=model,
+            objective=objective,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=choose_scaler(precision, None, device, trained),
+            precision=precision,
+            batchnorm=checked_batchnorm(self._resolve_option("batchnorm", plan), model),
+            accumulate_in=read_accumulate_in(self._resolve_option("accumulate_in", plan), UsageError),
+            savers=savers,
+            averages=None if ema_decay is None else EmaModel(model, ema_decay),
+        )
+
+    def notes_on_plan(self, plan: Plan, components: TrainingComponents) -> list[Notice]:
+        """Return what a user should know about a training by this plan."""
+        request, workload, notes = self.request, self.workload, list[Notice]()
+        digest = plan.workload.get("digest")
+        if request.plan is not None and digest and workload.digest and digest != workload.digest:
+            notes.append(Notice(f"{workload.name} is not the workload of the plan, or has changed since"))
+        if plan.learning_rate is not None and request.learning_rate is None:
+            text = f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it"
+            notes.append(Notice(text, warns=False))
+        if components.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
+            text = 'the plan does not count the averaged weights: if memory runs out, plan again with keeps="ema"'
+            notes.append(Notice(text))
+        if plan.coupling is not None and plan.iter_size > 1:
+            # The Accumulator itself warns of BatchNorm layers; exact ones are those of the whole window.
+            already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
+            is_joint = bool(components.objective.coupled)
+            notes += map(Notice, plan.coupling.warnings(already_warned, is_joint=is_joint))
+        return notes
+
+    def _choose_without_planning(
+        self, checkpoint: Mapping[str, Any] | None, earlier: Plan | None, notify: Callable[[Any], Any]
+    ) -> MicroBatchChoice | None:
+        request = self.request
+        if request.micro_batch is not None:
+            return MicroBatchChoice(request.micro_batch)
+        if request.plan is not None:
+            given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
+            self._check_given_plan(given)
+            return MicroBatchChoice(given.micro_batch, given)
+        if checkpoint is None:
+            return None
+        if earlier is None:
+            return MicroBatchChoice(int(checkpoint["micro_batch"]))
+        different = _place_differences(earlier, self.device)
+        if not different:
+            return MicroBatchChoice(earlier.micro_batch, earlier)
+        there, here = different[0]
+        notify(Notice(f"the run was planned for {there}, and this is {here}: it is planned again"))
+        return None
+
+    def _check_given_plan(self, plan: Plan) -> None:
+        """Check a plan before anything is built; the Accumulator compares the rest."""
+        request = self.request
+        if not isinstance(plan, Plan):
+            raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+        if plan.parallel == "fsdp2" and self.is_live:
+            raise UsageError(
+                "the plan shards the model, and fit shards those that it builds", hint="give it a workload"
+            )
+        different = _place_differences(plan, self.device)
+        if plan.target_batch != request.target_batch:
+            different.append((f"updates of {plan.target_batch} samples", f"updates of {request.target_batch}"))
+        for name in ("parallel", "mesh"):
+            planned, asked = getattr(plan, name), getattr(request.options, name)
+            if None not in (planned, asked) and planned != asked:
+                different.append((f"{name}={planned!r}", f"{name}={asked!r}"))
+        if different:
+            planned, here = different[0]
+            raise UsageError(
+                f"the plan is for {planned}; here is {here}",
+                hint=f"omit it to plan again, or use its micro-batch anyway: {_as_option(plan.micro_batch)}",
+            )
+
+    def _make_plan(self, reader: WindowReader, on_event: Callable[[Any], Any]) -> Plan:
+        """Find the micro-batch by trials, of the file if that has all the code, else of the objects.
+
+        Raises:
+            UsageError: Ranks shard the model, which no trial on a device of this machine does.
+        """
+        request, workload, source = self.request, self.workload, self.request.model_or_workload
+        options = dataclasses.replace(request.options, world_size=world_size(), worst_of=None)
+        worst_of = request.options.worst_of
+        listeners: dict[str, Any] = {"on_event": on_event, "on_output": lambda line: on_event(WorkloadOutput(line))}
+        if world_size() > 1 and not self.is_live and self._chooses_fsdp2(None):
+            raise UsageError(
+                "trials on a device of this machine run the whole model, and ranks shard it",
+                hint=f"give the plan of a simulated card (autoaccum plan --gpu NAME --world-size {world_size()}); or"
+                f" {_GIVE_A_NUMBER}",
+            )
+        in_code = (request.collate, request.evaluate, request.data, request.split)
+        is_file = isinstance(source, str | os.PathLike) and all(value is None for value in in_code)
+        try:
+            if is_file and isinstance(options.optimizer, str | None):
+                if worst_of is None and workload.batch is no_batch:
+                    worst_of = DEFAULT_WORST_OF
+                options = dataclasses.replace(options, worst_of=worst_of)
+                return make_plan(os.fspath(source), PlanRequest(request.target_batch, options), **listeners)
+            if self.is_live or workload.batch is no_batch or worst_of is not None:
+                workload = reader.with_planning_batches(workload, worst_of)
+            if not self.is_live:
+                return make_plan(workload, PlanRequest(request.target_batch, options), **listeners)
+            # Trials run where the model is; there is no batch of evaluation data.
+            options = dataclasses.replace(options, device="auto", evaluation_batch=None)
+            live = _live_objects(request) | {"batch": workload.batch}
+            return make_plan(None, PlanRequest(request.target_batch, options), live=live, **listeners)
+        except (UsageError, NotMeasuredError) as error:
+            hint = "" if error.hint is None else f"{error.hint}; or "
+            raise type(error)(error.message, hint=f"{hint}{_GIVE_A_NUMBER}") from error.__cause__
+
+    def _resolve_option(self, name: str, plan: Plan | None) -> Any:
+        """Return the value that was given, or else the plan's, or else the workload's."""
+        given = getattr(self.request.options, name)
+        if given is not None and not (name == "savers" and self.request.options.chooses_savers):
+            return given
+        return choose_option(plan, name, None, getattr(self.workload, name))
+
+    def _build_model(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
+        own, optimizer = self.workload, self.request.options.optimizer
+        if self.is_live:
+            model: nn.Module = self.request.model_or_workload
+            return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
+        model = own.build_model()
+        check_unsharded(model)
+        for module in find_auxiliary_modules(own).values():
+            module.to(self.device)
+        if world_size() > 1 and self._chooses_fsdp2(plan):
+            options = self.request.options
+            mesh = options.mesh or (None if plan is None else plan.mesh) or (world_size(),)
+            check_mesh(mesh, world_size())
+            # On the host, since a card may not have room for a whole model.
+            copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
+            model = shard_model(model, self.device, mesh, own.parallelize)
+        else:
+            model = model.to(self.device)
+        return model, own.build_optimizer(model)
+
+    def _chooses_fsdp2(self, plan: Plan | None) -> bool:
+        """Return whether ranks shard the workload's model, as requested or planned."""
+        parallel = self.request.options.parallel or (None if plan is None else plan.parallel)
+        return choose_parallel(parallel, self.workload.parallelize) == "fsdp2"
+
+    def _move_live_model(self) -> torch.device:
+        """Move a live model to the requested device and return that, unless a live optimizer keeps it where it is."""
+        model, requested = self.request.model_or_workload, self.request.options.device
+        here = model_device(model)
+        target = here if requested == "auto" and here.type != "cpu" else find_device(requested)
+        if target == here:
+            return here
+        if isinstance(self.request.options.optimizer, Optimizer):
+            if requested == "auto":
+                return here
+            raise UsageError(
+                f"the model is on {here}, {target} is requested, and the optimizer already exists",
+                hint="move the model first, then create the optimizer",
+            )
+        model.to(target)
+        for module in find_used_modules(self.objective, model, self.request.evaluate).values():
+            module.to(target)
+        return model_device(model)
+
+
+_GIVE_A_NUMBER = "give a number of your own: micro_batch=32 (--micro-batch 32)"
+
+
 def find_device(name: str) -> torch.device:
     """Return the device for `auto` (the first GPU, or the CPU without one), `cpu`, `cuda` or `cuda:N`.
 
@@ -127,217 +396,27 @@ def find_device(name: str) -> torch.device:
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-class TrainingSetup:
-    """A workload, whose model is built when training begins, or a live model.
+def read_plan(checkpoint: Mapping[str, Any]) -> Plan | None:
+    """Return the plan in the record of a checkpoint; None if the micro-batch was given as a number."""
+    text = checkpoint["plan"]
+    return None if text is None else Plan.from_json(text, source="the plan in the checkpoint")
 
-    A live model is trained where it is, or on the GPU that is requested.
 
-    Attributes:
-        name: The name in reports.
-        data: The training data.
-        collate: Builds a batch from samples; None: torch's default_collate.
-        evaluation_batch: The first micro-batch of evaluations; None: that of training.
-        multiple_of: The number that micro-batches are multiples of, if no plan says otherwise.
-        digest: The digest of the source files; empty without any.
+def _live_objects(request: FitRequest) -> dict[str, Any]:
+    """Return a live model and what goes with it, by the names of `autoaccum.plan`'s arguments."""
+    live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
+    return live | {"model": request.model_or_workload, "reduction": _reduction(request)}
 
-    Raises:
-        UsageError: The request has neither a model nor a workload, or an argument that does not go with it.
-        WorkloadError: The workload has no data, or cannot be used.
-    """
 
-    def __init__(self, request: FitRequest) -> None:
-        self._request = request
-        given = request.model_or_workload
-        self._workload = own = None if isinstance(given, nn.Module) else _read_workload(request)
-        self.data, self.eval_data = request.data, request.eval_data
-        if own is None:
-            self.name, self.digest = type(given).__name__, ""
-            self.objective = self._check_model(given)
-            self.collate, self._evaluate = request.collate, request.evaluate
-            self.multiple_of = request.options.multiple_of or 1
-            self.evaluation_batch = request.options.evaluation_batch
-            self._keeps: Sequence[str] = request.options.keeps or ()
-            self.device = self._move_model(given)
-            return
-        self.name, self.digest, self.objective = own.name, own.digest, own.objective
-        self.data = _as_samples(own.dataset) if self.data is None else self.data
-        if self.data is None:
-            raise WorkloadError(f"{own.name} has no dataset to train on", hint="define dataset in it, or give data")
-        self.eval_data = _as_samples(own.evaluation_dataset) if self.eval_data is None else self.eval_data
-        self.collate, self._evaluate, self.multiple_of = own.collate, own.evaluate, own.multiple_of or 1
-        self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
-        self.device = find_device(request.options.device)
-
-    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
-        """Find the micro-batch by trials, of the file if that has all the code, else of the objects.
-
-        Args:
-            planning_batch: `Source.planning_batch`, which makes `batch(size)` from the data if the workload has none.
-            on_event: Called with the planner's events.
-
-        Raises:
-            UsageError: Ranks shard the model, which no trial on a device of this machine does.
-        """
-        request, options, workload, ranks = self._request, self._request.options, self._workload, world_size()
-        limits: dict[str, Any] = {name: getattr(options, name) for name in ("memory", "reserve", "parallel", "mesh")}
-        limits["world_size"] = ranks
-        chosen: dict[str, Any] = {"savers": options.savers} if options.chooses_savers else {}
-        listeners: dict[str, Any] = {"on_event": on_event}
-        if on_event is not None:
-            listeners["on_output"] = lambda line: on_event(WorkloadOutput(line))
-        in_code = (request.collate, request.evaluate, request.data, request.split)
-        is_file = isinstance(request.model_or_workload, str | os.PathLike)
-        is_file = is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code)
-        if ranks > 1 and workload is not None and choose_parallel(options.parallel, workload.parallelize) == "fsdp2":
-            raise UsageError(
-                "trials on a device of this machine run the whole model, and ranks shard it",
-                hint=f"give the plan of a simulated card (autoaccum plan --gpu NAME --world-size {ranks})",
-            )
-        if workload is None:
-            live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
-            live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
-            live["reduction"] = _reduction(request)
-            limits |= {**options.overrides, **chosen, "evaluation_batch": None}  # It has no batch of evaluation data.
-            return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, **listeners)
-        limits["device"] = options.device
-        if is_file:
-            worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
-            of_file = PlanRequest(
-                request.target_batch, Options(**limits, **options.overrides | chosen, worst_of=worst_of)
-            )
-            return make_plan(os.fspath(request.model_or_workload), of_file, **listeners)
-        if workload.batch is no_batch or options.worst_of is not None:
-            batches = make_batches(planning_batch(options.worst_of))
-            workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
-        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits, **chosen)), **listeners)
-
-    def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
-        """Build the model and its components from the current random states.
-
-        Args:
-            plan: The plan.
-            learning_rate: The rate of the first parameter group; other groups keep their ratio to it, and the scheduler
-                is built after it is set. None: the optimizer's default.
-
-        Raises:
-            UsageError: The scheduler, the precision, the BatchNorm mode or a coupled loss cannot be used.
-            WorkloadError: The model cannot be copied for an average.
-        """
-        _check_scheduler_function(self._request.scheduler, learning_rate)
-        model, optimizer = self._build(plan)
-        if learning_rate is not None:
-            set_learning_rate(optimizer, learning_rate)
-        scheduler = self._make_scheduler(optimizer)
-        check_scheduler(scheduler, optimizer)
-        precision = self._resolve_option("precision", "fp32", plan)
-        check_word(precision, "precision", get_args(Precision))
-        device = model_device(model)
-        coupled = self._resolve_option("coupled", self.objective.coupled, plan)
-        objective = with_coupling(self.objective, coupled, UsageError)
-        objective.move_criterion(device)
-        _check_criterion(objective, optimizer)
-        ema_decay = self._request.ema_decay or (EMA_DECAY if "ema" in self._keeps else None)
-        savers = read_savers(self._resolve_option("savers", (), plan), UsageError)
-        if "offload-optimizer" in savers and needs_buffers(optimizer_parameters(optimizer)):
-            raise UsageError(
-                "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
-                hint="keep the parameters in float32 (precision bf16 runs them under autocast), or train by the"
-                " Accumulator",
-            )
-        if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
-            model.train()
-        return TrainingComponents(
-            model=model,
-            objective=objective,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
-            precision=precision,
-            batchnorm=checked_batchnorm(self._resolve_option("batchnorm", "micro", plan), model),
-            accumulate_in=read_accumulate_in(self._resolve_option("accumulate_in", "fp32", plan), UsageError),
-            savers=savers,
-            evaluate=self._evaluate,
-            averages=None if ema_decay is None else EmaModel(model, ema_decay),
-        )
-
-    def _resolve_option(self, name: str, default: Any, plan: Plan | None) -> Any:
-        """Return the value that was given, or else the plan's, the workload's, or `default`."""
-        requested, own = getattr(self._request.options, name), self._workload
-        if requested is not None and not (name == "savers" and self._request.options.chooses_savers):
-            return requested
-        return choose_option(plan, name, None, default if own is None else getattr(own, name))
-
-    def _build(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
-        own, optimizer = self._workload, self._request.options.optimizer
-        if own is None:
-            model: nn.Module = self._request.model_or_workload
-            return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
-        model, mesh = own.build_model(), self._choose_mesh(plan)
-        check_unsharded(model)
-        for module in find_auxiliary_modules(own).values():
-            module.to(self.device)
-        if mesh is not None:
-            # On the host, since a card may not have room for a whole model.
-            copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
-            model = shard_model(model, self.device, mesh, own.parallelize)
-        else:
-            model = model.to(self.device)
-        return model, own.build_optimizer(model)
-
-    def _choose_mesh(self, plan: Plan | None) -> tuple[int, ...] | None:
-        """Return the mesh over which ranks shard the workload's model, as requested or planned; None: all hold it."""
-        assert self._workload is not None
-        options, ranks = self._request.options, world_size()
-        planned = (None, None) if plan is None else (plan.parallel, plan.mesh)
-        if ranks == 1 or choose_parallel(options.parallel or planned[0], self._workload.parallelize) == "ddp":
-            return None
-        mesh = options.mesh or planned[1] or (ranks,)
-        check_mesh(mesh, ranks)
-        return mesh
-
-    def _make_scheduler(self, optimizer: Optimizer) -> Any:
-        if self._workload is not None:
-            return self._workload.build_scheduler(optimizer)
-        scheduler = self._request.scheduler
-        made = scheduler(optimizer) if callable(scheduler) else scheduler
-        if made is None and scheduler is not None:
-            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler")
-        return made
-
-    def _check_model(self, model: nn.Module) -> Objective:
-        """Check a live model and its arguments, and return its loss."""
-        request = self._request
-        check_unsharded(check_model(model))
-        if request.data is None:
-            raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
-        loss = read_coupled_loss(request.loss, request.outputs, request.coupled_loss)
-        given = {"criterion": request.criterion, "weight": request.weight, "reduction": _reduction(request)}
-        objective = choose_objective(loss, **given, plan=None, model=model)
-        if isinstance(request.options.optimizer, Optimizer):
-            check_optimizer(request.options.optimizer, model)
-        if not model.training:  # Planning and training use train mode.
-            model.train()
-        coupled = objective.coupled if request.options.coupled is None else request.options.coupled
-        objective = with_coupling(objective, coupled, UsageError)
-        return dataclasses.replace(objective, batching=read_batching(request.split, request.size))
-
-    def _move_model(self, model: nn.Module) -> torch.device:
-        """Move a live model to the requested device and return that, unless a live optimizer keeps it where it is."""
-        requested, here = self._request.options.device, model_device(model)
-        target = here if requested == "auto" and here.type != "cpu" else find_device(requested)
-        if target == here:
-            return here
-        if isinstance(self._request.options.optimizer, Optimizer):
-            if requested == "auto":
-                return here
-            raise UsageError(
-                f"the model is on {here}, {target} is requested, and the optimizer already exists",
-                hint="move the model first, then create the optimizer",
-            )
-        model.to(target)
-        for module in find_used_modules(self.objective, model, self._request.evaluate).values():
-            module.to(target)
-        return model_device(model)
+def _read_live_model(request: FitRequest) -> Workload:
+    """Return the workload of a live model. Its batches come from the data, and its optimizer may be a live one."""
+    optimizer = request.options.optimizer
+    live = _live_objects(request) | {"batch": no_batch, "evaluate": request.evaluate}
+    workload = workload_of_objects(live, dataclasses.replace(request.options, optimizer=None))
+    if isinstance(optimizer, Optimizer):
+        check_optimizer(optimizer, request.model_or_workload)
+    scheduler = request.scheduler if callable(request.scheduler) else None
+    return replace_fields(workload, collate=request.collate, scheduler=scheduler)
 
 
 def _read_workload(request: FitRequest) -> Workload:
@@ -365,24 +444,19 @@ def _reduction(request: FitRequest) -> str | None:
     return None if request.reduction == "mean" else request.reduction
 
 
-def _check_scheduler_function(scheduler: Any, learning_rate: float | None) -> None:
-    if learning_rate is not None and scheduler is not None and not callable(scheduler):
-        raise UsageError(
-            f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
-            hint="give scheduler as a function of the optimizer",
-        )
-
-
-def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
-    criterion = objective.criterion_module
-    updated = {id(parameter) for parameter in optimizer_parameters(optimizer)}
-    trainable = () if criterion is None else criterion.parameters()
-    if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
-        raise UsageError(
-            f"{type(criterion).__name__} has trainable parameters that the optimizer does not hold",
-            hint="include them in the optimizer, make them part of the model, or set requires_grad to False",
-        )
-
-
 def _as_samples(dataset: Any) -> Any:
     return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset
+
+
+def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
+    """Return how the plan's ranks and device differ from those here, as text for both."""
+    here: dict[str, Any] = {"kind": device.type}
+    if device.type == "cuda":
+        here["card"] = torch.cuda.get_device_properties(device).name
+    different = [(plan.world_size, world_size())] if plan.world_size != world_size() else []
+    by_ranks = [(counted(planned, "rank"), counted(ranks, "rank")) for planned, ranks in different]
+    return [*by_ranks, *differences(plan_facts(plan), here)]
+
+
+def _as_option(micro_batch: int) -> str:
+    return f"micro_batch={micro_batch} (--micro-batch {micro_batch})"

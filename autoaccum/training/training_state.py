@@ -23,8 +23,6 @@ from autoaccum.training.training_setup import TrainingComponents
 
 _MOST_LISTED = 3
 """Differences that one message lists."""
-_PATIENCE = 32
-_MOST_PATIENCE = 1024
 
 
 @dataclass
@@ -59,75 +57,6 @@ class Progress:
         self.oom_retries += result.retries
         self.applied += result.updated
         self.loss = result.loss
-
-
-@dataclass(frozen=True)
-class Goal:
-    """The end of a training: after some epochs or updates, whichever comes first.
-
-    Attributes:
-        epochs: Whole epochs; None: only updates count.
-        steps: Updates; None: only epochs count.
-        updates_per_epoch: Updates per epoch; None if the data has no known length.
-    """
-
-    epochs: int | None
-    steps: int | None
-    updates_per_epoch: int | None
-
-    def is_reached(self, progress: Progress) -> bool:
-        """Return whether training is done."""
-        if self.steps is not None and progress.update >= self.steps:
-            return True
-        return self.epochs is not None and progress.epoch >= self.epochs
-
-    @property
-    def updates(self) -> int | None:
-        """Total updates at the end; None if unknown.
-
-        >>> Goal(3, None, 10).updates, Goal(3, 25, 10).updates, Goal(None, 7, None).updates, Goal(3, 7, None).updates
-        (30, 25, 7, None)
-        """
-        if self.epochs is None:
-            return self.steps
-        if self.updates_per_epoch is None:
-            return None
-        updates = self.epochs * self.updates_per_epoch
-        return updates if self.steps is None else min(updates, self.steps)
-
-
-class Ceiling:
-    """The largest micro-batch, from update to update.
-
-    The Accumulator lowers it when memory runs out. After `patience` updates without that, the planned size is tried
-    again, and the patience doubles, up to 1,024 updates.
-
-    >>> ceiling = Ceiling(256, patience=2)
-    >>> [ceiling.record(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 90), (0, 90)]]
-    [100, 100, 256, 90, 90, 90]
-
-    Args:
-        planned: The initial and the largest size, at least 1.
-        patience: Updates without running out of memory before the planned size is tried again, at least 1.
-    """
-
-    def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
-        self.planned = self.largest = planned
-        self.patience, self.stable_updates = patience, 0
-
-    def record(self, retries: int, micro_batch: int) -> int:
-        """Record an update's `retries` and the Accumulator's ceiling after it; return the ceiling of the next one."""
-        self.largest = min(micro_batch, self.planned)
-        self.stable_updates = 0 if retries else self.stable_updates + 1
-        if self.largest < self.planned and self.stable_updates >= self.patience:
-            self.largest, self.stable_updates = self.planned, 0
-            self.patience = min(2 * self.patience, _MOST_PATIENCE)
-        return self.largest
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue from the attributes of an earlier run; a smaller planned size than before limits it."""
-        self.patience, self.stable_updates = state["patience"], state["stable_updates"]
-        self.largest = min(state["largest"], self.planned)
 
 
 def capture_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from autoaccum.options import Options
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.sources.spec import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
-from autoaccum.training.data_source import is_map_style
+from autoaccum.training.data import is_map_style
 from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train

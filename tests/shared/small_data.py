@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from autoaccum.training.data_source import Source, open_source
-from autoaccum.training.data_windows import DataSettings, Window
+from autoaccum.sources.spec import Workload
+from autoaccum.training.data import DataSettings, Window, WindowReader, open_data
 
 
 def drawn_row(index: int) -> Tensor:
@@ -108,20 +108,26 @@ def padding_collate(rows: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> Source:
+def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> WindowReader:
     """Open data as a training does."""
-    source = open_source(data, DataSettings(target_batch=target, seed=seed, **settings))
+    source = open_data(data, DataSettings(target_batch=target, seed=seed, **settings))
     source.part_size = part_size
     return source
 
 
-def windows_of(source: Source, epochs: range) -> list[tuple[int, Window]]:
+def planning_batches(reader: WindowReader) -> Any:
+    """Return the function that makes batches of the data for trials."""
+    workload = Workload(model=nn.Linear(1, 1), criterion=nn.MSELoss(), dataset=[0])
+    return reader.with_planning_batches(workload, None).batch
+
+
+def windows_of(source: WindowReader, epochs: range) -> list[tuple[int, Window]]:
     """Return all windows of `epochs`, each with its epoch."""
     return remaining(source, epochs, keep=False)[0]
 
 
 def remaining(
-    source: Source, epochs: range, *, keep: bool = True
+    source: WindowReader, epochs: range, *, keep: bool = True
 ) -> tuple[list[tuple[int, Window]], list[dict[str, Any]]]:
     """Return all windows of `epochs`, each with its epoch, and the state after each, loaded from a file."""
     windows, states = [], []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from autoaccum.sources.objective import resolve_objective
-from autoaccum.training.evaluation import Evaluation, EvaluationData
+from autoaccum.training.evaluation import Evaluation
 
 SAMPLES, CLASSES = 23, 3
 CRITERION = nn.CrossEntropyLoss()
@@ -32,8 +32,9 @@ def net() -> nn.Module:
 
 def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, **options: Any) -> Evaluation:
     objective = resolve_objective(options.pop("loss", CRITERION), **options.pop("objective", {}))
-    opened = EvaluationData(dataset() if data is None else data, collate=options.pop("collate", None))
-    return Evaluation(objective, evaluate, "fp32", opened, micro_batch=micro_batch, **options)
+    return Evaluation(
+        objective, evaluate, "fp32", dataset() if data is None else data, micro_batch=micro_batch, **options
+    )
 
 
 def values(made: Evaluation, model: nn.Module) -> dict[str, float]:

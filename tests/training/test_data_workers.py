@@ -17,6 +17,7 @@ from small_data import (
     drawing_collate,
     indices_of,
     opened,
+    planning_batches,
     remaining,
     windows_of,
 )
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autoaccum.errors import DataWorkerError, UsageError
-from autoaccum.training.data_source import Source
+from autoaccum.training.data import WindowReader
 
 COUNT = 37
 
@@ -49,7 +50,7 @@ class Trap(Dataset[Tensor]):
         return torch.tensor([index])
 
 
-def run_out(source: Source) -> None:
+def run_out(source: WindowReader) -> None:
     while source.next_window() is not None:
         pass
 
@@ -70,11 +71,11 @@ def test_workers_change_nothing_and_a_run_resumes_with_them() -> None:
 
 
 def test_workers_of_a_stream_give_the_same_again() -> None:
-    def make() -> Source:
+    def make() -> WindowReader:
         return opened(ordered(DrawingStream(COUNT)))
 
     source = make()
-    source.planning_batch()
+    planning_batches(source)
     whole, states = remaining(source, range(2))
     assert sorted(indices_of(whole, 0)) == sorted(indices_of(whole, 1)) == list(range(COUNT))
     resumed = make()

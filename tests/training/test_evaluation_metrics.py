@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.objective import resolve_objective
-from autoaccum.training.evaluation import Evaluation, EvaluationData
+from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.fit_events import Evaluated
 
 
@@ -99,7 +99,7 @@ def test_it_runs_in_the_precision_of_training(precision: str) -> None:
         seen.append(model(batch[0]).dtype)
         return 0.0
 
-    data = EvaluationData(TensorDataset(samples()[0].float(), samples()[1]))
+    data = TensorDataset(samples()[0].float(), samples()[1])
     made = Evaluation(resolve_objective(CRITERION), evaluate, precision, data, micro_batch=50)
     assert isinstance(made.run(net().float(), 0), Evaluated)
     assert seen == [torch.bfloat16 if precision == "bf16" else torch.float32]

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import UsageError
 from autoaccum.sources.spec import Workload
-from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.fit_events import Evaluated, Updated
+from autoaccum.training.run_folder import read_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.spec import Workload
-from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.run_folder import RunFolder, read_checkpoint
 from autoaccum.training.trainer import train
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
@@ -133,7 +133,8 @@ def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -
     card = replace(PLAN, device={"name": "cuda:0", "kind": "cuda", "card": "NVIDIA T4"})
     fit(plan=PLAN, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    Checkpoints(newest.parent).write(3, read_checkpoint(newest) | {"plan": card.to_json()})
+    with RunFolder(tmp_path) as run:
+        run.write_checkpoint(3, read_checkpoint(newest) | {"plan": card.to_json()})
     result, recorded = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
     assert result.plan is not None
     assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)

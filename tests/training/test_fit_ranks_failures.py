@@ -21,7 +21,7 @@ from rank_training import Rows
 from torch import nn
 
 from autoaccum.errors import CheckpointError, RankLostError
-from autoaccum.training import checkpoints
+from autoaccum.training import run_folder
 from autoaccum.training.fit_events import Updated
 
 STEPS = 6
@@ -129,18 +129,18 @@ def have_trouble(folder: str) -> Any:
     ceilings = [event.micro_batch for event in events if isinstance(event, Updated)]
     seen["memory"] = result.oom_retries, ceilings, weights
 
-    write, calls = checkpoints.write_file, itertools.count()
+    write, calls = run_folder.write_file, itertools.count()
 
     def write_once(path: Path, content: Any) -> None:
         if next(calls):
             raise CheckpointError("the disk is full")
         write(path, content)
 
-    checkpoints.write_file = write_once
+    run_folder.write_file = write_once
     result, _, _ = train(f"{folder}/full", keep=9)
     seen["full"] = result.unsaved, result.updates
     seen["full at first"] = ending(f"{folder}/full at first")
-    checkpoints.write_file = write
+    run_folder.write_file = write
     return seen
 
 

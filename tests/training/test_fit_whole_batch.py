@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.fit_events import Evaluated, FitResult
 from autoaccum.units import MIB, MemorySize
 
@@ -204,7 +204,7 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
         live, LOADED, criterion=spread, coupled=True, micro_batch=5, optimizer=optimizer(live.parameters()), **given
     )
     assert_same(done.model, full_batch("coupled criterion"), 1e-9)
-    with pytest.raises(UsageError, match="coupled is set, but the loss is a function of model and batch: write def"):
+    with pytest.raises(WorkloadError, match="coupled is set, but the loss is a function of model and batch: write def"):
         autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
 
 

@@ -56,7 +56,6 @@ def in_a_closure(weighted: Weighted) -> dict[str, Any]:
 
 WAYS: dict[str, Callable[[Weighted], dict[str, Any]]] = {
     "only in the optimizer": alone,
-    "a criterion": lambda weighted: {"criterion": weighted},
     "a bound method": lambda weighted: {"loss": weighted.compute},
     "a partial": lambda weighted: {"criterion": functools.partial(weighted, scale=0.5)},
     "a closure": in_a_closure,

@@ -21,9 +21,10 @@ from torch.optim import lr_scheduler as schedules
 from autoaccum.accumulation.out_of_memory import shrink
 from autoaccum.errors import UsageError
 from autoaccum.sources.objective import resolve_objective
-from autoaccum.training.checkpoints import portable
+from autoaccum.training.run_folder import portable
+from autoaccum.training.trainer import Ceiling
 from autoaccum.training.training_setup import TrainingComponents
-from autoaccum.training.training_state import Ceiling, capture_settings, capture_training, restore_training
+from autoaccum.training.training_state import capture_settings, capture_training, restore_training
 
 
 class Net(nn.Module):
@@ -112,7 +113,6 @@ def components(
         batchnorm="micro",
         accumulate_in="fp32",
         savers=(),
-        evaluate=None,
     )
 
 
@@ -295,5 +295,5 @@ def test_a_smaller_limit_that_stays_costs_few_retries(planned: int, data: st.Dat
 def test_it_continues_from_its_state_as_if_never_stopped(planned: int, before: list[int], after: list[int]) -> None:
     ceiling, other = Ceiling(planned, patience=2), Ceiling(planned, patience=2)
     retries_of(ceiling, before)
-    other.restore(json.loads(json.dumps(vars(ceiling))))
+    vars(other).update(json.loads(json.dumps(vars(ceiling))))
     assert retries_of(other, after) == retries_of(ceiling, after)

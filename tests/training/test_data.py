@@ -1,4 +1,4 @@
-"""Windows of data of every kind: every sample once an epoch, and the same after resuming anywhere."""
+"""Data of every kind is recognised, read once an epoch, and read on after resuming anywhere."""
 
 from __future__ import annotations
 
@@ -25,14 +25,30 @@ from small_data import (
     indices_of,
     opened,
     padding_collate,
+    planning_batches,
     remaining,
     windows_of,
 )
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.training.data_source import Source
+from autoaccum.training.data import WindowReader
 from autoaccum.training.fit_events import Notice
+
+x, y = torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class CustomLoader(DataLoader[Any]):
+    """A loader that makes its batches itself."""
+
+    def __iter__(self) -> Any:
+        return iter([x, x])
+
 
 FORMS = {**MAP_STYLE, **ITERABLE}
 FORWARD = r"^the data has no state_dict: [\d]+ windows were read forward$"
@@ -45,7 +61,7 @@ NOTES = {
 }
 
 
-def opened_form(form: str, data: Any = None) -> Source:
+def opened_form(form: str, data: Any = None) -> WindowReader:
     collate = drawing_collate if form in ("dataset", "samples") else None
     return opened(FORMS[form]() if data is None else data, collate=collate)
 
@@ -92,14 +108,14 @@ def test_windows_hold_every_sample_once_an_epoch(
 @pytest.mark.parametrize("form", FORMS)
 def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
     source = opened_form(form)
-    source.planning_batch()
+    planning_batches(source)
     whole, states = remaining(source, range(3))
     for number, state in enumerate(states):
         seed_all(number)
         data = FORMS[form]()
         resumed = opened_form(form, data)
         if form in ITERABLE and number % 2:
-            resumed.planning_batch()
+            planning_batches(resumed)
         note = resumed.load_state_dict(state)
         windows = windows_of(resumed, range(whole[number][0], 3))
         assert_same(windows, whole[number + 1 :])
@@ -131,7 +147,7 @@ def test_resumes_with_the_epoch_after_a_finished_one(form: str) -> None:
 def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
     first = windows_of(opened_form(form), range(2))
     source = opened_form(form)
-    source.planning_batch()
+    planning_batches(source)
     seed_all(1)
     expected = [draws() for _ in range(12)]
     seed_all(1)
@@ -190,7 +206,7 @@ class Counting(EpochSampler):
 
 @pytest.mark.parametrize("sampler", [Reshuffled, Counting])
 def test_an_order_that_cannot_be_repeated_is_told_when_it_changes(sampler: Any) -> None:
-    def make() -> Source:
+    def make() -> WindowReader:
         return opened(DataLoader(DrawingRows(COUNT), 4, sampler=sampler()))
 
     _, states = remaining(make(), range(2))
@@ -209,18 +225,16 @@ def test_parts_are_divided_as_a_plan_divides_them() -> None:
     assert {len(part) for _, window in windows_of(source, range(1)) for part in window.parts} == {4}
 
 
-def test_custom_batches_of_one_layout_are_joined_and_differently_padded_ones_are_not() -> None:
-    lengths = [2, 2, 2, 2, 5, 5, 2, 2]
-    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    loader = DataLoader(UnevenRows(lengths), batch_sampler=pairs, collate_fn=padding_collate)
-    ((_, window),) = windows_of(opened(loader, 8, part_size=8), range(1))
+def test_batches_of_one_layout_are_joined_and_differently_padded_ones_are_not() -> None:
+    batches = [torch.ones(2, width) for width in (2, 2, 5, 2)]
+    ((_, window),) = windows_of(opened(batches, 8, part_size=8), range(1))
     assert [tuple(part.shape) for part in window.parts] == [(4, 2), (2, 5), (2, 2)]
 
 
 def test_plans_with_the_longest_samples() -> None:
     rows = UnevenRows([1, 2, 9, 4, 4, 4, 4, 4, 4, 4])
     for data in (rows, DataLoader(rows, 2, shuffle=True, collate_fn=padding_collate)):
-        assert tuple(opened(data, collate=padding_collate).planning_batch()(3).shape) == (3, 9)
+        assert tuple(planning_batches(opened(data, collate=padding_collate))(3).shape) == (3, 9)
 
 
 def test_a_collate_that_drops_samples_is_refused() -> None:
@@ -280,14 +294,14 @@ def test_data_with_a_state_is_not_reread() -> None:
 
 def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
     source = opened(batch for batch in DrawingBatches(SIZES))
-    assert len(source.planning_batch()) == SIZES[0]
+    assert len(planning_batches(source)(2)) == 2
     windows, states = remaining(source, range(1))
     assert indices_of(windows, 0) == list(range(COUNT))
     source.start_epoch(1)
     with pytest.raises(UsageError, match="a generator of batches yields nothing in epoch 2: it can be iterated"):
         source.next_window()
     resumed = opened(batch for batch in DrawingBatches(SIZES))
-    resumed.planning_batch()
+    planning_batches(resumed)
     note = resumed.load_state_dict(states[0])
     assert note == Notice("the data has no state_dict: 1 windows were read forward", warns=False)
     assert_same(windows_of(resumed, range(1)), windows[1:])
@@ -300,3 +314,105 @@ def test_data_that_became_shorter_is_reported(form: str) -> None:
     shorter: Any = DrawingBatches(SIZES[:2]) if form == "batches" else DrawingStream(8)
     with pytest.raises(UsageError, match="ends after 1 windows, but the run had read 3"):
         opened(shorter).load_state_dict(states[2])
+
+
+# What is data.
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
+    "dataset": (
+        lambda: DrawingRows(1797),
+        {"kind": "map-style", "samples": 1797, "order": "shuffled"},
+        1797,
+    ),
+    "loader": (
+        lambda: DataLoader(DrawingRows(9), 2),
+        {"kind": "map-style", "samples": 9, "order": "BatchSampler of SequentialSampler"},
+        9,
+    ),
+    "batch sampler": (
+        lambda: DataLoader(DrawingRows(9), batch_sampler=[[1, 2, 3, 4]]),
+        {"kind": "map-style", "samples": None, "order": "list"},
+        None,
+    ),
+    "loader without batches": (
+        lambda: DataLoader(DrawingRows(9), batch_size=None),
+        {"kind": "batches", "length": None, "batch_size": None, "workers": 0},
+        None,
+    ),
+    "loader of its own way": (
+        lambda: CustomLoader(DrawingRows(9), 2),
+        {"kind": "batches", "length": None, "batch_size": 2, "workers": 0},
+        None,
+    ),
+    "samples": (
+        lambda: DrawingStream(9),
+        {"kind": "samples", "length": None},
+        None,
+    ),
+    "list": (lambda: [(x, y)] * 3, {"kind": "batches", "length": 3}, 24),
+    "tuple of tensors": (lambda: (x, x), {"kind": "batches", "length": 2}, 16),
+    "generator": (lambda: iter([x]), {"kind": "batches", "length": None}, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_is_recognised(kind: str) -> None:
+    make, fingerprint, samples = KINDS[kind]
+    source = opened(make(), 4)
+    assert source.fingerprint() == fingerprint
+    assert source.samples_per_epoch == samples
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "None": (None, "data is None: give a Dataset with __len__, a DataLoader, or an iterable of batches"),
+    "columns": ({"x": x, "y": y}, "data is a dict: .* wrap columns in a Dataset"),
+    "samples": (
+        [(torch.zeros(3), 1)] * 9,
+        r"are no batches \(data\[0\]\[1\] is an int\).*wrap samples in a Dataset",
+    ),
+    "uneven samples": ([(torch.zeros(3), torch.zeros(4))] * 9, r"are no batches \(batch\[1\] has the length 4"),
+    "empty list": ([], "data is an empty list: give at least one batch"),
+    "odd entry": ([x, 3], r"are no batches \(batch \(an int\) holds nothing"),
+    "no length": (NoLength(), "data is a NoLength: give a Dataset with __len__"),
+    "empty dataset": (DrawingRows(0), "a map-style dataset has no samples"),
+    "small dataset": (DrawingRows(3), "has 3 samples, fewer than the target batch of 4: use --target-batch 3 or less"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_is_not_data(case: str) -> None:
+    data, message = REFUSED[case]
+    with pytest.raises(UsageError, match=message):
+        opened(data, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter([]), "a list_iterator of batches has no samples"),
+        (DrawingStream(0), "a DrawingStream of samples has no samples"),
+        (
+            iter([1, 2]),
+            "yields something that is not a batch: batch .an int. holds nothing.*: yield batches, or give single",
+        ),
+        (iter([torch.zeros(3)]), "has 3 samples, fewer than the target batch of 4"),
+    ],
+    ids=["nothing", "no samples", "numbers", "too few"],
+)
+def test_refuses_iterables_without_batches(data: Any, message: str) -> None:
+    source = opened(data, 4)
+    source.start_epoch(0)
+    with pytest.raises(UsageError, match=message):
+        source.next_window()
+
+
+def test_lists_may_hold_numbers_of_each_sample() -> None:
+    assert opened([{"x": x, "labels": [0] * 8, "name": "a"}], 4).samples_per_epoch == 8
+
+
+def test_batches_without_samples_are_skipped() -> None:
+    source = opened(iter([x[:0], x[:3], x[:0], x[:5]]), 4)
+    source.start_epoch(0)
+    windows = [source.next_window() for _ in range(3)]
+    assert [window and window.samples for window in windows] == [4, 4, None]

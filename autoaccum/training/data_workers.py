@@ -1,0 +1,103 @@
+"""Processes that read data ahead: how they start, how their failures are reported, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from autoaccum.errors import DataWorkerError
+
+END: Final = object()
+"""Returned after the last entry."""
+
+_OPTIONS = ("num_workers", "persistent_workers", "timeout", "prefetch_factor", "multiprocessing_context")
+_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files")
+_USER_ERROR = "in DataLoader worker process"
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
+
+class Entries:
+    """Reads `data` once, in this process or through a DataLoader's workers, which start now."""
+
+    def __init__(self, data: Any) -> None:
+        self._has_workers = isinstance(data, DataLoader) and data.num_workers > 0
+        self.iterator: Iterator[Any] = iter(data)
+        if getattr(self.iterator, "_worker_pids_set", False):
+            # torch's SIGCHLD handler would raise the death of a worker at any moment, even within an update.
+            # Reading notices it anyway.
+            torch._C._remove_worker_pids(id(self.iterator))
+            self.iterator._worker_pids_set = False  # type: ignore[attr-defined]
+
+    def read(self) -> Any:
+        """Return the next entry, or END.
+
+        Raises:
+            DataWorkerError: A worker died, or its shared memory or open files ran out. Errors of the data are raised
+                unchanged.
+        """
+        try:
+            return next(self.iterator, END)
+        except (RuntimeError, OSError, EOFError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = next((line for line in lines if _WORKER_FAILURE.search(line)), None)
+            if not isinstance(error, RuntimeError) and _USER_ERROR not in str(error):
+                reason = lines[0]  # The connection to a worker has ended.
+            if reason is None or not self._has_workers:
+                raise
+            raise DataWorkerError(
+                f"a process that reads data failed ({reason})",
+                hint="memory, /dev/shm or open files may have run out: use fewer workers, or raise the limit",
+            ) from error
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the remaining entries."""
+        return iter(self.read, END)
+
+    def close(self, *, include_persistent: bool = True) -> None:
+        """End the workers at once, even in the middle of an item; by default also those kept for the next epoch."""
+        if self._has_workers and (include_persistent or not getattr(self.iterator, "_persistent_workers", False)):
+            for worker in getattr(self.iterator, "_workers", ()):
+                worker.terminate()  # A worker of torch exits quietly on this.
+            getattr(self.iterator, "_shutdown_workers", lambda: None)()
+
+
+def worker_options(workers: int, loader: DataLoader[Any] | None, *, pin_memory: bool) -> dict[str, Any]:
+    """Return the options of a DataLoader with so many workers, or with those of the user's `loader` if it has any."""
+    options: dict[str, Any] = {"num_workers": workers}
+    if loader is not None and loader.num_workers > 0:
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+    start = WorkerInit(None if loader is None else loader.worker_init_fn)
+    pins = (pin_memory or (loader is not None and loader.pin_memory)) and torch.accelerator.is_available()
+    return {**options, "worker_init_fn": start, "pin_memory": pins}
+
+
+class WorkerInit:
+    """The `worker_init_fn` of our own loaders: ignore Ctrl-C, end with the main process, then call the user's function.
+
+    torch's workers check every few seconds whether their parent has changed since their first check. If the parent was
+    killed before that, they wait forever, and so does every reader of the pipes they inherited.
+
+    Args:
+        users: The user's own `worker_init_fn`.
+    """
+
+    def __init__(self, users: Callable[[int], Any] | None) -> None:
+        self._users = users
+
+    def __call__(self, worker_id: int) -> None:
+        """Initialise the worker with this number."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.users_dataset)
+        if self._users is not None:
+            self._users(worker_id)
