@@ -17,7 +17,7 @@ import autoaccum
 PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
-    {"units", "checks", "serialization", "files"},
+    {"units", "checks", "serialization", "files", "tracebacks"},
     {"options"},
     {"sources"},
     {"accumulation"},
@@ -55,8 +55,8 @@ WITHOUT_TORCH = (
     "simulation/allocator/blocks.py",
     "simulation/allocator/recording.py",
     "simulation/allocator/settings.py",
-    "devices/simulated/explain/breakdown.py",
-    "devices/simulated/explain/recorded_update.py",
+    "devices/simulated/breakdown.py",
+    "devices/simulated/recorded_update.py",
     "simulation/cards.py",
     "simulation/tracing/trace_scaling.py",
     "simulation/allocator/replay.py",
@@ -68,7 +68,7 @@ WITHOUT_TORCH = (
     "simulation/operators/workspace_rules.py",
     "devices/child/import_paths.py",
     "devices/explanation.py",
-    "devices/simulated/explain/explainer.py",
+    "devices/simulated/explainer.py",
     "simulation/trace_records.py",
     "guarding/",
     "pytest_plugin.py",
@@ -116,6 +116,17 @@ def test_imports_run_one_way() -> None:
             if head == "autoaccum" and rest and rest[0] in LEVEL and rest[0] != room and LEVEL[rest[0]] >= LEVEL[room]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}: {rest[0]} does not lie below {room}")
     assert wrong == []
+
+
+def test_simulation_could_be_a_library_of_its_own() -> None:
+    known = {"simulation", "accumulation", "errors", "units", "serialization", "tracebacks"}
+    rooms = {
+        name.split(".")[1]
+        for path in (PACKAGE / "simulation").rglob("*.py")
+        for name in modules_imported(path)
+        if name.startswith("autoaccum.")
+    }
+    assert rooms <= known
 
 
 def test_no_two_folders_side_by_side_import_each_other() -> None:

@@ -32,9 +32,8 @@ def command(
 ) -> None:
     """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.
 
-    Its events are replayed by the simulated allocator, which has to give every block the recorded address. Then its
-    last update is compared with that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the first
-    request for memory that differs, and what only one of them holds at the peak, by module, operator or line.
+    Its last update is compared with that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the
+    first request for memory that differs, and what only one of them holds at the peak, by module, operator or line.
 
     The snapshot must end right after an update. When the record begins does not matter, so long as an update came
     before: the first one also creates the optimizer's state. Use the release of torch that recorded it. Nothing in the
@@ -49,13 +48,13 @@ def command(
       autoaccum explain step.pickle model.py --gpu rtx4090 --micro-batch 32 --target-batch 128
 
     Exit codes:
-      0  the addresses are equal, and both peaks agree
-      1  they are not, or they do not
+      0  both peaks agree
+      1  they do not
       2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
       3  the workload cannot be simulated
     """
+    from autoaccum.devices.simulated.recorded_update import check_snapshot
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.snapshot_check import check_snapshot
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.plan_setup import make_setup
@@ -75,5 +74,5 @@ def command(
         click.echo(snapshot_json(check), nl=False)
     else:
         print_snapshot(make_console(), check)
-    if not check.agrees:
+    if not check.update.agrees:
         raise click.exceptions.Exit(_CODE_DIFFERENT)

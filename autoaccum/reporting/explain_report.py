@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from autoaccum.devices.simulated.recorded_update import (
         Figure,
         RequestDifference,
+        SnapshotCheck,
         SourceDifference,
         UpdateComparison,
     )
-    from autoaccum.devices.simulated.snapshot_check import SnapshotCheck
 
 _NONE = "-"
 _MOST_SOURCES = 10
@@ -83,13 +83,12 @@ def _saved_words(saved_bytes: int | None) -> str:
 
 
 def print_snapshot(console: Console, check: SnapshotCheck) -> None:
-    """Print the replay, the figures of both updates, and what differs at their peaks."""
+    """Print the figures of both updates, and what differs at their peaks."""
     update = check.update
+    last = f"the last update of {check.snapshot} ({check.events:,} events)"
     parts = format_parts(update.parts)
     blocks: list[Block] = [
-        *map(Text, _replay_lines(check)),
-        "",
-        Text(f"its last update beside that predicted for {check.card}, micro-batches of {parts}"),
+        Text(f"{last} beside that predicted for {check.card}, micro-batches of {parts}"),
         _figures(update),
     ]
     if update.first_difference is not None and not update.agrees:
@@ -101,21 +100,7 @@ def print_snapshot(console: Console, check: SnapshotCheck) -> None:
 
 def snapshot_json(check: SnapshotCheck) -> str:
     """Return the check as JSON."""
-    return json.dumps({"agrees": check.agrees, **to_plain(check)}, indent=2, allow_nan=False) + "\n"
-
-
-def _replay_lines(check: SnapshotCheck) -> Iterator[str]:
-    of, found = f"{check.snapshot}: {check.events:,} events", check.replay_difference
-    if check.not_replayed is not None:
-        yield f"{of}, not replayed: {check.not_replayed}"
-    elif found is None:
-        yield f"{of}, replayed by the simulated allocator: equal addresses"
-    else:
-        yield f"{of}; the simulated allocator differs from event {found.event:,} on"
-        yield f"  {found.action} of {format_bytes(found.bytes)}{_at(found.line)}"
-        yield f"  recorded: {found.recorded}; replayed: {found.replayed}"
-        if not found.certain:
-            yield "  or a block from before the record was larger than it tells: record from the start of the process"
+    return json.dumps({"agrees": check.update.agrees, **to_plain(check)}, indent=2, allow_nan=False) + "\n"
 
 
 def _peaks(update: UpdateComparison) -> dict[str, Figure]:
@@ -153,11 +138,10 @@ def _request_words(found: RequestDifference) -> str:
 
 
 def _verdict(check: SnapshotCheck) -> Text:
-    if check.agrees:
+    if check.update.agrees:
         band = format_bytes(check.update.held.band)
         return Text(f"the snapshot agrees with the prediction, to the band of {band}", "green")
-    wrong = ["addresses"] if check.replay_differs else []
-    wrong += [
+    wrong = [
         f"the {name} by {_difference(peak)} (the band is {format_bytes(peak.band)})"
         for name, peak in _peaks(check.update).items()
         if not peak.agrees

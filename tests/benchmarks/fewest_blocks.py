@@ -14,14 +14,14 @@ from measuring import ROOT, format_markdown
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice, predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MemorySize, format_bytes
@@ -62,7 +62,7 @@ def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
         return [
             Row(
                 limit,
-                min(count for count, trace in enumerate(traces) if replayer.update([trace], limit).ran),
+                min(count for count, trace in enumerate(traces) if predict_trial(replayer, [trace], limit).ran),
                 _choose(tracer, limit),
             )
             for limit in limits

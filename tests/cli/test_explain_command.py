@@ -35,7 +35,7 @@ def run(command: Command, folder: Path, *words: str) -> Done:
 def test_an_update_of_the_real_allocator_is_the_predicted_one(command: Command, folder: Path) -> None:
     done = run(command, folder, "--target-batch", "48")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "step.pickle: 754 events, replayed by the simulated allocator: equal addresses\n" in done.stdout
+    assert done.stdout.startswith("the last update of step.pickle (754 events) beside that predicted for rtx3090")
     figures = {line[:14].strip(): line[14:].split() for line in done.stdout.splitlines()}
     assert figures["peak held"][:4] == ["111", "MiB", "111", "MiB"]
     assert figures["peak reserved"] == ["122", "MiB", "122", "MiB", "none"]
@@ -50,7 +50,7 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     done = run(command, folder, "--target-batch", "48", "--json")
     assert (done.returncode, done.stderr) == (1, "")
     record = json.loads(done.stdout)
-    assert (record["agrees"], record["replay_difference"]) == (False, None)
+    assert record["agrees"] is False
     update = record["update"]
     first = update["first_difference"]
     assert (first["recorded_bytes"], first["predicted_bytes"]) == (24 * 64 * 2048 * 4, 24 * 64 * 2304 * 4)

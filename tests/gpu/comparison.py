@@ -10,9 +10,10 @@ from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.errors import NotMeasuredError
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import read_settings
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Trace
@@ -46,7 +47,7 @@ def predict(trace: Trace, card: Card) -> dict[str, Any]:
     """Predict the memory of a trace."""
     began = time.perf_counter()
     replayer = Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
-    trial, sized = replayer.trial(trace, card.total_bytes), replayer.with_sizes(trace)
+    trial, sized = predict_trial(replayer, [trace], card.total_bytes), replayer.with_sizes(trace)
     return {
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,

@@ -10,19 +10,18 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.simulation.allocator.recording import read_recording, replay_recording
+from autoaccum.simulation.allocator.recording import read_recording
 
 SHARED = Path(__file__).parents[1] / "shared"
 RECORD, WORKLOAD = SHARED / "real_allocator" / "record_snapshot.py", SHARED / "workloads" / "recorded_net.py"
 
 
 @pytest.mark.gpu
-def test_the_card_gives_the_predicted_addresses_and_peaks(tmp_path: Path) -> None:
+def test_the_card_gives_the_predicted_peaks(tmp_path: Path) -> None:
     file = tmp_path / "step.pickle"
     words = [RECORD, WORKLOAD, file, "--micro-batch", "24", "--parts", "2"]
     subprocess.run([sys.executable, *map(str, words)], check=True, timeout=300)
     recording = read_recording(file)
-    assert replay_recording(recording) is None
     with CudaDevice(TrialSettings(reference=str(WORKLOAD), share=96)) as device, device.simulation() as simulation:
         simulation.inspect()
         compared = simulation.compare(recording, (24, 24))

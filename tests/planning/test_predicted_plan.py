@@ -18,7 +18,7 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
-from autoaccum.simulation.allocator.replay import least_capacity, replay
+from autoaccum.simulation.allocator.replay import SizedTrace
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import GIB, MIB
@@ -104,10 +104,11 @@ def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: in
     trace = make_trace(plan.micro_batches, activations)
     sizes = [size for size in trace.sizes if isinstance(size, int)]
     settings = AllocatorSettings(expandable_segments=expandable)
-    whole = replay(trace.events, sizes, settings=settings, repeat_from=trace.last_update)
+    sized = SizedTrace(trace, sizes)
+    whole = sized.replay(settings)
     assert plan.peak_bytes == whole.peak_reserved_bytes
     assert plan.trials[-1].peak_allocated_bytes == whole.peak_allocated_bytes
-    assert plan.least_bytes == least_capacity(trace.events, sizes, settings, trace.last_update)
+    assert plan.least_bytes == sized.least_capacity(settings)
 
 
 def test_every_size_is_traced_where_memory_is_not_affine() -> None:

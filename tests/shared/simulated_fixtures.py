@@ -18,7 +18,7 @@ from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
 from autoaccum.options import Options
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import LabelledTrace

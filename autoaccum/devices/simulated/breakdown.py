@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from autoaccum.devices.explanation import Explanation, Holding, ModuleShare
-from autoaccum.simulation.allocator.replayer import SizedTrace
+from autoaccum.simulation.allocator.replay import SizedTrace
 from autoaccum.simulation.trace_records import CATEGORIES, Category, LabelledTrace, Phase, Role, Trace
 from autoaccum.sources.module_names import distinct_names, mask_numbers
 

@@ -9,7 +9,7 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import ListAlike, Tracer, UseCard
 from autoaccum.devices.simulated.trace_cache import TraceCache
-from autoaccum.simulation.allocator.replayer import Replays
+from autoaccum.simulation.allocator.replay import Replays
 from autoaccum.simulation.cards import Card
 
 _Result = TypeVar("_Result")

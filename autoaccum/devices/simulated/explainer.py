@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak,
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, LabelParts, SuggestChanges, TraceParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.trace_records import LabelledTrace, Phase, Trace
 from autoaccum.units import format_bytes
 
@@ -70,7 +70,7 @@ class Explainer:
             peak_bytes=self.replayer.peak_bytes(labelled.trace),
             context_bytes=self.context_bytes,
         )
-        timeline = make_timeline(breakdown, self.replayer.reserved_bytes(labelled.trace))
+        timeline = make_timeline(breakdown, breakdown.sized.reserved_over_time(self.replayer.settings))
         found, notes = self._all_changes(trace, labelled, deadline) if changes else ((), ())
         return MemoryReport(
             explanation=dataclasses.replace(explanation, changes=found),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from itertools import accumulate, islice
 from operator import eq
 from typing import Final
 
-from autoaccum.accumulation.schedule import format_parts
+from autoaccum.accumulation.schedule import format_parts, make_schedule
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import UsageError
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
-from autoaccum.simulation.allocator.recording import Recording
+from autoaccum.simulation.allocator.recording import Recording, read_recording
 from autoaccum.sources.module_names import mask_numbers
 from autoaccum.units import KIB
 
@@ -94,6 +96,53 @@ class UpdateComparison:
         return self.held.agrees and self.reserved.agrees
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnapshotCheck:
+    """The result of a check.
+
+    Attributes:
+        snapshot: The file.
+        events: The number of its events.
+        card: The simulated card.
+        update: The last update beside its prediction.
+    """
+
+    snapshot: str
+    events: int
+    card: str
+    update: UpdateComparison
+
+
+def check_snapshot(
+    snapshot: str | os.PathLike[str], device: SimulatedDevice, target_batch: int, micro_batch: int
+) -> SnapshotCheck:
+    """Lay the last update of a snapshot beside that of the device's workload.
+
+    Args:
+        snapshot: The file.
+        device: The card, with the workload and the options of the run.
+        target_batch: Samples per update.
+        micro_batch: The most samples that ran at once.
+
+    Raises:
+        UsageError: The file is no complete snapshot, or its end is no such update; or `micro_batch` is too large.
+        WorkloadError, NotMeasuredError: The workload cannot be simulated.
+    """
+    if micro_batch > target_batch:
+        raise UsageError(
+            f"a micro-batch of {micro_batch} is more than the {target_batch} samples of an update",
+            hint="give those of the recorded run (--micro-batch, --target-batch)",
+        )
+    recording = read_recording(snapshot)
+    schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
+    return SnapshotCheck(
+        snapshot=str(snapshot),
+        events=len(recording.entries),
+        card=device.name,
+        update=device.compare(recording, schedule.micro_batches),
+    )
+
+
 def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_bytes: int) -> UpdateComparison:
     """Lay the end of a recording beside the last update of a labelled trace, whose reserved peak is `reserved_bytes`.
 
@@ -110,7 +159,7 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
     if not common or 2 * common.total() < len(blocks):
         raise _no_such_update(recording, trace.parts, len(blocks), len(requests))
     changes = (_CHANGES.get(entry.action, 0) * entry.size for entry in entries)
-    recorded = list(accumulate(changes, initial=sum(recording.before.used.values())))
+    recorded = list(accumulate(changes, initial=sum(recording.before.values())))
     reserved = list(accumulate((entry.reserved_bytes for entry in entries), initial=recording.reserved_before))
     start = last[0]
     peak = max(range(start + 1, len(recorded)), key=lambda at: (recorded[at], at))
@@ -155,8 +204,8 @@ def _no_such_update(recording: Recording, parts: tuple[int, ...], predicted: int
 
 def _alive(recording: Recording, end: int) -> dict[int, int]:
     """Return the bytes of each block that is alive before event `end`, by its event (negative: from before all)."""
-    at = {address: ~number for number, address in enumerate(recording.before.used)}
-    held = {number: recording.before.used[address] for address, number in at.items()}
+    at = {address: ~number for number, address in enumerate(recording.before)}
+    held = {number: recording.before[address] for address, number in at.items()}
     for number, entry in enumerate(recording.entries[:end]):
         if entry.action == "alloc":
             at[entry.addr] = number

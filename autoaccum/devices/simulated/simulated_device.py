@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.checks import counted, join_words
@@ -18,6 +18,7 @@ from autoaccum.devices.base import (
     Device,
     Forecast,
     Inspection,
+    Outcome,
     Prediction,
     Trial,
     TrialOptions,
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
     from autoaccum.devices.simulated.recorded_update import UpdateComparison
     from autoaccum.simulation.allocator.recording import Recording
-    from autoaccum.simulation.allocator.replayer import Replayer, Replays, SizedTrace
+    from autoaccum.simulation.allocator.replay import Replayer, Replays, SizedTrace
 
 
+_BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 _NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
 """What NCCL allocates for a group of ranks outside PyTorch's allocator. It grows with the number of channels, and not
 with that of ranks beyond two machines (NVIDIA/nccl#864)."""
@@ -199,7 +201,7 @@ class SimulatedDevice(Device):
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
         capacity_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = self._replayer.update(traces, capacity_bytes)
+        trial = predict_trial(self._replayer, traces, capacity_bytes)
         traced = any(self._traces.was_traced(trace) for trace in traces)
         return dataclasses.replace(
             trial,
@@ -213,7 +215,9 @@ class SimulatedDevice(Device):
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
         if choose is not None:
-            self._traces.choose = lambda at: choose(lambda size: self._replayer.trial(at(size), self.limit_bytes))
+            self._traces.choose = lambda at: choose(
+                lambda size: predict_trial(self._replayer, [at(size)], self.limit_bytes)
+            )
         deadline = Deadline(limit_seconds)
         if not deadline.is_over:
             with suppress(WorkloadError, NotMeasuredError):  # The trial of that size reports why.
@@ -287,7 +291,7 @@ class SimulatedDevice(Device):
         """
         from autoaccum.devices.simulated.breakdown import MemoryBreakdown
         from autoaccum.devices.simulated.recorded_update import compare_update
-        from autoaccum.simulation.allocator.replayer import Replayer
+        from autoaccum.simulation.allocator.replay import Replayer
 
         labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)
         settings = recording.settings.for_card(self._card.total_bytes)  # Those of this process may be others.
@@ -304,7 +308,7 @@ class SimulatedDevice(Device):
 
     @cached_property
     def _replayer(self) -> Replayer:
-        from autoaccum.simulation.allocator.replayer import Replayer  # Later, so that the tracer starts sooner.
+        from autoaccum.simulation.allocator.replay import Replayer  # Later, so that the tracer starts sooner.
 
         return Replayer(self._card, self._settings, self._torch_version, self._replays)
 
@@ -316,10 +320,42 @@ class SimulatedDevice(Device):
             trace = self._traces.extrapolate(size, limit_seconds=deadline.left_seconds)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
-        if trace is None:
-            return None
-        known = None if self._replays is None else self._replays.unlimited(trace)
-        return self._replayer.peak_bytes(trace) if known is None else known.peak_reserved_bytes
+        return None if trace is None else self._replayer.about_peak_bytes(trace)
+
+
+def predict_trial(replayer: Replayer, traces: Sequence[Trace], limit_bytes: int) -> Trial:
+    """Return the trial of an update within a limit from the traces of its parts: the worst outcome, the highest peaks.
+
+    Its peaks are those without a limit; if it does not fit, maybe those of another card with equal kernels.
+    """
+    trials = [_predict_part(replayer, trace, limit_bytes) for trace in traces]
+    return dataclasses.replace(
+        max(trials, key=lambda trial: _BEST_FIRST.index(trial.outcome)),
+        peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
+        peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
+    )
+
+
+def _predict_part(replayer: Replayer, trace: Trace, limit_bytes: int) -> Trial:
+    sized, unlimited, held = replayer.replay(trace, limit_bytes)
+    trial = Trial(
+        parts=trace.parts,
+        outcome="ok",
+        peak_allocated_bytes=unlimited.peak_allocated_bytes,
+        peak_reserved_bytes=unlimited.peak_reserved_bytes,
+        allocator_retries=held.retries,
+    )
+    if held.failed_at is not None:
+        phase = sized.phase_at(held.failed_at)
+        message = (
+            f"micro-batch {max(trace.parts)} does not fit: {phase} requests {format_bytes(held.requested_bytes)} "
+            f"more; without a limit it takes {format_bytes(unlimited.peak_reserved_bytes)}"
+        )
+        return dataclasses.replace(trial, outcome="oom", phase=phase, message=message)
+    if held.repeat_retries:
+        message = "every update would release the cache and allocate again"
+        return dataclasses.replace(trial, outcome="tight", message=message)
+    return trial
 
 
 def _notes_on_values(traces: Sequence[Trace]) -> Iterator[str]:

@@ -83,7 +83,7 @@ class Tracer(LoadedChild):
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
         process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
-        import_module("autoaccum.simulation.allocator.replayer")  # While the process imports PyTorch.
+        import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
         paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
         load = LoadOnCard(card=card, others=others, device=device, paths=paths, **settings.to_request())
         super().__init__(settings, load, process)

@@ -1,9 +1,13 @@
-"""Replays of the events of a trace in an allocator: whether it fits, its peak, the least capacity it needs."""
+"""Replays of traces in the allocator of one card: whether a trace fits, its peak, the least capacity it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from autoaccum.simulation.allocator.blocks import Block
@@ -14,9 +18,13 @@ from autoaccum.simulation.allocator.caching_allocator import (
     CudaOutOfMemoryError,
 )
 from autoaccum.simulation.allocator.settings import AllocatorSettings
-from autoaccum.simulation.trace_records import EMPTY_CACHE
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.operators.workspace_rules import estimate
+from autoaccum.simulation.operators.workspaces import Estimate
+from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
 
-_NOTHING: Mapping[int, Hashable] = {}
+_MAX_REPEATS = 8
+"""The updates after which an allocator has settled, or never does: few of those observed took longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,87 +53,176 @@ class ReplayResult:
         return self.failed_at is None
 
 
-def replay(
-    events: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    capacity: int | None = None,
-    settings: AllocatorSettings | None = None,
-    repeat_from: int | None = None,
-    repeats: int = 1,
-    optional: Mapping[int, Hashable] = _NOTHING,
-    streams: Sequence[int] = (),
-) -> ReplayResult:
-    """Replay the events of a trace in an allocator.
+@dataclass(frozen=True, eq=False)
+class SizedTrace:
+    """A trace with the size of each block, workspaces included; it keeps the results of its replays.
 
-    Args:
-        events: In order: the number of a block that is allocated, or `~number` of one that is freed.
+    Attributes:
+        trace: The trace, whose own sizes do not count.
         sizes: The bytes of each block, or `EMPTY_CACHE`. As in PyTorch, blocks of 0 bytes are never allocated.
-        capacity: The bytes of the card for segments; None is no limit.
-        settings: The settings of the allocator.
-        repeat_from: The event at which the last update begins. That update is repeated if it leaves as much as it
-            found (`match_replacements`).
-        repeats: How often to repeat it at most; two updates in a row that release nothing end the replay.
+        band_bytes: How far off the sum of the blocks alive may be, at most at any time.
+        guessed: The rules with an unmeasured size, of blocks that count in the band.
         optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
             the same purpose is requested.
-        streams: The stream of each block; empty: all are on the default stream.
-
-    Raises:
-        ValueError: The settings allow a share of the card without the total of the card.
     """
-    allocator = CachingAllocator(capacity, settings)
-    last = len(events) if repeat_from is None else repeat_from
-    replacements = match_replacements(events, sizes, last, streams)
-    again = repeats if replacements is not None and events[last:] else 0
-    replayer = EventReplayer(allocator, sizes, optional, streams)
-    number = released = quiet = 0
-    failed: tuple[int, int] | None = None
-    for index in range(2 + again):
-        update = events[last:] if index else events[:last]
-        before, earlier = allocator.releases, released
-        if index > 1 and replacements:
-            replayer.carry_over(replacements)
-        failed = replayer.run(update)
-        if failed is not None:
-            failed = failed[0] + number, failed[1]
-            break
-        number += len(update)
-        released = allocator.releases - before
-        quiet = 0 if released else quiet + 1
-        if index > 1 and quiet > 1:
-            break
-    is_slow = repeat_from is not None and quiet < max(1, min(again, 2))
-    failed_at, requested_bytes = (None, 0) if failed is None else failed
-    return ReplayResult(
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        retries=allocator.retries,
-        repeat_retries=max(released, earlier) if is_slow else 0,
-        failed_at=failed_at,
-        requested_bytes=requested_bytes,
-        valid_below_bytes=allocator.least_refused_bytes,
-    )
+
+    trace: Trace
+    sizes: Sequence[int]
+    band_bytes: int = 0
+    guessed: tuple[str, ...] = ()
+    optional: Mapping[int, Hashable] = field(default_factory=dict)
+    _results: dict[tuple[Any, ...], list[ReplayResult]] = field(default_factory=dict, init=False, repr=False)
+
+    def phase_at(self, event: int) -> Phase:
+        """Return the phase of an event; for a repeated update, that of the same event the first time."""
+        last, end = self.trace.last_update, len(self.trace.events)
+        if event >= end:
+            event = last + (event - last) % (end - last)
+        index = bisect_right(self.trace.phases, event, key=lambda phase: phase[0]) - 1
+        return self.trace.phases[max(index, 0)][1]
+
+    @cached_property
+    def replacements(self) -> Mapping[int, int] | None:
+        """By each block that the last update finds and frees, one as large on the same stream that it leaves.
+
+        An example are outputs that a loop keeps until it has the next ones. None: some block has no such match, so that
+        the update leaves something else than it finds, and cannot be repeated.
+        """
+        alive: dict[int, None] = {}
+        found: list[int] = []
+        for event in self.trace.events[self.trace.last_update :]:
+            if event >= 0:
+                alive[event] = None
+            elif ~event in alive:
+                del alive[~event]
+            else:
+                found.append(~event)
+        streams = self.trace.streams
+
+        def kind(block: int) -> tuple[int, int]:
+            return self.sizes[block], streams[block] if streams else 0
+
+        left = sorted(alive, key=kind)
+        found.sort(key=kind)
+        return dict(zip(found, left, strict=True)) if [*map(kind, found)] == [*map(kind, left)] else None
+
+    def replay(
+        self, settings: AllocatorSettings | None = None, capacity: int | None = None, repeats: int = 1
+    ) -> ReplayResult:
+        """Replay the trace in an allocator of this capacity; None is no limit.
+
+        The last update is repeated up to `repeats` times, if that is possible, until two in a row release nothing.
+        """
+        settings = settings or AllocatorSettings()
+        # The card's total matters only as far as a share of it is allowed.
+        kind = dataclasses.replace(settings, total_bytes=None), settings.allowed_bytes
+        known = self._results.setdefault((*kind, capacity is None, repeats), [])
+        for result in known:
+            below = result.valid_below_bytes
+            if capacity is None or (result.peak_reserved_bytes <= capacity and (below is None or capacity < below)):
+                return result
+        known.append(self._replay(CachingAllocator(capacity, settings), repeats))
+        return known[-1]
+
+    def _replay(self, allocator: CachingAllocator, repeats: int) -> ReplayResult:
+        events, last = self.trace.events, self.trace.last_update
+        again = repeats if self.replacements is not None and events[last:] else 0
+        running = _Replay(allocator, self)
+        number = released = quiet = earlier = 0
+        failed: tuple[int, int] | None = None
+        for index in range(2 + again):
+            update = events[last:] if index else events[:last]
+            before, earlier = allocator.releases, released
+            if index > 1:
+                running.carry_over()
+            failed = running.run(update)
+            if failed is not None:
+                failed = failed[0] + number, failed[1]
+                break
+            number += len(update)
+            released = allocator.releases - before
+            quiet = 0 if released else quiet + 1
+            if index > 1 and quiet > 1:
+                break
+        failed_at, requested_bytes = (None, 0) if failed is None else failed
+        return ReplayResult(
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            retries=allocator.retries,
+            repeat_retries=max(released, earlier) if quiet < max(1, min(again, 2)) else 0,
+            failed_at=failed_at,
+            requested_bytes=requested_bytes,
+            valid_below_bytes=allocator.least_refused_bytes,
+        )
+
+    def least_capacity(self, settings: AllocatorSettings | None = None, known: ReplayResult | None = None) -> int:
+        """Return a smallest capacity at which the trace fits, by bisection from a `known` result that fits.
+
+        One replay settles all capacities from its peak to below the least request that CUDA refused, so that few
+        replays are needed. With more memory an allocator may place blocks worse: some capacity above the result may
+        fail, and some below may fit. A replay at the capacity of a card decides for that card.
+
+        Raises:
+            ValueError: The trace does not fit in the share that the settings allow.
+        """
+        known = known or self.replay(settings)
+        if not known.fits:
+            raise ValueError("the trace does not fit: the settings allow too little of the card")
+        enough, fails = known.peak_reserved_bytes, self._lower_bound_bytes() - 1
+        while enough - fails > 1:
+            tried = self.replay(settings, (enough + fails) // 2)
+            if tried.fits:
+                enough = tried.peak_reserved_bytes
+            else:
+                assert tried.valid_below_bytes is not None
+                fails = tried.valid_below_bytes - 1
+        return enough
+
+    def _lower_bound_bytes(self) -> int:
+        """Return the least bytes of any allocator with such segments: those of the small and the large blocks alive."""
+        alive, most = {True: 0, False: 0}, 0
+        for event in self.trace.events:
+            block = event if event >= 0 else ~event
+            size = 0 if block in self.optional else self.sizes[block]
+            alive[size <= SMALL_BYTES] += size if event >= 0 else -size
+            if event >= 0:
+                held = -(-alive[True] // LARGE_GRAIN_BYTES) - (-alive[False] // LARGE_GRAIN_BYTES)
+                most = max(most, held)
+        return most * LARGE_GRAIN_BYTES
+
+    def reserved_over_time(self, settings: AllocatorSettings | None = None) -> list[int]:
+        """Return the bytes reserved after each event without a limit, in the last update once it is repeated."""
+        allocator = CachingAllocator(None, settings)
+        running = _Replay(allocator, self)
+
+        def run(part: Sequence[int]) -> list[int]:
+            held = []
+            for event in part:
+                running.run((event,))
+                held.append(allocator.reserved_bytes)
+            return held
+
+        events, last = self.trace.events, self.trace.last_update
+        held = run(events)
+        if self.replacements is not None:
+            running.carry_over()
+            held[last:] = run(events[last:])
+        return held
 
 
-class EventReplayer:
-    """Replays ranges of events, one after the other. Arguments: as of `replay`."""
+class _Replay:
+    """Replays ranges of the events of a trace in an allocator, one after the other."""
 
-    def __init__(
-        self,
-        allocator: CachingAllocator,
-        sizes: Sequence[int],
-        optional: Mapping[int, Hashable] = _NOTHING,
-        streams: Sequence[int] = (),
-    ) -> None:
-        self._allocator, self._sizes, self._optional = allocator, sizes, optional
-        self._streams = streams or bytes(len(sizes))
+    def __init__(self, allocator: CachingAllocator, sized: SizedTrace) -> None:
+        self._allocator, self._sized = allocator, sized
         self._blocks: dict[int, Block] = {}
         self._without: set[int] = set()
 
     def run(self, events: Sequence[int]) -> tuple[int, int] | None:
         """Replay `events`; return the index of the event that failed and the bytes it requested, if one did."""
         malloc, free = self._allocator.malloc, self._allocator.free
-        sizes, streams, blocks, without = self._sizes, self._streams, self._blocks, self._without
+        sizes, optional, blocks, without = self._sized.sizes, self._sized.optional, self._blocks, self._without
+        streams = self._sized.trace.streams or bytes(len(sizes))
         left, event = iter(events), 0
         while True:
             try:
@@ -141,130 +238,138 @@ class EventReplayer:
                         self._allocator.release_cached_blocks()
                 return None
             except CudaOutOfMemoryError as error:
-                if event not in self._optional:
+                if event not in optional:
                     return list(events).index(event), error.requested_bytes  # A block is allocated once.
-                purpose = self._optional[event]
-                without.update(block for block, known in self._optional.items() if known == purpose)
+                without.update(block for block, purpose in optional.items() if purpose == optional[event])
 
-    def carry_over(self, replacements: Mapping[int, int]) -> None:
+    def carry_over(self) -> None:
         """Give the blocks that an update left the numbers of those it found, so that its events can be repeated."""
-        blocks = self._blocks
-        blocks.update({found: blocks.pop(left) for found, left in replacements.items() if left in blocks})
+        blocks, pairs = self._blocks, (self._sized.replacements or {}).items()
+        blocks.update({found: blocks.pop(left) for found, left in pairs if left in blocks})
 
 
-def match_replacements(
-    events: Sequence[int], sizes: Sequence[int], start: int, streams: Sequence[int] = ()
-) -> dict[int, int] | None:
-    """Match each block that is alive at `start` and freed later with one as large that is allocated later and stays.
+@dataclass(frozen=True)
+class Replays:
+    """What cards have in common whose kernels take equal workspaces.
 
-    Both are on the same stream.
-
-    An example are outputs that a loop keeps until it has the next ones. The result is None if some block has no match:
-    the events then leave something else than they found.
-
-    >>> match_replacements((0, 1, ~1, 2, ~2), (8, 8, 8), 3), match_replacements((0, 1, ~1, 2), (8, 8, 8), 3)
-    ({}, None)
-    >>> match_replacements((0, 1, ~0, 2, ~2), (8, 8, 8), 1), match_replacements((0, 1, ~0), (8, 9), 1)
-    ({0: 1}, None)
-    """
-    alive: dict[int, None] = {}
-    found: list[int] = []
-    for event in events[start:]:
-        if event >= 0:
-            alive[event] = None
-        elif ~event in alive:
-            del alive[~event]
-        else:
-            found.append(~event)
-
-    def kind(block: int) -> tuple[int, int]:
-        return sizes[block], streams[block] if streams else 0
-
-    left = sorted(alive, key=kind)
-    found.sort(key=kind)
-    if [*map(kind, found)] != [*map(kind, left)]:
-        return None
-    return dict(zip(found, left, strict=True))
-
-
-def least_capacity(
-    events: Sequence[int],
-    sizes: Sequence[int],
-    settings: AllocatorSettings | None = None,
-    repeat_from: int | None = None,
-    *,
-    known: ReplayResult | None = None,
-    optional: Mapping[int, Hashable] = _NOTHING,
-    streams: Sequence[int] = (),
-    at: Callable[[int | None], ReplayResult] | None = None,
-) -> int:
-    """Return a smallest capacity at which a trace fits, by bisection.
-
-    One replay settles all capacities from its peak to below the least request that CUDA refused, so that few replays
-    are needed. With more memory an allocator may place blocks worse: some capacity above the result may fail, and some
-    below may fit. A replay at the capacity of a card decides for that card.
-
-    Args: as of `replay`; `known` is the result of one at which the trace fits, by default of one without a limit, and
-    `at` replays the same events at a capacity, where results are kept.
-
-    Raises:
-        ValueError: The trace does not fit in the share that the settings allow.
+    Attributes:
+        workspaces: The different workspaces of a trace.
+        sized: Traces with sizes, by the estimates of their workspaces.
+        unlimited: The replay of a trace without a limit on the first card that had one.
     """
 
-    def replay_at(capacity: int | None) -> ReplayResult:
-        limits: dict[str, Any] = {"capacity": capacity, "settings": settings, "repeat_from": repeat_from}
-        return replay(events, sizes, optional=optional, streams=streams, **limits)
-
-    at = at or replay_at
-    known = known or at(None)
-    if not known.fits:
-        raise ValueError("the trace does not fit: the settings allow too little of the card")
-    enough, fails = known.peak_reserved_bytes, _lower_bound_bytes(events, sizes, optional) - 1
-    while enough - fails > 1:
-        tried = at((enough + fails) // 2)
-        if tried.fits:
-            enough = tried.peak_reserved_bytes
-        else:
-            assert tried.valid_below_bytes is not None
-            fails = tried.valid_below_bytes - 1
-    return enough
+    workspaces: dict[Trace, tuple[Workspace, ...]] = field(default_factory=dict)
+    sized: dict[tuple[Trace, tuple[Estimate, ...]], SizedTrace] = field(default_factory=dict)
+    unlimited: dict[Trace, ReplayResult] = field(default_factory=dict)
 
 
-def _lower_bound_bytes(events: Sequence[int], sizes: Sequence[int], optional: Container[int]) -> int:
-    """Return the least bytes of any allocator with such segments: those of the small and of the large blocks alive."""
-    alive, most = {True: 0, False: 0}, 0
-    for event in events:
-        block = event if event >= 0 else ~event
-        size = 0 if block in optional else sizes[block]
-        alive[size <= SMALL_BYTES] += size if event >= 0 else -size
-        if event >= 0:
-            held = -(-alive[True] // LARGE_GRAIN_BYTES) - (-alive[False] // LARGE_GRAIN_BYTES)
-            most = max(most, held)
-    return most * LARGE_GRAIN_BYTES
+class Replayer:
+    """Replays traces on one card under one release of PyTorch; cards may have the `replays` in common."""
+
+    def __init__(
+        self,
+        card: Card,
+        settings: AllocatorSettings,
+        torch_version: tuple[int, int],
+        replays: Replays | None = None,
+    ) -> None:
+        self._card, self._torch_version = card, torch_version
+        self.settings, self._replays = settings, replays or Replays()
+        self._estimates: dict[Workspace, Estimate] = {}
+        self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
+
+    def with_sizes(self, trace: Trace) -> SizedTrace:
+        """Return `trace` with the size of each block."""
+        return self._unlimited(trace)[0]
+
+    def peak_bytes(self, trace: Trace) -> int:
+        """Return the largest number of bytes that the allocator reserves without a limit."""
+        return self._unlimited(trace)[1].peak_reserved_bytes
+
+    def about_peak_bytes(self, trace: Trace) -> int:
+        """Return the same, maybe of another card that shares its replays."""
+        known = self._replays.unlimited.get(trace)
+        return self.peak_bytes(trace) if known is None else known.peak_reserved_bytes
+
+    def least_bytes(self, traces: Sequence[Trace], limit_bytes: int) -> int:
+        """Return the smallest capacity at which all traces fit: within a limit, or beyond it if they do not fit there.
+
+        That of one is sought where it does not fit in what suffices for larger ones.
+        """
+        least = 0
+        for trace in sorted(traces, key=self.peak_bytes, reverse=True):
+            sized, unlimited = self._unlimited(trace)
+            if least and self._replay_within(least, sized, unlimited, 1).fits:
+                continue
+            held = self._replay_within(limit_bytes, sized, unlimited)
+            least = max(least, sized.least_capacity(self.settings, held if held.fits else unlimited))
+        return least
+
+    def replay(self, trace: Trace, limit_bytes: int) -> tuple[SizedTrace, ReplayResult, ReplayResult]:
+        """Return `trace` with sizes, its replay without a limit, and that within `limit_bytes`.
+
+        If it does not fit, the replay without a limit is maybe that of another card with equal kernels.
+        """
+        elsewhere = None if trace in self._known else self._replays.unlimited.get(trace)
+        if elsewhere is not None and elsewhere.peak_reserved_bytes > limit_bytes:
+            sized = self._with_sizes(trace)
+            held = self._replay_within(limit_bytes, sized, elsewhere)
+            if not held.fits:
+                return sized, elsewhere, held
+        sized, unlimited = self._unlimited(trace)
+        return sized, unlimited, self._replay_within(limit_bytes, sized, unlimited)
+
+    def expanding(self) -> Replayer | None:
+        """Return a replayer with expandable segments; None if this one has them."""
+        if self.settings.expandable_segments:
+            return None
+        settings = dataclasses.replace(self.settings, expandable_segments=True)
+        return Replayer(self._card, settings, self._torch_version)
+
+    def _unlimited(self, trace: Trace) -> tuple[SizedTrace, ReplayResult]:
+        """Return the sized trace, and its replay without a limit; both are cached."""
+        if trace not in self._known:
+            sized = self._with_sizes(trace)
+            self._known[trace] = sized, sized.replay(self.settings)
+            self._replays.unlimited.setdefault(trace, self._known[trace][1])
+        return self._known[trace]
+
+    def _replay_within(
+        self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult, repeats: int = _MAX_REPEATS
+    ) -> ReplayResult:
+        """Return the result within a limit; without one, an allocator has settled by the third update."""
+        if unlimited.peak_reserved_bytes <= limit_bytes:
+            return unlimited
+        return sized.replay(self.settings, limit_bytes, repeats)
+
+    def _with_sizes(self, trace: Trace) -> SizedTrace:
+        """Return a trace with the size of each block; the same object for equal estimates of its workspaces."""
+        if trace not in self._replays.workspaces:
+            found = dict.fromkeys(size for size in trace.sizes if isinstance(size, Workspace))
+            self._replays.workspaces[trace] = tuple(found)
+        estimates = {workspace: self._estimate(workspace) for workspace in self._replays.workspaces[trace]}
+        key = trace, tuple(estimates.values())
+        if key not in self._replays.sized:
+            self._replays.sized[key] = _size(trace, estimates.__getitem__)
+        return self._replays.sized[key]
+
+    def _estimate(self, workspace: Workspace) -> Estimate:
+        if workspace not in self._estimates:
+            self._estimates[workspace] = estimate(workspace, self._card, self._torch_version)
+        return self._estimates[workspace]
 
 
-def reserved_over_time(
-    events: Sequence[int],
-    sizes: Sequence[int],
-    settings: AllocatorSettings | None = None,
-    repeat_from: int = 0,
-    *,
-    streams: Sequence[int] = (),
-) -> list[int]:
-    """Return the bytes reserved after each event without a limit, in the last update once it is repeated."""
-    allocator = CachingAllocator(None, settings)
-    replayer = EventReplayer(allocator, sizes, streams=streams)
-
-    def run(part: Sequence[int]) -> list[int]:
-        held = []
-        for event in part:
-            replayer.run((event,))
-            held.append(allocator.reserved_bytes)
-        return held
-
-    held = run(events)
-    replacements = match_replacements(events, sizes, repeat_from, streams)
-    if replacements is not None:
-        replayer.carry_over(replacements)
-        held[repeat_from:] = run(events[repeat_from:])
-    return held
+def _size(trace: Trace, estimate_size: Callable[[Workspace], Estimate]) -> SizedTrace:
+    """Return a trace with the estimated sizes of its workspaces."""
+    workspaces = {block: size for block, size in enumerate(trace.sizes) if isinstance(size, Workspace)}
+    found = {block: estimate_size(workspace) for block, workspace in workspaces.items()}
+    sizes = [found[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
+    bands = {block: estimate.band_bytes for block, estimate in found.items() if estimate.band_bytes}
+    changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
+    return SizedTrace(
+        trace,
+        tuple(sizes),
+        max(accumulate(changes), default=0),
+        tuple(dict.fromkeys(workspaces[block].rule for block in bands if not found[block].measured)),
+        {block: workspaces[block] for block, estimate in found.items() if estimate.optional},
+    )

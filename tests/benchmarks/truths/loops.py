@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from truths.scores import Predicted
 
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.devices.simulated.simulated_device import predict_trial
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import read_settings
 from autoaccum.simulation.cards import Card, ContextMemory, context_memory
 from autoaccum.simulation.torch_patches import torch_release
@@ -83,9 +84,9 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     capacity_bytes = card.total_bytes - outside.bytes
     return Predicted(
         batch=batch,
-        outcome=replayer.trial(trace, capacity_bytes).outcome,
+        outcome=predict_trial(replayer, [trace], capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
-        shown_bytes=replayer.held_bytes(trace, capacity_bytes),
+        shown_bytes=replayer.replay(trace, capacity_bytes)[2].peak_reserved_bytes,
         least_bytes=replayer.least_bytes([trace], replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,

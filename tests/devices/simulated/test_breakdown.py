@@ -22,7 +22,7 @@ from autoaccum.devices.simulated.breakdown import (
     module_shares,
 )
 from autoaccum.devices.simulated.explainer import make_timeline
-from autoaccum.simulation.allocator.replayer import SizedTrace
+from autoaccum.simulation.allocator.replay import SizedTrace
 from autoaccum.simulation.trace_records import (
     CATEGORIES,
     NO_MODULE,

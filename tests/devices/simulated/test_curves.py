@@ -7,7 +7,7 @@ from itertools import pairwise
 from synthetic_traces import make_trace
 
 from autoaccum.devices.simulated.explainer import curve_points
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace

@@ -8,8 +8,7 @@ import pytest
 
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.simulation.allocator.replay import match_replacements
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Trace, Workspace
@@ -63,7 +62,7 @@ def test_what_building_frees_goes_back_to_the_card(simulated: Callable[..., Call
     )
     assert (EMPTIES in kept.sizes, released.sizes.count(EMPTIES)) == (False, 1)
     # Segments for small blocks, for the parameter of 20 MiB, and for cuBLAS; or all large ones in the cached 48 MiB.
-    held = [replayer().reserved_bytes(trace)[trace.last_update - 1] for trace in (kept, released)]
+    held = [replayer().with_sizes(trace).reserved_over_time()[trace.last_update - 1] for trace in (kept, released)]
     assert held == [(2 + 48) * MIB, (2 + 20 + 20) * MIB]
     assert [replayer().with_sizes(trace).band_bytes for trace in (kept, released)] == [0, 0]
 
@@ -75,9 +74,9 @@ def test_calls_of_the_step_are_part_of_all_that_is_made_of_traces(
     traces = [ask(TraceParts(parts=(size, size))) for size in (2, 5, 3)]
     grown = fit_affine_trace(traces).at(64)
     assert grown.sizes.count(EMPTIES) == 3, "one in each micro-batch"
-    sizes = replayer().with_sizes(grown).sizes
-    assert match_replacements(grown.events, sizes, grown.last_update) is not None
-    over_time = replayer().reserved_bytes(grown)
+    sized = replayer().with_sizes(grown)
+    assert sized.replacements is not None
+    over_time = sized.reserved_over_time()
     for block in (block for block, size in enumerate(grown.sizes) if size == EMPTIES):
         at = grown.events.index(block)
         assert over_time[at - 1] - over_time[at] >= 64 * 8 * 100_000 * 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceParts
 from autoaccum.devices.simulated.workload_variants import suggest_changes
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace

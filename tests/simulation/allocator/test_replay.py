@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 from example_counts import count_examples
@@ -10,20 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
 
-from autoaccum.simulation.allocator.replay import (
-    least_capacity,
-    match_replacements,
-    replay,
-    reserved_over_time,
-)
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.devices.simulated.simulated_device import predict_trial
+from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import Trace, Workspace
+from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 GRAINS = [100, 4096, 300 * 1024, MIB, 2 * MIB, 7 * MIB, 11 * MIB, 24 * MIB, 40 * MIB]
+
+
+def sized(
+    events: Sequence[int],
+    sizes: Sequence[int],
+    last_update: int | None = None,
+    *,
+    streams: tuple[int, ...] = (),
+    optional: Mapping[int, str] = MappingProxyType({}),
+) -> SizedTrace:
+    """Return a trace by its events; without `last_update`, no update is repeated."""
+    last = len(events) if last_update is None else last_update
+    trace = Trace(parts=(1,), events=tuple(events), sizes=(), phases=(), last_update=last, streams=streams)
+    return SizedTrace(trace, sizes, optional=optional)
 
 
 def random_trace(rng: random.Random, blocks: int) -> tuple[list[int], list[int]]:
@@ -54,6 +65,7 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
     ("events", "start", "expected"),
     [
         ((0, 1, ~1), 1, {}),
+        ((0, 1, ~1, 2), 3, None),
         ((0, 1, ~1), 3, {}),
         ((0, 1), 1, None),
         ((0, 1, ~1, ~0), 1, None),
@@ -66,7 +78,7 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
 def test_replacements_are_as_large_as_the_blocks_they_replace(
     events: tuple[int, ...], start: int, expected: dict[int, int] | None
 ) -> None:
-    assert match_replacements(events, (8, 9, 8, 8, 9), start) == expected
+    assert sized(events, (8, 9, 8, 8, 9), start).replacements == expected
 
 
 def turns(small: int) -> tuple[list[int], list[int]]:
@@ -81,11 +93,12 @@ def turns(small: int) -> tuple[list[int], list[int]]:
 
 def test_an_update_that_releases_cached_memory_every_time_is_counted() -> None:
     events, sizes = turns(30)
-    tight = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2)
+    repeated = sized(events, sizes, len(events) // 2)
+    tight = repeated.replay(capacity=40 * MIB)
     assert (tight.fits, tight.retries, tight.repeat_retries) == (True, 5, 2)
-    unlimited = replay(events, sizes, capacity=60 * MIB, repeat_from=len(events) // 2)
+    unlimited = repeated.replay(capacity=60 * MIB)
     assert (unlimited.retries, unlimited.repeat_retries) == (0, 0)
-    assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "updates are not repeated"
+    assert sized(events, sizes).replay(capacity=40 * MIB).repeat_retries == 0, "updates are not repeated"
 
 
 @given(st.lists(st.sampled_from(GRAINS), min_size=1, max_size=6))
@@ -99,9 +112,9 @@ def test_a_repeated_update_equals_a_longer_trace(kept: list[int]) -> None:
         return events, kept * updates
 
     events, sizes = events_of(2)
-    assert match_replacements(events, sizes, len(kept)) is not None
-    longer, more = events_of(3)
-    done, truth = replay(events, sizes, repeat_from=len(kept)), replay(longer, more)
+    repeated = sized(events, sizes, len(kept))
+    assert repeated.replacements is not None
+    done, truth = repeated.replay(), sized(*events_of(3)).replay()
     assert done.peak_reserved_bytes == truth.peak_reserved_bytes
     assert done.peak_allocated_bytes == truth.peak_allocated_bytes
 
@@ -120,46 +133,42 @@ kinds = st.sampled_from(
 @given(seed=st.integers(0, 10**6), blocks=st.integers(1, 60), kind=kinds)
 def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: int, kind: AllocatorSettings) -> None:
     events, sizes = random_trace(random.Random(seed), blocks)
-    least = least_capacity(events, sizes, kind)
-    unlimited = replay(events, sizes, settings=kind)
+    trace = sized(events, sizes)
+    least, unlimited = trace.least_capacity(kind), trace.replay(kind)
     assert least <= unlimited.peak_reserved_bytes
     assert least >= max(sizes)
     assert fits(events, sizes, least, kind)
     assert not fits(events, sizes, least - 1, kind)
-    assert replay(events, sizes, capacity=least, settings=kind).peak_reserved_bytes == least
+    assert trace.replay(kind, least).peak_reserved_bytes == least
 
 
 @settings(max_examples=count_examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), kind=kinds, share=st.floats(0.3, 1.1))
 def test_a_result_holds_for_the_whole_range_of_capacities(seed: int, kind: AllocatorSettings, share: float) -> None:
     events, sizes = random_trace(random.Random(seed), 40)
-    capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
-    done = replay(events, sizes, capacity=capacity, settings=kind)
-    assert done == replay(events, sizes, capacity=capacity, settings=kind), "a replay is deterministic"
+    capacity = int(share * sized(events, sizes).replay(kind).peak_reserved_bytes)
+    done = sized(events, sizes).replay(kind, capacity)
     assert done.peak_reserved_bytes <= capacity
-    assert done == replay(events, sizes, capacity=done.peak_reserved_bytes, settings=kind)
+    assert done == sized(events, sizes).replay(kind, done.peak_reserved_bytes)
     if done.valid_below_bytes is not None:
         assert done.valid_below_bytes > capacity
-        assert done == replay(events, sizes, capacity=done.valid_below_bytes - 1, settings=kind)
+        assert done == sized(events, sizes).replay(kind, done.valid_below_bytes - 1)
 
 
 def test_a_refused_optional_block_is_left_out() -> None:
     events, sizes = (0, 1, ~1, 2, ~2, ~0), (30 * MIB, 40 * MIB, 20 * MIB)
-    assert replay(events, sizes, capacity=50 * MIB).failed_at == 1
-    done = replay(events, sizes, capacity=50 * MIB, optional={1: "workspace"})
+    assert sized(events, sizes).replay(capacity=50 * MIB).failed_at == 1
+    optional = sized(events, sizes, optional={1: "workspace"})
+    done = optional.replay(capacity=50 * MIB)
     assert (done.fits, done.peak_reserved_bytes, done.valid_below_bytes) == (True, 50 * MIB, 70 * MIB)
-    assert replay(events, sizes, capacity=70 * MIB, optional={1: "workspace"}).peak_reserved_bytes == 70 * MIB
-    assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
-    assert least_capacity(events, sizes, optional={1: "workspace"}) == 50 * MIB
+    assert optional.replay(capacity=70 * MIB).peak_reserved_bytes == 70 * MIB
+    assert optional.replay(capacity=40 * MIB).failed_at == 3
+    assert optional.least_capacity() == 50 * MIB
 
 
 @pytest.fixture
 def replayer() -> Replayer:
     return Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
-
-
-def trace(*sizes: int | Workspace, events: tuple[int, ...]) -> Trace:
-    return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
 
 
 def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:
@@ -173,11 +182,11 @@ def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:
         )
 
     once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
-    assert (replayer.trial(once, 60 * MIB).outcome, replayer.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
+    assert (predict_trial(replayer, [once], 60 * MIB).outcome, replayer.replay(once, 60 * MIB)[2].retries) == ("ok", 2)
     always = update(2 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, ~1, 2, ~2))
-    assert replayer.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
+    assert predict_trial(replayer, [always], 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
     later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
-    failed = replayer.trial(later, 100 * MIB)
+    failed = predict_trial(replayer, [later], 100 * MIB)
     assert (failed.outcome, failed.phase) == ("oom", "backward")
     assert [replayer.with_sizes(later).phase_at(event) for event in (6, 7, 8)] == ["update", "forward", "backward"]
 
@@ -190,17 +199,18 @@ def test_the_largest_reserved_bytes_are_the_peak_of_a_replay(sizes: list[int], d
         alive = sorted(set(events) - {~event for event in events if event < 0} - {e for e in events if e < 0})
         events.extend(~block for block in data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=2)))
     start = data.draw(st.integers(0, len(events)))
-    held = reserved_over_time(events, sizes, repeat_from=start)
+    trace = sized(events, sizes, start)
+    held = trace.reserved_over_time()
     assert len(held) == len(events)
-    assert max(held) == replay(events, sizes, repeat_from=start).peak_reserved_bytes
+    assert max(held) == trace.replay().peak_reserved_bytes
 
 
 def test_a_block_is_used_again_on_its_own_stream_only() -> None:
     events, sizes = (0, ~0, 1, ~1), (30 * MIB, 30 * MIB)
-    assert replay(events, sizes).peak_reserved_bytes == 30 * MIB
-    assert replay(events, sizes, streams=(0, 1)).peak_reserved_bytes == 60 * MIB
-    assert reserved_over_time(events, sizes, streams=(0, 1), repeat_from=4)[-1] == 60 * MIB
-    tight = replay(events, sizes, streams=(1, 0), capacity=30 * MIB)
+    assert sized(events, sizes).replay().peak_reserved_bytes == 30 * MIB
+    apart = sized(events, sizes, streams=(0, 1))
+    assert apart.replay().peak_reserved_bytes == apart.reserved_over_time()[-1] == 60 * MIB
+    assert apart.least_capacity() == 30 * MIB
+    tight = sized(events, sizes, streams=(1, 0)).replay(capacity=30 * MIB)
     assert (tight.fits, tight.retries) == (True, 1), "what another stream has cached is released"
-    assert least_capacity(events, sizes, streams=(0, 1)) == 30 * MIB
-    assert match_replacements((0, 1, ~0), (8, 8), 1, (0, 1)) is None
+    assert sized((0, 1, ~0), (8, 8), 1, streams=(0, 1)).replacements is None

@@ -9,8 +9,7 @@ import torch
 from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 
-from autoaccum.simulation.allocator.replay import replay
-from autoaccum.simulation.allocator.replayer import Replayer
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.operators.rnn import MODES, CudnnRnnCall
 from autoaccum.simulation.trace_records import Workspace
@@ -51,7 +50,7 @@ def test_the_band_of_the_reserve_lives_as_long_as_the_reserve() -> None:
         assert sized.band_bytes >= reserve // 4
         assert "recurrent_reserve" in sized.guessed
         assert sized.sizes[band] == 0
-        replay(trace.events, sized.sizes)
+        sized.replay()
         network.eval()
         network(x)
         assert sum(isinstance(size, Workspace) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
