@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
     from autoaccum.guarding.project import Project
 
-_FORMS = ("text", "json", "github")
-
 
 @click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
 @click.argument("workload", required=False)
@@ -28,7 +26,7 @@ _FORMS = ("text", "json", "github")
 )
 @options(
     "guard",
-    *("target_batch", "micro_batch", "output", "force", "quiet"),
+    *("target_batch", "micro_batch", "as_json", "output", "force", "quiet"),
     gpu=None,
     time_limit="Time limit of all searches together.",
     target_batch={"required": False},
@@ -45,13 +43,6 @@ _FORMS = ("text", "json", "github")
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(_FORMS),
-    help="Format of the report on stdout.  [default: text; github within GitHub Actions]",
-)
-@click.option("--json", "form", flag_value="json", help="The same as --format json.")
 def command(
     workload: str | None,
     gpus: tuple[str, ...],
@@ -59,7 +50,7 @@ def command(
     update: bool,
     baseline: str | None,
     time_limit: float | None,
-    form: str | None,
+    as_json: bool,
     output: str | None,
     force: bool,
     quiet: bool,
@@ -74,7 +65,8 @@ def command(
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it was locked, and the largest micro-batch that fits is searched anew.
 
-    Run it once, not under torchrun; --world-size guards the largest share of several ranks.
+    Run it once, not under torchrun; --world-size guards the largest share of several ranks. Within GitHub Actions the
+    report has annotations, too, and is added to the summary of the step.
 
     Settings of a project:
       [tool.autoaccum]                # in pyproject.toml
@@ -102,77 +94,56 @@ def command(
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import find_project
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.guard_report import GuardProgress, harmless, print_report, report_text
 
-    form = form or ("github" if _on_github() else "text")
-    with _annotating(form):
+    stderr = make_console(stderr=True)
+    annotates = _on_github() and not as_json
+    with _annotating() if annotates else nullcontext():
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd())
         check_file("-o", output, force=force, workload=workload, others={"the lock itself": project.lock})
-        with _progress(form, quiet=quiet) as listeners:
-            found = guard(
-                wanted,
-                project,
-                update=update,
-                baseline=baseline,
-                tolerance=allowed,
-                time_limit=time_limit,
-                force=force,
-                **listeners,
-            )
-        _show(found, form, project)
+        limits: dict[str, Any] = {"tolerance": allowed, "time_limit": time_limit}
+        with GuardProgress(stderr, quiet=quiet, harmless=harmless if _on_github() else None) as progress:
+            listeners: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
+            found = guard(wanted, project, update=update, baseline=baseline, force=force, **limits, **listeners)
+        if annotates:
+            _show_on_github(found, project)
+        elif as_json:
+            click.echo(found.to_json(), nl=False)
+        else:
+            if not quiet:
+                stderr.print()
+            print_report(make_console(), found)
         if output is not None:
-            write_text(Path(output), _written(found, form), force=force)
+            write_text(Path(output), found.to_json() if as_json else report_text(found), force=force)
     if found.exit_code:
         raise click.exceptions.Exit(found.exit_code)
 
 
-@contextmanager
-def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.guard_report import GuardProgress, harmless
-
-    stderr = make_console(stderr=True)
-    read_by_github = form == "github" or _on_github()
-    with GuardProgress(stderr, quiet=quiet, harmless=harmless if read_by_github else None) as progress:
-        yield {"on_event": progress.notify, "on_output": progress.print_output}
-    if not quiet and form == "text":
-        stderr.print()
-
-
-def _show(report: Report, form: str, project: Project) -> None:
+def _show_on_github(report: Report, project: Project) -> None:
+    """Print the report with annotations, and add it to the summary of the step."""
     from autoaccum.reporting.console import make_console, print_labelled
-    from autoaccum.reporting.guard_report import annotation_lines, harmless, print_report, report_text, write_summary
+    from autoaccum.reporting.guard_report import annotation_lines, harmless, report_text, write_summary
 
-    if form == "text":
-        print_report(make_console(), report)
-    elif form != "github":
-        click.echo(_written(report, form), nl=False)
-    else:
-        click.echo(harmless(report_text(report)), nl=False)
-        for line in annotation_lines(report, project.folder, os.environ):
-            click.echo(line)
-        if unwritten := write_summary(report, os.environ):
-            print_labelled(make_console(stderr=True), "warning", unwritten, "yellow")
-
-
-def _written(report: Report, form: str) -> str:
-    from autoaccum.reporting.guard_report import report_text
-
-    return report.to_json() if form == "json" else report_text(report)
+    click.echo(harmless(report_text(report)), nl=False)
+    for line in annotation_lines(report, project.folder, os.environ):
+        click.echo(line)
+    if unwritten := write_summary(report, os.environ):
+        print_labelled(make_console(stderr=True), "warning", unwritten, "yellow")
 
 
 @contextmanager
-def _annotating(form: str) -> Iterator[None]:
+def _annotating() -> Iterator[None]:
     """Tell GitHub of an error, too, in the form that it shows."""
+    from autoaccum.reporting.guard_report import error_annotation, harmless
+
     try:
         yield
     except AutoaccumError as error:
-        if form == "github":
-            from autoaccum.reporting.guard_report import error_annotation, harmless
-
-            click.echo(error_annotation(error))
-            error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
+        click.echo(error_annotation(error))
+        error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
         raise
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import io
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -19,7 +17,6 @@ from typing import Any
 import click
 
 import autoaccum
-from autoaccum.checks import counted
 from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
@@ -27,8 +24,6 @@ _COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "gp
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
-_THREADS_SECONDS = 10.0
-"""How long threads that are not daemons may still run after a command."""
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing stdout: those of files have messages of their own."""
 
@@ -57,10 +52,7 @@ class Root(HelpWithHeadings, click.Group):
         """Run a command and leave with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
         asked = f"autoaccum {words[0]}" if words and words[0] in _COMMANDS else "autoaccum"
-        code = _guarded(lambda: self._run(words or ["--help"]), asked)
-        if args is None:  # The process is this command's.
-            threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
-        sys.exit(code)
+        sys.exit(_guarded(lambda: self._run(words or ["--help"]), asked))
 
     def _run(self, words: list[str]) -> None:
         with self.make_context("autoaccum", words) as context:
@@ -83,11 +75,14 @@ def main() -> None:
 
 def _guarded(run: Callable[[], None], asked: str) -> Any:
     """Run a command; an exception becomes a message and an exit code."""
-    _prepare_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A terminal may lack a character.
     try:
         with _ending_by_exception():
             run()
-            _flush_stdout()
+            if sys.stdout is not None:  # Python was started without one.
+                sys.stdout.flush()
     except AutoaccumError as error:
         return _report(error)
     except click.exceptions.Exit as leaving:
@@ -105,20 +100,6 @@ def _guarded(run: Callable[[], None], asked: str) -> Any:
     except Exception as error:
         return _report_unforeseen(error)
     return 0
-
-
-def _end_without_threads(code: Any) -> None:
-    """End the process, if Python still waits for threads that the workload has left running."""
-    time.sleep(_THREADS_SECONDS)
-    ours = threading.main_thread()
-    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not ours]
-    if left and not ours.is_alive():  # Else handlers of atexit run, or a script that called `main`.
-        _say(f"note: stopped waiting for {counted(len(left), 'thread')} that the workload left running: {left[0]}")
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(code or 0)
 
 
 def _report_unforeseen(error: Exception) -> int:
@@ -159,15 +140,14 @@ def _ending_by_exception() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
+        for each in previous:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    previous = {number: signal.getsignal(number) for number in numbers}
-    previous = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
     for number in previous:
         signal.signal(number, leave)
     try:
@@ -175,26 +155,6 @@ def _ending_by_exception() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _prepare_streams() -> None:
-    """Have all three standard descriptors open, and no character that the terminal does not know end a plan.
-
-    A pipe that is made while one of them is closed takes its number, and the child would write into it.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # It gets the lowest number that is free.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _flush_stdout() -> None:
-    if sys.stdout is not None:  # Python was started without one.
-        sys.stdout.flush()
 
 
 def _silence_stdout() -> None:

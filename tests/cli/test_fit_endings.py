@@ -1,4 +1,4 @@
-"""A `fit` ends when it is told to, also while it waits for other ranks, and when threads of the workload run on."""
+"""A `fit` ends when it is told to, also while it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import autoaccum, environment, wait_for
-
-from autoaccum.cli import root
+from command_line import environment, wait_for
 
 WORKLOAD = """
 import os, pathlib, threading, time, torch
@@ -29,7 +27,6 @@ def model():
     pass  # SLEEP
     return nn.Linear(3, 3)
 """
-LEAKS = 'threading.Thread(target=time.sleep, args=(600,), name="uploader").start()'
 RANK_0_SLEEPS = 'time.sleep(600 * (os.environ["RANK"] == "0"))'
 WORDS = ["fit", "m.py", "--target-batch", "8", "--micro-batch", "4", "--steps", "1", "--run-dir", "run"]
 
@@ -87,18 +84,3 @@ def test_a_rank_that_waits_for_what_another_does_can_be_stopped(tmp_path: Path) 
             second.wait(2)
         second.send_signal(signal.SIGTERM)
         assert second.wait(30) == 143
-
-
-@pytest.mark.slow
-def test_threads_that_the_workload_leaves_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
-    (tmp_path / "m.py").write_text(WORKLOAD.replace("pass  # SLEEP", LEAKS))
-    done = autoaccum(tmp_path, *WORDS)
-    assert done.returncode == 0
-    assert done.stderr.endswith("note: stopped waiting for 1 thread that the workload left running: uploader\n")
-    assert "weights      run/model.pt" in done.stdout
-    assert autoaccum(tmp_path, *WORDS[:4], "--target-batch", "9", *WORDS[4:]).returncode == 2
-
-
-def test_a_script_that_calls_the_command_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root, "_THREADS_SECONDS", 0.0)
-    root._end_without_threads(0)
