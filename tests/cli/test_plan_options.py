@@ -1,0 +1,175 @@
+"""`autoaccum plan --explain --savers --prefer --max-trials --time-limit --keeps`, as a person asks for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from command_line import Command, Done
+from small_blocks import blocks_source
+from small_classifier import MODEL
+
+from autoaccum.planning.plan_record import Plan
+
+SLOW = """
+import time
+import torch
+from torch import nn
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.001 * len(x) if len(x) > 4 else 0.004)
+        return super().forward(x)
+
+def model():
+    return Slow(8, 2)
+
+def batch(size):
+    return torch.randn(size, 8), torch.randint(0, 2, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+POOLING = """
+import torch
+from torch import nn
+
+class Pooling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+    def forward(self, x):
+        return self.last(x).mean(1)
+
+model = Pooling
+keeps = "outputs"
+dataset = [(torch.randn(length, 8), length % 4) for length in range(1, 30)]
+
+def collate(samples):
+    return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
+
+criterion = nn.CrossEntropyLoss()
+"""
+WIDE = blocks_source(3, hidden=1024, length=1024, width=16)
+"""A sample takes 4 MiB in each block for the relu, which recomputed blocks run again: of 4, 16 MiB in each of 3."""
+ENDLESS = """
+import os, time
+from pathlib import Path
+Path("pids").open("a").write(f"{os.getpid()} ")
+"""
+
+
+def planned(folder: Path, command: Command, source: str, words: str, **variables: str) -> tuple[Plan, Done]:
+    """Plan a file, and return the plan that was written."""
+    (folder / "model.py").write_text(source)
+    done = command(folder, "plan", "model.py", "-o", "plan.json", "--force", *words.split(), **variables)
+    assert done.returncode == 0, done.stderr
+    return Plan.load(folder / "plan.json"), done
+
+
+@pytest.mark.slow
+def test_an_explanation_follows_the_plan_and_is_kept_with_it(folder: Path, command: Command) -> None:
+    source = blocks_source(6, hidden=512, length=256, width=128)
+    words = "--target-batch 256 --gpu rtx3090 --memory 1GiB --explain"
+    plan, done = planned(folder, command, source, words, COLUMNS="80")
+    assert plan.explanation is not None
+    assert [change.name for change in plan.explanation.changes if change.message is not None] == []
+    names = {change.name for change in plan.explanation.changes}
+    assert names == {"bf16", "checkpoint", "expandable_segments", "foreach=False", "SGD"}
+    before, after = done.stdout.split("where the memory goes\n")
+    assert before.splitlines()[-2] == "kept in plan.json"
+    assert re.match(r"rtx3090 \(simulated\), micro-batches of .*\(predicted\)\nthe peak is in ", after)
+    for word in ("parameters", "activations", "in all", "context", "least budget", "6 blocks *"):
+        assert word in after, word
+
+
+@pytest.mark.slow
+def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> None:
+    words = "--target-batch 8 --gpu 24GiB --memory 110MiB --savers auto --micro-batch 4"
+    plan, done = planned(folder, command, WIDE, words)
+    assert plan.micro_batch >= 4
+    assert plan.workload["savers"]
+    assert "micro-batch 4 with no savers: does not fit\n" in done.stderr
+    assert any(note.startswith(" + ".join(plan.workload["savers"]) + " chosen, since") for note in plan.notes)
+
+
+def test_what_no_savers_make_fit_is_a_clear_no(folder: Path, command: Command) -> None:
+    (folder / "model.py").write_text(WIDE)
+    words = "plan model.py --target-batch 2 --gpu 24GiB --memory 16MiB -q --savers auto"
+    done = command(folder, *words.split())
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: micro-batch 1 does not fit with any savers: ")
+    assert "MiB of 16.0 MiB: take a smaller model" in line
+
+
+@pytest.mark.slow
+def test_the_fastest_is_planned_and_told(folder: Path, command: Command) -> None:
+    plan, done = planned(folder, command, SLOW, "--memory 200MiB --target-batch 16 --prefer fastest -v")
+    assert plan.throughput is not None
+    assert [speed.micro_batch for speed in plan.throughput.speeds] == [1, 2, 4, 8, 16]
+    assert plan.micro_batch == plan.throughput.knee >= 4, "a part of fewer samples takes as long as one of 4"
+    assert plan.largest_fit == 16
+    proof = plan.trials[-1]
+    assert (proof.parts, proof.fresh, proof.outcome) == (plan.schedule.trial_parts, True, "ok")
+    lines = [line.split() for line in done.stdout.splitlines() if line]
+    assert ["speed"] in [line[:1] for line in lines]
+    assert [line[1] for line in lines if line[0] in ("1", "2", "4", "8", "16")] == ["16", "8", "4", "2", "1"]
+    assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder: Path, command: Command) -> None:
+    (folder / "model.py").write_text(blocks_source(2, hidden=1024, length=256, width=16))
+    words = "plan model.py --target-batch 8 --gpu 24GiB --savers auto --prefer fastest -o plan.json --memory"
+    budgets = ("24MiB", "26MiB")  # The workspaces of torch 2.11 take 2 MiB more.
+    assert any(command(folder, *words.split(), budget).returncode == 0 for budget in budgets)
+    plan = Plan.load(folder / "plan.json")
+    assert plan.workload["savers"], "no sample fits without"
+    assert plan.throughput is not None
+    assert (plan.throughput.kind, plan.throughput.knee) == ("estimated", plan.micro_batch)
+    assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_few_trials_are_marked(folder: Path, command: Command) -> None:
+    plan, done = planned(folder, command, MODEL, "--memory 64MiB --target-batch 40000 --ceiling --max-trials 2 -v")
+    assert (plan.stopped, len(plan.trials)) == ("trials", 3)
+    said = " ".join(done.stdout.split())
+    assert f"largest fit {plan.largest_fit}, the largest before the limit on trials ended the search" in said
+    assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        ("plan --device cpu --time-limit 1", "while True: pass"),
+        ("guard --gpu 24GiB --time-limit 1 --update", "time.sleep(1e9)"),
+    ],
+)
+def test_what_does_not_end_is_ended_and_named(
+    folder: Path, words: str, file: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.py").write_text(MODEL + ENDLESS + file)
+    monkeypatch.setattr("autoaccum.planning.plan_request._MIN_LOAD_SECONDS", 2.0)
+    name, *rest = words.split()
+    done = command(folder, name, "model.py", "--target-batch", "8", *rest)
+    assert done.returncode == 3, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert re.search(r"loading the workload .*took longer than [\d.]+ s, and was ended", said)
+    assert "Traceback" not in said
+    (pid,) = (folder / "pids").read_text().split()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_the_loop_holds_is_planned_and_offered_again(folder: Path, command: Command) -> None:
+    (folder / "model.py").write_text(POOLING)
+    words = "--keeps ema --keeps outputs --evaluation-batch 6 --worst-of 10"
+    asked = f"plan model.py --memory 64MiB --target-batch 8 {words} -v"
+    done = command(folder, *asked.split())
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "an average of the weights (EMA); an evaluation between updates, in batches of 6" in said
+    assert "batches made of the longest of 10" in said
+    assert words in said
