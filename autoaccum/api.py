@@ -4,7 +4,7 @@ Packages are imported on the first call, so that importing this module loads nei
 
 What several functions take:
 
-    workload: `model.py`, `model.py:name` or `package.module:name`, where the name may be a Trainer's; or a `Workload`.
+    workload: `model.py` or `model.py:name`, where the name may be a Trainer's; or a `Workload`.
     trainer: A Trainer of transformers or Lightning, in place of a workload: its model, its loss, optimizer, precision
         and evaluation, and batches of the longest of 256 samples of its dataset. With one of Lightning goes what
         `trainer.fit` takes: the `model`, and `data` if the model has no loader.
@@ -276,7 +276,7 @@ def guard(
     A case that cannot be measured is reported as `unmeasured`; the others are still measured.
 
     Args beside those of this module:
-        workload: `model.py`, `model.py:name` or `package.module:name`; None: every known case that matches the
+        workload: `model.py` or `model.py:name`; None: every known case that matches the
             other arguments.
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
         micro_batch: The most samples to run at once; planned when None.

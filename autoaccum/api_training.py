@@ -174,7 +174,7 @@ def tune(
     On one card, give each its share as `memory`.
 
     Args beside those of `autoaccum.api`:
-        workload: `model.py`, `model.py:name` or `package.module:name`, with a `dataset`. Losses are measured on its
+        workload: `model.py` or `model.py:name`, with a `dataset`. Losses are measured on its
             `evaluation_dataset`, else on a tenth of the dataset.
         target_batch: Samples per update; or a range, `"64..1024"` or a pair, whose doublings are searched.
         trials: The number of trials of the study, earlier ones and other workers' included.

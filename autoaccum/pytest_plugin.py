@@ -50,7 +50,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def _find(workload: str, root: Path, beside: Path) -> str:
-    """Return the reference with its file's absolute path, a module unchanged; raise WorkloadError for no such file."""
+    """Return the reference with its file's absolute path; raise WorkloadError for no such file."""
     from autoaccum.errors import WorkloadError
     from autoaccum.sources.module_names import split_reference
 
@@ -58,10 +58,8 @@ def _find(workload: str, root: Path, beside: Path) -> str:
     for folder in (root, beside):
         if (folder / file).is_file():
             return f"{folder / file}{colon}{name}"
-    if file.endswith(".py"):
-        places = " or in ".join(dict.fromkeys((str(root), str(beside))))
-        raise WorkloadError(f"there is no file {file} in {places}", hint="name it from pytest's root or from the test")
-    return workload
+    places = " or in ".join(dict.fromkeys((str(root), str(beside))))
+    raise WorkloadError(f"there is no file {file} in {places}", hint="name it from pytest's root or from the test")
 
 
 def _describe_error(error: AutoaccumError) -> str:

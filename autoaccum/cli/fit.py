@@ -92,7 +92,7 @@ _CODE_INTERRUPTED = 130
 def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 
-    WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`; optional are `evaluation_dataset`,
+    WORKLOAD is model.py or model.py:name, with a `dataset`; optional are `evaluation_dataset`,
     `evaluate(model, batch)`, `optimizer(params)`, `scheduler(optimizer)` and `collate(samples)`.
 
     Without --plan or --micro-batch it plans first. Every update equals the full batch's. When memory runs out, the

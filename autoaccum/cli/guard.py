@@ -58,7 +58,7 @@ def command(
 ) -> None:
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. Without it, everything that the lock and
+    WORKLOAD is model.py or model.py:name. Without it, everything that the lock and
     [tool.autoaccum] in pyproject.toml name is measured; with it, --gpu and a target batch, it need not be named
     there.
 

@@ -52,8 +52,7 @@ def check_file(
     names = [(what, path) for what, path in (others or {}).items()]
     if workload is not None:
         source, _, _ = split_reference(workload)
-        sources = (workload, source, f"{source.replace('.', '/')}.py")
-        names += [("the workload itself", Path(path)) for path in sources]
+        names += [("the workload itself", Path(path)) for path in (workload, source)]
     for what, path in names:
         if Path(file).resolve() == path.resolve():
             raise UsageError(f"{option} names {what}, {file}", hint="choose another name")

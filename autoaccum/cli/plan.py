@@ -71,7 +71,7 @@ def command(
 ) -> None:
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. The file defines `model`, `batch(size)`, and
+    WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. Optional are `optimizer(params)`, `precision`, `weight(batch)` for a mean that
     is not over samples, and most of the flags below by name.
 

@@ -66,7 +66,7 @@ _OF_THE_STUDY = (
 def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **asked: Any) -> None:
     """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
 
-    WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Losses are measured on its
+    WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
     `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
 
     Each trial trains in a process of its own, from the same weights and in the same order of data; the first one

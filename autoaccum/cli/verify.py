@@ -42,7 +42,7 @@ def command(
 ) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. From equal copies, with the same random numbers, it
+    WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it
     compares the loss, every gradient, every buffer, and every parameter after one update, for a whole window and
     for a shorter one, such as the last of an epoch. A loop of your own is compared as well: define
     `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.

@@ -89,7 +89,7 @@ class TrialSettings:
     Attributes:
         share: Samples per update on this rank: the effective batch that a trial holds in memory.
         options: The options of the run.
-        reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
+        reference: The workload: `model.py` or `model.py:name`.
         load_limit_seconds: Time limit for the first import of the workload; None: that of a trial, at least 300 s.
         on_output: Gets each line the workload prints; None: it goes to stderr.
         checkout: The checkout that its modules are imported from; None: they are where this process finds them.

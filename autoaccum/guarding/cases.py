@@ -27,7 +27,7 @@ class Case:
     A command may give only some of the fields: it then selects all known cases with these values.
 
     Attributes:
-        workload: `model.py`, `model.py:name`, relative to the folder of the lock, with `/`; or `package.module:name`.
+        workload: `model.py` or `model.py:name`, relative to the folder of the lock, with `/`.
         target_batch: Samples per update, over all ranks; None: two micro-batches of `micro_batch`.
         micro_batch: The largest part, in samples; None: it is planned.
         options: How to run, and the simulated card.
@@ -111,7 +111,7 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     options = case.options
     if not partial or case.workload:
         if not isinstance(case.workload, str) or not case.workload.strip() or case.workload.startswith(":"):
-            hint = "write model.py, model.py:name or package.module:name"
+            hint = "write model.py or model.py:name"
             raise UsageError(f"the workload is {case.workload!r}", hint=hint)
         if not case.workload.isprintable():  # Nor are bytes that are not UTF-8.
             raise UsageError(f"the name {case.workload!r} cannot be written in a lock", hint="rename the file")

@@ -56,15 +56,13 @@ class Project:
     cases: tuple[Case, ...] = ()
 
     def reference(self, workload: str, cwd: Path) -> str:
-        """Return a reference given in `cwd` as a case has it: a file relative to `folder`, a module unchanged.
+        """Return a reference given in `cwd` as a case has it: relative to `folder`.
 
         Raises:
             UsageError: It is a file outside of `folder`, which a lock could not find in another checkout.
         """
         target, _, name = split_reference(workload)
         path = cwd / Path(target).expanduser()
-        if not (target.endswith(".py") or "/" in target or os.path.isfile(path)):  # noqa: PTH113 -- a name may be too long
-            return workload
         # A link to a file keeps its own name; links to its folder are resolved.
         resolved, folder = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(self.folder)
         if not resolved.is_relative_to(folder):

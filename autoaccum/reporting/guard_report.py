@@ -244,10 +244,9 @@ def _harmless_line(line: str) -> str:
 def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Find the file, from the repository's root, and the line that define a workload; empty where there is none."""
     target, _, name = split_reference(workload)
-    files = [(folder / file).resolve() for file in (target, f"{target.replace('.', '/')}.py")]
+    path = (folder / target).resolve()
     root = Path(environment.get("GITHUB_WORKSPACE") or folder).resolve()
-    path = next((file for file in files if file.is_file() and file.is_relative_to(root)), None)
-    if path is None:
+    if not (path.is_file() and path.is_relative_to(root)):
         return {}
     defined = re.compile(rf"(?:def |class )?{re.escape(name) or '(?:workload|model)'}\b")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Load a Workload from `model.py`, `model.py:name` or `package.module:name`."""
+"""Load a Workload from `model.py` or `model.py:name`."""
 
 from __future__ import annotations
 
@@ -40,34 +40,25 @@ taken for one."""
 def load_workload(reference: str) -> Workload:
     """Load the workload that `reference` names.
 
-    A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
+    The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
     names a Workload, a Trainer (see `adapters`), or a model (function, class or instance) to be used in place of
     `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
     `split` or `size` without the other, are ignored.
 
     Raises:
-        WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
+        WorkloadError: There is no such file or name; its code raises; or it defines no usable workload.
     """
     target, colon, name = split_reference(reference)
     if not target.strip() or (colon and not name.isidentifier()) or "\0" in target:
         raise WorkloadError(
             f"{reprlib.repr(reference)} is not a reference to a workload",
-            hint="write model.py, model.py:name or package.module:name",
+            hint="write model.py or model.py:name",
         )
-    is_dotted, is_new = all(part.isidentifier() for part in target.split(".")), True
-    if target.endswith(".py") or not is_dotted or Path(target).is_file():
-        path: Path | None = _find_file(target)
-        assert path is not None
-        check_import(path, name)
-        module, label, title = import_file(path), path.name, path.stem
-    else:
-        is_new, label, title = target not in sys.modules, target, target
-        module = import_dotted(target)
-        file = getattr(module, "__file__", None)
-        path = None if file is None else Path(file).resolve()
-    if is_new:  # Otherwise its Trainer may be in use.
-        free_card(getattr(module, name, None))
-    return _read(module, name, label, title, path)
+    path = _find_file(target)
+    check_import(path, name)
+    module = import_file(path)
+    free_card(getattr(module, name, None))
+    return _read(module, name, path)
 
 
 def check_import(path: Path, name: str) -> None:
@@ -94,9 +85,9 @@ def _find_file(target: str) -> Path:
     return path.resolve()
 
 
-def _read(module: ModuleType, name: str, label: str, title: str, path: Path | None) -> Workload:
-    origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
-    title = f"{title}:{name}" if name else title
+def _read(module: ModuleType, name: str, path: Path) -> Workload:
+    label, title = path.name, f"{path.stem}:{name}" if name else path.stem
+    origin: dict[str, Any] = {"path": path, "digest": digest_sources(path)}
     if name and not hasattr(module, name):
         raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
     chosen = getattr(module, name) if name else vars(module).get("workload")
@@ -197,25 +188,6 @@ def import_file(path: Path) -> ModuleType:
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     with _importing(path.name, [root], [path.parent]):
         return importlib.import_module(dotted)
-
-
-def import_dotted(name: str) -> ModuleType:
-    """Import the module `name`, with the current directory first on `sys.path`.
-
-    Raises:
-        WorkloadError: There is no such module, it cannot be compiled, or it raises.
-    """
-    try:
-        with _importing(name, [Path.cwd()]):
-            return importlib.import_module(name)
-    except WorkloadError as error:
-        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise
-        raise WorkloadError(
-            f"there is no module {missing!r}",
-            hint=f"give a file such as model.py, or a module that can be imported from {Path.cwd()}",
-        ) from None
 
 
 @contextmanager

@@ -99,7 +99,7 @@ target-batch = 256
 precision = "bf16"
 
 [[tool.autoaccum.guard]]
-workload = "package.module:name"
+workload = "other.py:name"
 gpu = "t4"
 micro-batch = 8
 keeps = ["ema"]
@@ -125,7 +125,7 @@ class TestProject:
             assert [case_name(case) for case in found.cases] == [
                 "train.py:small on rtx3090, target batch 256, precision bf16",
                 "train.py:small on a100-80gb, target batch 256, precision bf16",
-                "package.module:name on t4, micro batch 8, keeps ema, world size 2, equal",
+                "other.py:name on t4, micro batch 8, keeps ema, world size 2, equal",
             ]
 
     def test_the_nearest_table_counts_then_the_nearest_lock_then_the_folder_itself(self, project: Path) -> None:
@@ -144,12 +144,10 @@ class TestProject:
             (project / "sub", "../a.py:name", "a.py:name"),
             (project / "sub/deep", str(project / "a.py"), "a.py"),
             (project, "sub//deep/../a.py", "sub/a.py"),
-            (project / "sub", "package.module:name", "package.module:name"),
         ):
             assert found.reference(written, cwd) == known
         (project / "link").symlink_to(project / "sub")
         assert found.reference("link/real.py", project) == "sub/real.py"
-        assert found.reference("x" * 5000, project) == "x" * 5000
         with pytest.raises(UsageError, match=r"\.\./a\.py lies outside of .*, the folder of the lock: guard it from"):
             found.reference("../a.py", project)
 

@@ -71,7 +71,7 @@ def test_what_is_well_takes_two_lines() -> None:
 def test_the_users_own_frames_and_the_reason_are_shown() -> None:
     lines = lines_of(UNMEASURED)
     assert lines[:3] == [
-        "not measured: package.broken:model on rtx3090, target batch 256, precision bf16",
+        "not measured: broken.py:model on rtx3090, target batch 256, precision bf16",
         '  File "broken.py", line 3, in model',
         '      raise ValueError("50 %")',
     ]

@@ -56,7 +56,7 @@ WITHIN = Verdict(
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
 UNMEASURED = Verdict(
-    case=dataclasses.replace(CASE, workload="package.broken:model"),
+    case=dataclasses.replace(CASE, workload="broken.py:model"),
     outcome="unmeasured",
     exit_code=3,
     reasons=("model() raised ValueError: 50 %,\n::error::told",),

@@ -200,10 +200,8 @@ def test_imports_a_file_in_a_package_under_its_full_name(write: Write) -> None:
     write("DEPTH = 2\n", "shop/nets/other.py")
     workload = load_workload(str(path))
     assert getattr(workload.model, "__module__", None) == "shop.nets.model"
-    assert load_workload("shop.nets.model").digest == workload.digest
     write("MORE = 1\n", "shop/__init__.py")
     assert load_workload("shop/nets/model.py").digest != workload.digest
-    assert load_workload("shop.nets.model:model").name == "shop.nets.model:model"
 
 
 def test_reads_a_changed_file_again(write: Write) -> None:
@@ -271,10 +269,9 @@ REFERENCES = {
         r"model\.py has no 'zzz': use a name that it defines: model, batch, criterion, SIZE",
     ),
     "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
-    "no name": ("model.py:", r"'model\.py:' is not a reference to a workload: write model\.py, model\.py:name"),
+    "no name": ("model.py:", r"'model\.py:' is not a reference to a workload: write model\.py or model\.py:name"),
     "empty": ("", r"'' is not a reference to a workload"),
     "null byte": ("a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
-    "no such module": ("no_such_module.here:x", r"there is no module 'no_such_module'"),
 }
 
 

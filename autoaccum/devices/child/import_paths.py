@@ -92,7 +92,7 @@ def check_loaded(reference: str, original_top: str | None, checkout_top: str | N
         return
     original, root = Path(original_top), Path(checkout_top)
     target, _, _ = split_reference(reference)
-    workload = Path((module_files(sys.modules.get(target)) or [target])[0]).resolve()
+    workload = Path(target).resolve()
     astray = [] if workload.is_relative_to(root) else [workload]
     for module in list(sys.modules.values()):
         place = Path((module_files(module) or ["/"])[0]).resolve()
