@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import reduce
 from itertools import zip_longest
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,43 +98,37 @@ def is_readable(tensor: Tensor | None) -> bool:
     return tensor is not None and is_plain_tensor(tensor) and not tensor.is_meta
 
 
-class _Moments:
-    """The mean and squared deviations of the inputs of a module's k-th call, taken over all parts.
+_Moments: TypeAlias = "tuple[int, Tensor, Tensor]"
+"""The count, the mean and the squared deviations of the values of each channel, in the widest precision there is."""
 
-    Attributes:
-        momentum: The module's momentum; None is the cumulative average.
-        count: The number of values of each channel.
-        mean: Their mean, in the widest precision of their device.
-        squares: The sum of their squared deviations from the mean.
+
+def _merge(one: _Moments | None, other: _Moments | None) -> _Moments | None:
+    """Return the moments of two sets of values together; None stands for no values.
+
+    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", Stanford
+    CS-TR-79-773, 1979.
     """
+    if one is None or other is None:
+        return other if one is None else one
+    (count, mean, squares), (more, other_mean, other_squares) = one, other
+    total, difference = count + more, other_mean - mean
+    squares = squares + other_squares + difference.square() * (count * more / total)
+    return total, mean + difference * (more / total), squares
 
-    mean: Tensor
-    squares: Tensor
 
-    def __init__(self, momentum: float | None) -> None:
-        self.momentum, self.count = momentum, 0
+@torch.no_grad()
+def update_statistics(module: Any, mean: Tensor | None, variance: Tensor | None) -> None:
+    """Update running statistics as one call does whose input has this mean and unbiased variance; None: no values.
 
-    def add(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        """Add the moments of one part; like PyTorch, leave the statistics alone where there are no values.
-
-        Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
-        Stanford CS-TR-79-773, 1979.
-        """
-        if not count:
-            return
-        dtype = torch.float32 if mean.device.type == "mps" else torch.float64
-        part_mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
-        self.merge(count, part_mean, squares)
-
-    def merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        """Add the count, mean and squared deviations of other values."""
-        if not self.count:
-            self.count, self.mean, self.squares = count, mean, squares
-            return
-        total, difference = self.count + count, mean - self.mean
-        self.mean.add_(difference, alpha=count / total)
-        self.squares.add_(squares).add_(difference.square_(), alpha=self.count * count / total)
-        self.count = total
+    Source: torch/nn/modules/batchnorm.py.
+    """
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    if module.running_mean is None or mean is None or variance is None:
+        return
+    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    for running, value in ((module.running_mean, mean), (module.running_var, variance)):
+        running.copy_(running.to(value.dtype) * (1.0 - share) + value.to(running.device) * share)
 
 
 class _StatisticsRecorder:
@@ -148,15 +143,16 @@ class _StatisticsRecorder:
     replaced during a call only, so that other code finds the module's own.
 
     Attributes:
+        calls: The moments of the k-th calls.
         next: The index of the next call in a part's forward; None outside of forwards.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
         self._buffers = {name: module.get_buffer(name) for name in STATISTICS if getattr(module, name) is not None}
-        self._calls: list[_Moments] = []
-        self._current: _Moments | None = None
+        self._replaced: list[float | None] = []
         self._hooks: list[Any] = []
+        self.calls: list[_Moments | None] = []
         self.next: int | None = None
 
     def __enter__(self) -> None:
@@ -170,59 +166,39 @@ class _StatisticsRecorder:
         for hook in self._hooks:
             hook.remove()
 
-    def calls(self) -> list[tuple[float | None, tuple[Any, ...]]]:
-        """Return momentum, and count, mean and squared deviations in host memory, of each call."""
-        moments = [(one.count, one.mean.cpu(), one.squares.cpu()) if one.count else () for one in self._calls]
-        return [(one.momentum, each) for one, each in zip(self._calls, moments, strict=True)]
-
-    def join_calls(self, calls_of_ranks: Sequence[Sequence[tuple[float | None, tuple[Any, ...]]]]) -> None:
-        """Take the calls of all ranks, the k-th of each together, in place of this rank's."""
-        self._calls = []
+    def update_statistics(self, calls_of_ranks: Sequence[Sequence[_Moments | None]]) -> None:
+        """Update the running statistics as the full batch would have done; all ranks' k-th calls count as one."""
         for calls in zip_longest(*calls_of_ranks):
-            joined = _Moments(next(one for one in calls if one is not None)[0])
-            for _, (count, *moments) in (one for one in calls if one is not None and one[1]):
-                joined.merge(count, *(moment.to(self._buffers["running_mean"].device) for moment in moments))
-            self._calls.append(joined)
-
-    @torch.no_grad()
-    def update_statistics(self) -> None:
-        """Update the running statistics as the full batch would have done."""
-        for call in self._calls:
-            share: float | Tensor = 0.0 if call.momentum is None else call.momentum
-            number = self._buffers.get("num_batches_tracked")
-            if number is not None:
-                number.add_(1)
-                if call.momentum is None and call.count:  # the cumulative average
-                    share = 1.0 / number.to(call.mean.dtype)
-            if call.count:
-                for name, value in (("running_mean", call.mean), ("running_var", call.squares / (call.count - 1))):
-                    self._buffers[name].copy_(self._buffers[name].to(value.dtype) * (1.0 - share) + value * share)
+            moments = reduce(_merge, calls)
+            mean, variance = (None, None) if moments is None else (moments[1], moments[2] / (moments[0] - 1))
+            update_statistics(self._module, mean, variance)
 
     @torch.no_grad()
     def _begin(self, module: nn.Module, _: Any) -> None:
         self._restore()
         if self._module.training and self._module.track_running_stats:
-            self._current = _Moments(self._module.momentum)
+            self._replaced = [self._module.momentum]
             self._module.momentum = 1.0
             module._buffers.update({name: buffer.clone() for name, buffer in self._buffers.items()})
 
     @torch.no_grad()
     def _end(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """Add the call's moments. PyTorch also calls this when forward raised, with None as `output`."""
-        if self._current is not None and output is not None and self.next is not None:
-            if self.next == len(self._calls):
-                self._calls.append(self._current)
-            inputs = args[0] if args else next(iter(kwargs.values()))
-            mean, variance = module.get_buffer("running_mean"), module.get_buffer("running_var")
-            self._calls[self.next].add(inputs.numel() // mean.numel(), mean, variance)
+        if self._replaced and output is not None and self.next is not None:
+            if self.next == len(self.calls):
+                self.calls.append(None)
+            inputs, mean = args[0] if args else next(iter(kwargs.values())), module.get_buffer("running_mean")
+            if count := inputs.numel() // mean.numel():
+                dtype = torch.float32 if mean.device.type == "mps" else torch.float64
+                squares = module.get_buffer("running_var").to(dtype) * (count - 1)
+                self.calls[self.next] = _merge(self.calls[self.next], (count, mean.to(dtype, copy=True), squares))
             self.next += 1
         self._restore()
 
     def _restore(self) -> None:
-        if self._current is not None:
-            self._module.momentum = self._current.momentum
+        if self._replaced:
+            self._module.momentum = self._replaced.pop()
             self._module._buffers.update(self._buffers)
-            self._current = None
 
 
 class MicroBackpropagation(Backpropagation):
@@ -258,12 +234,10 @@ class RunningBackpropagation(MicroBackpropagation):
             for recorder in self._recorders:
                 stack.enter_context(recorder)
             yield
-        if self.ranks.size > 1:
-            rows = self.ranks.gather([recorder.calls() for recorder in self._recorders])
-            for recorder, *calls in zip(self._recorders, *rows, strict=True):
-                recorder.join_calls(calls)
-        for recorder in self._recorders:
-            recorder.update_statistics()
+        own = [[one and (one[0], one[1].cpu(), one[2].cpu()) for one in recorder.calls] for recorder in self._recorders]
+        rows = self.ranks.gather(own if self.ranks.size > 1 else [recorder.calls for recorder in self._recorders])
+        for recorder, *calls in zip(self._recorders, *rows, strict=True):
+            recorder.update_statistics(calls)
 
     def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         try:

@@ -6,7 +6,7 @@ objects hold is not restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ step needs no device memory for them."""
 class TensorCopy:
     """A copy of the values of one tensor, in host memory or on the tensor's device.
 
-    `restore` also works after the tensor's `.data` was replaced.
+    `restore` also works after the tensor's `.data` was replaced. Sparse tensors are not copied.
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
@@ -39,11 +39,16 @@ class TensorCopy:
         if not _is_fixed(self._alias):
             self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
 
+    def is_current(self) -> bool:
+        """Return whether the tensor has the values of the copy; not every change raises its version."""
+        can_read = self._values is not None and is_plain_tensor(self._tensor)
+        return can_read and torch.equal(self._alias.to(self._values.device), self._values)  # type: ignore[union-attr, arg-type]
+
     def restore(self) -> Tensor:
-        """Restore the values; this allocates nothing on the tensor's device, unless the tensor is sparse."""
+        """Restore the values; this allocates nothing on the tensor's device."""
         with torch.no_grad():
             if self._values is not None:
-                (self._alias if self._tensor.layout is torch.strided else self._tensor).copy_(self._values)
+                self._alias.copy_(self._values)
             if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
                 self._tensor.data = self._alias
         return self._tensor
@@ -109,37 +114,22 @@ class ModuleState:
         self._buffers = [dict(held) for held in self._held]
         found = {id(one): one for before in self._buffers for one in before.values() if one is not None}
         self.buffers = list(found.values())
-        self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > host_bytes) for buffer in self.buffers]
+        copied = [buffer for buffer in self.buffers if buffer.layout is torch.strided]
+        self._copies = [TensorCopy(buffer, on_host=buffer.nbytes > host_bytes) for buffer in copied]
 
-    def restore(self) -> None:
-        """Restore buffers and modes; this allocates nothing on the buffers' devices."""
+    def restore(self, *, only_changed: bool = False) -> None:
+        """Restore buffers and modes; this allocates nothing on the buffers' devices.
+
+        With `only_changed`, which does allocate there, nothing is written to a buffer that has its former values.
+        """
         for held, before in zip(self._held, self._buffers, strict=True):
             held.clear()
             held.update(before)
         for copy in self._copies:
-            copy.restore()
+            if not (only_changed and copy.is_current()):
+                copy.restore()
         for module, training in zip(self._listed, self._modes, strict=True):
             module.training = training
-
-
-def buffer_restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores all buffers of `model`, also replaced ones, to their present values.
-
-    Buffers with these values are not written to, since a graph may have saved them.
-    """
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for now, before in held:
-            now.clear()
-            now.update(before)
-        for buffer, value in copies:
-            if not is_plain_tensor(buffer) or not torch.equal(buffer, value):  # Not every change raises the version.
-                buffer.copy_(value)
-
-    return restore
 
 
 class ModulesCopy:
@@ -217,13 +207,6 @@ class Transaction:
         self._random.restore()
 
 
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the values of `tensor` and, if it is a sparse COO tensor, of its indices."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
-
-
 def batch_versions(batches: Sequence[Any]) -> list[int]:
     """Return the version of each tensor of `batches`, which in-place changes of it or of its views increment."""
     return [tensor._version for tensor in pytree.tensors(batches) if not tensor.is_inference()]
@@ -235,7 +218,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def _is_fixed(tensor: Tensor) -> bool:
-    """Return whether PyTorch refuses to write to `tensor` in place, as for overlapping and inference tensors."""
+    """Return whether the values of `tensor` stay: of sparse, inference and overlapping tensors."""
     if tensor.is_inference() or tensor.layout is not torch.strided:
-        return tensor.is_inference()
+        return True
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -18,7 +18,7 @@ from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, 
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
-from autoaccum.accumulation.transaction import buffer_restorer
+from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.options import Reduce
 from autoaccum.sources.batches import batch_size, move_batch
@@ -98,7 +98,6 @@ class ShardedParts:
         self._largest, self._trained = 1.0, list[Tensor]()
         self.is_running = False
         self._check_meshes()
-        self._check_groups()
         self._replicates = any(group.mesh_info.mesh.ndim > 1 for group in self._groups)
         if in_fp32 and (reduce == "last" or self._replicates):
             self._check_dtypes()
@@ -144,7 +143,7 @@ class ShardedParts:
         """Run what `deal` returned, and sum the gradients; their losses are recorded with their shares of the update.
 
         Raises:
-            UsageError: What was set for a part had no effect.
+            UsageError: FSDP2 did not sum all gradients.
         """
         with self._sums():
             for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
@@ -158,8 +157,8 @@ class ShardedParts:
                     backpropagation.run_part(moved, share, None, record)
                 else:
                     self._run_uncounted(backpropagation, moved)
-                self._check_effect(buffers, is_last=is_last)
                 del moved
+            self._check_sums(buffers)
         reshard(self._model)  # What set_reshard_after_backward(False) keeps gathered would miss the update.
         if self._largest != 1.0:
             record.shares = [(name, share * self._largest) for name, share in record.shares]
@@ -183,7 +182,7 @@ class ShardedParts:
 
     def _run_uncounted(self, backpropagation: Backpropagation, part: Any) -> None:
         """Run forward and backward with gradients of zero, whatever the loss is; buffers stay as they are."""
-        restore_buffers = buffer_restorer(self._model)
+        buffers = ModuleState(self._model.modules())
         outputs: list[Tensor] = []
 
         def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -205,28 +204,23 @@ class ShardedParts:
             roots = losses or outputs
             backpropagation.on_phase("backward")
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        restore_buffers()
+        buffers.restore(only_changed=True)
 
     def _outermost(self) -> list[nn.Module]:
         """Return the model, and the sharded modules that are not within another."""
         within = {id(inner) for module in self._modules for inner in module.modules() if inner is not module}
         return list(dict.fromkeys([self._model, *(one for one in self._modules if id(one) not in within)]))
 
-    def _check_effect(self, buffers: GradientBuffers | None, *, is_last: bool) -> None:
-        """Raise UsageError unless gradients are there after the last part, and only then for `reduce="last"`."""
+    def _check_sums(self, buffers: GradientBuffers | None) -> None:
+        """Raise UsageError unless the last part has summed all gradients."""
         summed = {} if buffers is None else buffers.sums
         trained = [parameter for parameter in self._trained if is_sharded(parameter)]
         found = any(parameter in summed or parameter.grad is not None for parameter in trained)
         is_partial = any(getattr(group, "_partial_reduce_output", None) is not None for group in self._groups)
-        if is_last and ((trained and not found) or is_partial):
+        if (trained and not found) or is_partial:
             raise UsageError(
                 "FSDP2 did not sum all gradients with the last part of the update",
                 hint="every sharded module needs a part in it; use a mesh of one dimension",
-            )
-        if found and not is_last and self._reduce == "last":
-            raise UsageError(
-                "set_requires_gradient_sync(False) had no effect: gradients were summed before the last part",
-                hint='take reduce="each"',
             )
 
     def _check_meshes(self) -> None:
@@ -243,24 +237,6 @@ class ShardedParts:
                     f"{name} is a DTensor that fully_shard does not shard, as in tensor parallelism",
                     hint="shard the model by fully_shard alone",
                 )
-
-    def _check_groups(self) -> None:
-        """Raise UsageError where FSDP2 would assert, in the first forward, that a group has parameters of one dtype."""
-        for group in self._groups:
-            names: dict[torch.dtype, str] = {}
-            for one in group.fsdp_params:
-                if one.sharded_param.requires_grad:
-                    names.setdefault(one.sharded_param.dtype, self._name(one.sharded_param))
-            if len(names) > 1:
-                seen = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
-                raise UsageError(
-                    f"FSDP2 gathers parameters of one dtype together, and one group has {seen}",
-                    hint='give them one dtype (precision="bf16" computes in bf16 with float32 parameters), or call'
-                    " fully_shard in parallelize(model, mesh) on the modules of the rarer dtype first",
-                )
-
-    def _name(self, parameter: Tensor) -> str:
-        return next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
 
     def _check_dtypes(self) -> None:
         for group in self._groups:

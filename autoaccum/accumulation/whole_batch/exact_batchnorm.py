@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch
+from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch, update_statistics
 from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep, Shares
 from autoaccum.errors import WorkloadError
@@ -288,17 +288,5 @@ def _combine(module: Any, counts: Sequence[int], moments: Sequence[Tensor]) -> t
         )
     mean, variance = _Combined.apply(counts, False, *moments)  # type: ignore[no-untyped-call]
     if module.training and module.track_running_stats:
-        _update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
+        update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
     return mean, variance, sum(counts)
-
-
-@torch.no_grad()
-def _update_statistics(module: Any, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as one call with the whole batch does (torch/nn/modules/batchnorm.py)."""
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    if module.running_mean is None:
-        return
-    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-    for running, value in ((module.running_mean, mean), (module.running_var, variance)):
-        running.copy_(running.to(value.dtype) * (1 - share) + value * share)

@@ -193,17 +193,8 @@ class Lockstep:
             self._end()
 
     def meet(self, place: str, value: Any, join: Join) -> Any:
-        """Wait until all parts are at this `place`, and return this part's share of `join` of all values.
-
-        Raises:
-            WorkloadError: The part has seeded a generator: the others would draw from it.
-        """
+        """Wait until all parts are at this `place`, and return this part's share of `join` of all values."""
         assert self.part is not None
-        if self._seeds != _seeds():
-            raise WorkloadError(
-                f"a random generator is seeded before {place}, where the other parts of the batch run and draw from it",
-                hint="draw from a torch.Generator of your own",
-            )
         # A weight that autocast has cast for several parts would sum their gradients in half precision.
         torch.clear_autocast_cache()
         with self._while_waiting():
@@ -222,7 +213,6 @@ class Lockstep:
         self._on_part(index)
         self.part = index
         self._states[index].apply()
-        self._seeds = _seeds()
         try:
             return self._parts[index].switch(*arguments)
         finally:
@@ -268,10 +258,6 @@ class _State:
             if len(place) != len(kept) or any(place.get(name, self) is not value for name, value in kept.items()):
                 place.clear()
                 place.update(kept)
-
-
-def _seeds() -> list[int]:
-    return [one.initial_seed() for one in (torch.default_generator, *torch.cuda.default_generators)]
 
 
 IN_SEQUENCE = object()

@@ -15,7 +15,7 @@ from autoaccum.accumulation.batchnorm import uncompiled
 from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
 from autoaccum.accumulation.step_result import warn_caller
-from autoaccum.accumulation.transaction import buffer_restorer, is_plain_tensor
+from autoaccum.accumulation.transaction import ModuleState, is_plain_tensor
 from autoaccum.accumulation.whole_batch.coupled_loss import output_gradients
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, Lockstep, RankMeetings, parts_run
@@ -118,7 +118,7 @@ class RepeatedParts:
         """As `PartsRunner`."""
         model, device = backpropagation.model, backpropagation.device
         generators = module_generators(model.modules())
-        restore_buffers = buffer_restorer(model)
+        buffers = ModuleState(model.modules())
         states, outputs = [], []
         for part in parts:
             states.append(RngState(initialized_cuda_devices(), generators))
@@ -127,7 +127,7 @@ class RepeatedParts:
                 outputs.append(backpropagation.outputs(move_batch(part, device)))
         gradients = output_gradients(backpropagation, outputs, parts, batches, record)
         after = RngState(initialized_cuda_devices(), generators)
-        restore_buffers()
+        buffers.restore(only_changed=True)
         for part, state, first, of_outputs in zip(parts, states, outputs, gradients, strict=True):
             state.restore()
             backpropagation.on_phase("forward")

@@ -227,24 +227,6 @@ def test_parts_that_end_early_are_refused() -> None:
         lockstep.run([waits, lambda: None, waits])
 
 
-def test_a_part_that_waits_with_seeded_random_numbers_is_refused() -> None:
-    """Else the others draw its numbers, and the generator is left with its seed: each update would draw the same."""
-
-    def seed(number: int, _: Tensor) -> None:
-        if number == 1:
-            torch.manual_seed(7)
-
-    recorded, batch = Recorded(Net().double(), cross_entropy, **EXACT), batch_of()
-    state = torch.get_rng_state()
-    recorded.model.fail.append(seed)
-    with (
-        nothing_left_behind(recorded),
-        pytest.raises(WorkloadError, match=r"a random generator is seeded before BatchNorm layers\.1, where the"),
-    ):
-        recorded.step(batch)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_random_numbers_may_be_forked_between_layers_that_wait() -> None:
     def noisy(model: nn.Module, batch: Any) -> Tensor:
         with torch.random.fork_rng(devices=[]):
