@@ -35,7 +35,7 @@ HOMES: dict[str, str | tuple[str, ...]] = {
     "click": "cli",
     "optuna": "tuning",
     "msgspec": ("serialization.py", "planning/plan_record.py"),
-    "pynvml": "devices/card_memory.py",
+    "pynvml": "devices/nvml.py",
     "rich": "reporting",
     "matplotlib": "reporting/figures",
     "transformers": "integrations",

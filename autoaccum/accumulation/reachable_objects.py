@@ -31,8 +31,6 @@ SEQUENCES = (list, deque, set)
 """Python's own containers, which can be read without running other code."""
 
 _DEPTH, _ENTRIES = 6, 64
-_PLAIN = (bool, int, float, str, type(None))
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("torch", "autoaccum")
 """Packages that are libraries wherever they are installed, also in a checkout."""
 
@@ -101,7 +99,7 @@ def find_reachable(
     """Return the modules by name, and the generators, in closures, defaults, attributes and globals of `functions`.
 
     Objects deep within others, within a library's, or under names computed at run time are not found. `others` are
-    further objects by name where the search begins, such as `find_python_attributes` yields.
+    further objects by name where the search begins.
     """
     modules: dict[str, nn.Module] = {}
     generators: dict[int, Generator] = {}
@@ -129,18 +127,6 @@ def find_generators(*owners: object) -> list[Generator]:
     inner = [entry for _, value in attributes for entry in getattr(value, "__dict__", {}).items()]
     held = [entry for entry in inner if isinstance(entry[1], GENERATORS)]
     return find_reachable([owner for owner in owners if callable(owner)], [*attributes, *held])[1]
-
-
-def find_python_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks and unregistered attributes of a model, by name."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                yield from (("hook", hook) for hook in _values(value))
-            elif name not in _REGISTERED and type(value) not in _PLAIN:
-                yield f"{path}.{name}" if path else name, value
-    for parameter in model.parameters():
-        yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
 
 
 def is_user_class(kind: type) -> bool:

@@ -48,7 +48,6 @@ class Trial:
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
         crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
-        peaks: The micro-batches of a growing trial that ran: size in samples, and the peak in bytes while it ran.
         host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
             there is none, or on the CPU, where the peak has it.
     """
@@ -68,7 +67,6 @@ class Trial:
     limit_bytes: int | None = None
     timed_out: bool = False
     crashed: bool = False
-    peaks: tuple[tuple[int, int], ...] = ()
     host_bytes: int | None = None
 
     @property
@@ -110,7 +108,7 @@ class TrialSettings:
         return self.options.trial_limit or TRIAL_LIMIT_SECONDS
 
     def to_request(self) -> dict[str, Any]:
-        """Return the fields of a request to load the workload (`devices.trial_record.LoadWorkload`)."""
+        """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""
         return {
             "reference": self.reference,
             "share": self.share,
@@ -149,7 +147,6 @@ class Inspection:
             not made.
         warnings: Warnings for the plan: gradients that are not the full batch's.
         accumulation_warnings: Warnings for the plan that hold only if an update has more than one micro-batch.
-        draw: The random numbers of the host that trials draw (`devices.host_draws`); None: as they come.
         cautions: Warnings for the plan: weaknesses of the way its trials run.
         notes: Notes for the plan: assumptions that were made.
     """
@@ -185,7 +182,6 @@ class Inspection:
     found_multiple: str | None = None
     modules: Mapping[str, int] = field(default_factory=dict)
     coupling: Coupling | None = None
-    draw: str | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
@@ -243,9 +239,9 @@ ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]
 
 Raises `AutoaccumError` if there is no plan."""
 
-Capability = Literal["grow", "explain", "predict"]
-"""What only some devices can. `grow`: measure the peaks of many sizes in one trial. `explain`: report where the memory
-goes. `predict`: its trials are predictions, for which it also counts what an update costs."""
+Capability = Literal["explain", "predict"]
+"""What only some devices can. `explain`: report where the memory goes. `predict`: its trials are predictions, for which
+it also counts what an update costs."""
 
 
 class Device(ABC):
@@ -288,13 +284,6 @@ class Device(ABC):
 
         `parts` are as in `Trial`.
         """
-
-    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
-        """Run a trial of updates whose micro-batches grow up to `most` samples, while memory allows.
-
-        Its `parts` are those of the last update; its `peaks` are those of all.
-        """
-        raise NotImplementedError
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:
         """Return a context with a process that makes updates: a function from micro-batch to seconds.

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Capability, Device, Inspection, Trial, TrialOptions, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
 from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.trial_record import (
-    Inspect,
-    LoadWorkload,
-    RunTrial,
-    TimeUpdate,
-    TrialMeasurement,
-    record_death,
-    record_trial,
-)
+from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
 """A short limit on time must not end the import of PyTorch from a cold disk."""
@@ -84,7 +78,7 @@ class LoadedChild:
         self.jobs += 1
         return self._call(request, self._seconds(limit_seconds))
 
-    def trial(self, request: RunTrial, limit_seconds: float | None) -> TrialMeasurement:
+    def trial(self, request: RunTrial, limit_seconds: float | None) -> Trial:
         """Run a trial as `call` does, except that `ChildDied` is raised as it is."""
         self.jobs += 1
         return self._process.call(request, self._seconds(limit_seconds))
@@ -120,17 +114,13 @@ class ChildDevice(Device):
     next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
 
-    capabilities = frozenset[Capability]({"grow"})
-
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._child: LoadedChild | None = None
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
-        self._least_size: int | None = None
         self._multiple_of: int | None = None
         self._joined = False
-        self._draw: str | None = None
         self._savers: tuple[str, ...] | None = None
 
     @abstractmethod
@@ -155,9 +145,7 @@ class ChildDevice(Device):
         child = self._use_child()
         self._start_standby()
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
-        self._least_size = inspection.least_size
         self._joined, self._multiple_of = inspection.joining is not None, inspection.multiple_of
-        self._draw = inspection.draw
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
@@ -170,21 +158,20 @@ class ChildDevice(Device):
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
-        limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
-        about = {"parts": parts, "limit_bytes": limit_bytes}
-        return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
-
-    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
-        """As `Device.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
-        child = self._use_child()
-        self._start_standby()
-        least = self._least_size or 1
-        parts = (least, least)
-        request = self._request((least, most), None, limit_seconds, grows=True)
-        trial = self._run(child, {"parts": parts}, request, limit_seconds)
-        if trial.crashed or (trial.outcome == "oom" and not child.alive and not trial.phase):
-            return self.trial(parts, fresh=True, limit_seconds=limit_seconds)
-        return trial
+        limit_bytes, is_first = options.get("limit_bytes"), child.jobs == 0
+        request = RunTrial(
+            parts=parts,
+            joined=self._joined,
+            savers=self._savers,
+            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+        )
+        try:
+            trial = child.trial(request, options.get("limit_seconds"))
+        except ChildDied as death:
+            trial = record_death(parts, death)
+        if not trial.ran:
+            child.close()
+        return dataclasses.replace(trial, limit_bytes=limit_bytes, fresh=is_first)
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -197,31 +184,6 @@ class ChildDevice(Device):
             yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
-
-    def _request(
-        self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None, **more: Any
-    ) -> RunTrial:
-        return RunTrial(
-            **more,
-            parts=parts,
-            joined=self._joined,
-            savers=self._savers,
-            draw=self._draw,
-            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
-            limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
-        )
-
-    def _run(self, child: LoadedChild, about: dict[str, Any], request: RunTrial, limit_seconds: float | None) -> Trial:
-        """Run a trial and return its record with the known fields `about`; end a child that cannot run another."""
-        about["fresh"] = child.jobs == 0
-        try:
-            measured = child.trial(request, limit_seconds)
-        except ChildDied as death:
-            return record_death(death, about)
-        trial = record_trial(measured, request.limit_bytes, about)
-        if not trial.ran:
-            child.close()
-        return trial
 
     def close(self) -> None:
         """End every process that this device started. Idempotent; a later job starts a new one."""
@@ -275,3 +237,20 @@ class ChildDevice(Device):
         worker, self._child = self._child, None
         if worker is not None:
             worker.close()
+
+
+def record_death(parts: tuple[int, ...], death: ChildDied) -> Trial:
+    """Return the record of a trial of `parts` in which the child died."""
+    message = f"micro-batch {max(parts)}: the trial's process {death}"
+    if death.out_of_memory:
+        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds)
+    timed_out = death.kind == "limit"
+    return Trial(
+        parts=parts,
+        outcome="error",
+        message=f"{message}: raise --trial-limit" if timed_out else message,
+        blames="measurement",
+        seconds=death.seconds,
+        timed_out=timed_out,
+        crashed=death.number in _FAULTS,
+    )

@@ -35,10 +35,9 @@ class CpuDevice(ChildDevice):
     The bytes that tensors held
     (`peak_allocated_bytes`) are not known: the CPU allocator does not count them.
 
-    *The processes* (see `ChildDevice`): one that began with a trial has up to a few MiB less for later ones, which the
-    first trial left. After an inspection or a growing trial one has a few MiB more than a fresh process, since what
-    these left does not count (`HostMeter.rebase`). So the answer of a search runs in a fresh process, and a failure in
-    a used one counts where it was expected. Fresh processes differ by some 100 KiB in the memory left for a trial.
+    *The processes* (see `ChildDevice`): a used one has some MiB more than a fresh one, since what earlier jobs left
+    does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process. Fresh processes differ by
+    some 100 KiB in the memory left for a trial.
 
     *A crash*: some libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
     So a trial that ended by a fault in native code runs once more with half as much memory again. If it then runs, or

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Capability, ChooseParts, Forecast, TrialSettings
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
-from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
-from autoaccum.errors import AutoaccumError, first_line
+from autoaccum.devices.nvml import CardProcess, NvmlAnswers
+from autoaccum.errors import AutoaccumError, UsageError, first_line
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -22,6 +22,85 @@ if TYPE_CHECKING:
 
 _MOST_NAMED = 5
 _MAX_FORECAST_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstalledCard:
+    """A card and its memory at one moment, with a context of this process on it; None stands for what is not known.
+
+    Attributes:
+        index: The index among the cards that are visible to this process, as in `cuda:N`.
+        name: The name of the model, such as `NVIDIA GeForce RTX 3090`.
+        total_bytes: The total memory, which PyTorch's memory fractions are of.
+        free_bytes: The memory that the driver has free (cudaMemGetInfo).
+        reserved_bytes: The memory that PyTorch's allocator in this process holds.
+        capability: Compute capability, such as (8, 6).
+        multiprocessors: The number of multiprocessors.
+        uuid: The uuid without its prefix.
+        allowed_bytes: The limit that the allocator already has (`set_per_process_memory_fraction`, or
+            `PYTORCH_ALLOC_CONF=per_process_memory_fraction:...`); None without a limit.
+        driver: The driver's version.
+        nvml_missing: The reason why there is nothing from NVML; None if there is.
+        context_bytes: The memory of this process outside of the allocator: its context and CUDA's libraries. NVML does
+            not know this process in a container with pids of its own.
+        others: Other processes on the card.
+    """
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    uuid: str | None = None
+    allowed_bytes: int | None = None
+    driver: str | None = None
+    nvml_missing: str | None = None
+    context_bytes: int | None = None
+    others: tuple[CardProcess, ...] | None = None
+
+    @property
+    def available_bytes(self) -> int:
+        """The most that PyTorch's allocator in this process can hold: its own memory and the free memory."""
+        allowed = self.total_bytes if self.allowed_bytes is None else self.allowed_bytes
+        return min(allowed, self.reserved_bytes + self.free_bytes)
+
+    @property
+    def held_outside_bytes(self) -> int:
+        """The memory of other processes and of this process's context."""
+        return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+    @property
+    def used_by_others_bytes(self) -> int | None:
+        """The memory of other processes and the driver; None if this process's context is not known."""
+        return None if self.context_bytes is None else max(0, self.held_outside_bytes - self.context_bytes)
+
+    def to_simulate(self) -> Card:
+        """Return this card as one that can be simulated."""
+        from autoaccum.simulation.cards import Card
+
+        return Card(
+            name=self.name,
+            title=self.name,
+            total_bytes=self.total_bytes,
+            capability=self.capability,
+            multiprocessors=self.multiprocessors,
+            source=f"cuda:{self.index} itself",
+        )
+
+    def with_processes(self, nvml: NvmlAnswers, *, own_pid: int) -> InstalledCard:
+        """Return the card with what NVML says of it; this process is the one with `own_pid`."""
+        processes = nvml.processes or ()
+        own = next((process for process in processes if process.pid == own_pid), None)
+        used_bytes = 0 if own is None else own.used_bytes or 0
+        return replace(
+            self,
+            driver=nvml.driver,
+            nvml_missing=nvml.missing,
+            context_bytes=used_bytes - self.reserved_bytes if used_bytes > self.reserved_bytes else None,
+            others=None if own is None else tuple(process for process in processes if process != own),
+        )
 
 
 class CudaDevice(ChildDevice):
@@ -48,12 +127,12 @@ class CudaDevice(ChildDevice):
         index: The card's index among the visible cards.
     """
 
-    capabilities = frozenset[Capability]({"grow", "explain"})
+    capabilities = frozenset[Capability]({"explain"})
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
         super().__init__(settings)
         self._index = index
-        self._report: CardReport | None = None
+        self._card: InstalledCard | None = None
 
     @property
     def name(self) -> str:
@@ -63,19 +142,18 @@ class CudaDevice(ChildDevice):
     def describe(self) -> Mapping[str, Any]:
         """Return the plan's record: the card, its free memory and the holders of the rest when the budget was chosen.
 
-        None stands for what is not known (see `CardReport`).
+        None stands for what is not known (see `InstalledCard`).
         """
         limit_bytes = self.limit_bytes
-        assert self._report is not None
-        return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
+        assert self._card is not None
+        return {"name": self.name, "kind": "cuda", **describe_card(self._card), "limit_bytes": limit_bytes}
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""
         with self.simulation() as card:
             card.use_savers(self._savers)
-            assert self._report is not None
-            context_bytes = self._report.context_bytes
-            return card.explain(parts, limit_seconds=limit_seconds, context_bytes=context_bytes, **options)
+            assert self._card is not None
+            return card.explain(parts, limit_seconds=limit_seconds, context_bytes=self._card.context_bytes, **options)
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Forecast peaks by a simulation of this card in another process, which has ended before trials run."""
@@ -92,14 +170,13 @@ class CudaDevice(ChildDevice):
 
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""
-        from autoaccum.devices.card_memory import installed_card
         from autoaccum.devices.environment import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
         from autoaccum.simulation.cards import context_memory
 
         limit_bytes = self.limit_bytes
-        assert self._report is not None
-        card = installed_card(self._report.memory)
+        assert self._card is not None
+        card = self._card.to_simulate()
         return SimulatedDevice(
             card,
             lambda: self._make_tracer(card),
@@ -114,47 +191,68 @@ class CudaDevice(ChildDevice):
         return Tracer(replace(self._settings, on_output=lambda line: None), card)
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
-        self._report = read_record(facts["card"], CardReport)
-        return choose_card_budget(self._report, self._settings.options.memory, self._settings.options.reserve)
+        self._card = read_record(facts["card"], InstalledCard)
+        return choose_card_budget(self._card, self._settings.options.memory, self._settings.options.reserve)
 
 
-def choose_card_budget(report: CardReport, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
+def check_index(index: int, names: Sequence[str], visible: str | None) -> None:
+    """Check the index of a card against the `names` of the visible cards, in CUDA's order.
+
+    Raises:
+        UsageError: There is no such card.
+
+    >>> check_index(2, ["NVIDIA A100", "NVIDIA T4"], None)
+    Traceback (most recent call last):
+    autoaccum.errors.UsageError: there is no cuda:2, visible are NVIDIA A100, NVIDIA T4: \
+take one of these, from cuda:0 on
+    """
+    if index < len(names):
+        return
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    if not names:
+        raise UsageError(
+            f"there is no cuda:{index}: no card is visible{hidden}",
+            hint="nvidia-smi should list it, and the driver be new enough for this build of PyTorch",
+        )
+    hint = "take one of these, from cuda:0 on" if len(names) > 1 else "take cuda:0"
+    raise UsageError(f"there is no cuda:{index}, visible are {', '.join(names)}{hidden}", hint=hint)
+
+
+def choose_card_budget(card: InstalledCard, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
     """Return the budget in bytes (see `choose_budget`), including the memory that this process's allocator holds.
 
     Raises:
         UsageError: Nothing is left, or `memory` is more than is free; the message names the holders of the rest.
     """
-    card = report.memory
     available = AvailableMemory(card.total_bytes, card.available_bytes, f"cuda:{card.index} ({card.name})")
-    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=name_holders(report))
+    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=name_holders(card))
 
 
-def describe_card(report: CardReport) -> dict[str, Any]:
+def describe_card(card: InstalledCard) -> dict[str, Any]:
     """Return the plan's record of a card, and of how its trials are limited and measured."""
-    memory = report.memory
     return {
-        "index": memory.index,
-        "card": memory.name,
-        "uuid": memory.uuid,
-        "capability": list(memory.capability),
-        "multiprocessors": memory.multiprocessors,
-        "total_bytes": memory.total_bytes,
-        "free_bytes": memory.free_bytes,
-        "context_bytes": report.context_bytes,
-        "used_by_others_bytes": report.used_by_others_bytes,
-        "other_processes": None if report.others is None else [asdict(process) for process in report.others],
-        "driver": report.driver,
-        "nvml_missing": report.nvml_missing,
+        "index": card.index,
+        "card": card.name,
+        "uuid": card.uuid,
+        "capability": list(card.capability),
+        "multiprocessors": card.multiprocessors,
+        "total_bytes": card.total_bytes,
+        "free_bytes": card.free_bytes,
+        "context_bytes": card.context_bytes,
+        "used_by_others_bytes": card.used_by_others_bytes,
+        "other_processes": None if card.others is None else [asdict(process) for process in card.others],
+        "driver": card.driver,
+        "nvml_missing": card.nvml_missing,
         "enforced_by": "torch.cuda.set_per_process_memory_fraction",
         "peak": "the most PyTorch's allocator held, whole segments",
     }
 
 
-def name_holders(report: CardReport) -> str:
+def name_holders(card: InstalledCard) -> str:
     """Name the processes that hold the card's memory, as the end of a sentence; empty if there are none."""
-    if report.others is None:
-        return f"; who holds the rest is not known ({report.nvml_missing or 'the driver does not tell'})"
-    known = sorted(report.others, key=lambda process: -(process.used_bytes or 0))
+    if card.others is None:
+        return f"; who holds the rest is not known ({card.nvml_missing or 'the driver does not tell'})"
+    known = sorted(card.others, key=lambda process: -(process.used_bytes or 0))
     named = []
     for process in known[:_MOST_NAMED]:
         held = "some" if process.used_bytes is None else format_bytes(process.used_bytes)

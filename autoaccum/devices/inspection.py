@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,8 @@ from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWar
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.host_draws import find_draw, find_own_generators, generator_states
 from autoaccum.devices.meters import Meter, make_meter
-from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
+from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
@@ -37,6 +36,7 @@ from autoaccum.sources.spec import Workload
 from autoaccum.sources.step_recipe import describe_recipe
 from autoaccum.sources.weight_check import Advice, check_weighting
 
+_SEEDS = 4
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
@@ -63,9 +63,9 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         accumulator = make_accumulator(workload, model, made, size)
         with collect_warnings() as said:
-            before = generator_states(own := find_own_generators(workload.objective, model))
+            before = host_draws()
             first = accumulator.step(batch)
-            has_drawn = generator_states(own) != before
+            has_drawn = host_draws() != before
             if not math.isfinite(first.loss):
                 raise WorkloadError(
                     f"the loss of batch({size}) is {first.loss}",
@@ -79,7 +79,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
                 accumulator.step(workload.build_batch(2 * size))
         workload, found_multiple = detect_multiple(workload, model, share)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
-        draw = find_worst_draw(workload, model, size) if has_drawn else None
+        notes = note_random_memory(workload, model, size) if has_drawn else ()
         least_size = find_least_size(workload, model, share)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
@@ -106,9 +106,9 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         sample_bytes=sample_bytes,
         found_multiple=found_multiple,
         coupling=coupling,
-        draw=draw,
         warnings=tuple(weighting),
         accumulation_warnings=(*said, *coupled),
+        notes=notes,
     )
 
 
@@ -258,10 +258,19 @@ def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int
     return (large - small) // size if large > small else None
 
 
-def find_worst_draw(workload: Workload, model: nn.Module, size: int) -> str | None:
-    """Return the random numbers of the host by which a forward pass of `size` samples holds most (`find_draw`)."""
-    batch = workload.build_batch(size)
-    return find_draw(lambda: _held_bytes(workload, model, batch), find_own_generators(workload.objective, model))
+def note_random_memory(workload: Workload, model: nn.Module, size: int) -> tuple[str, ...]:
+    """Return a note for the plan if forward of `size` samples holds other memory with other random numbers."""
+    batch, held = workload.build_batch(size), set[int]()
+    with suppress(Exception):  # A model that cannot be observed can still train.
+        for seed in range(_SEEDS):
+            seed_everything(seed)
+            held.add(_held_bytes(workload, model, batch))
+    if len(held) < 2:
+        return ()
+    return (
+        "random numbers drawn on the host decide what runs, as where layers are skipped: an update that skips less than"
+        " those of the trials takes more memory",
+    )
 
 
 def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, is_context_dead
-from autoaccum.devices.host_memory import ProcessMemory, check_data_limit, data_limit, read_process_memory, reset_peak
-from autoaccum.devices.trial_record import Reading
+from autoaccum.devices.cuda import InstalledCard, check_index
+from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory, reset_peak
+from autoaccum.devices.nvml import ask_nvml
+from autoaccum.errors import NotMeasuredError, UsageError, first_line
 from autoaccum.units import MIB
 
 _MOST_LEFTOVER_BYTES = 256 * MIB
 """What jobs may leave without having it counted against later ones: modules and kernels, but no leak."""
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The memory that a job took of its device.
+
+    Attributes:
+        peak_reserved_bytes: The peak, as the limit counts memory.
+        peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
+        shared_bytes: The part that is shared memory, which no limit stops.
+        retries: How often the allocator released its cache and tried again; None if it has no cache.
+    """
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int | None = None
+    shared_bytes: int = 0
+    retries: int | None = None
 
 
 class Meter(Protocol):
@@ -43,17 +66,8 @@ class Meter(Protocol):
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Return a context in which memory beyond the budget is refused; call `start` before."""
 
-    def lap(self) -> int:
-        """Return the peak in bytes since `start` or the last lap. `read` still knows it."""
-
     def read(self) -> Reading:
         """Return the memory taken since `start`."""
-
-    def rebase(self) -> None:
-        """Let what jobs have left not count against later ones, where that can be told."""
-
-    def end_job(self) -> None:
-        """Remember what the first job has left, where it counts against later ones; called after each job."""
 
 
 class HostMeter:
@@ -61,9 +75,8 @@ class HostMeter:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._base: ProcessMemory | None = None
-        self._after_first_job: ProcessMemory | None = None
         self.start()
+        self._base = self._before
 
     def open(self) -> None:
         """Raise NotMeasuredError unless the kernel holds a process to the limit."""
@@ -78,58 +91,161 @@ class HostMeter:
         """Reset VmHWM."""
         reset_peak()
         self._before = read_process_memory()
-        self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
-
-    def lap(self) -> int:
-        """Return the peak since `start` or the last lap."""
-        now, before = read_process_memory(), self._before
-        self._lapped_bytes = max(self._lapped_bytes, now.peak_above(before))
-        # What oneDNN has reserved for kernels of other sizes is not this one's.
-        peak = now.peak_above(replace(before, data_bytes=before.anonymous_bytes + self._untouched_bytes))
-        self._untouched_bytes = now.untouched_bytes
-        reset_peak()
-        return peak
-
-    def rebase(self) -> None:
-        """Take the memory that is held now as the baseline: what jobs have left does not count against later ones."""
-        now, base = read_process_memory(), self._base or self._before
-        allowed_bytes = min(now.data_bytes, base.data_bytes + _MOST_LEFTOVER_BYTES)
-        self._base, self._after_first_job = replace(now, data_bytes=allowed_bytes), None
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Set RLIMIT_DATA for a job to the budget above the baseline.
+        """Set RLIMIT_DATA for a job to the budget above what the process holds.
 
-        Memory that the first job since the baseline left (such as late imports) counts against it, since a fresh
-        process would need it as well. Memory that later jobs left is added to the limit: oneDNN reserves 256 KiB for
-        each kernel it compiles and keeps those of other sizes.
+        What earlier jobs left (late imports, kernels that oneDNN compiled) is granted in addition, but no leak: only a
+        fresh process has exactly the budget.
         """
-        base = self._base or self._before
-        others = (
-            0 if self._after_first_job is None else max(0, self._before.data_bytes - self._after_first_job.data_bytes)
-        )
-        return data_limit(base.data_bytes + min(others, _MOST_LEFTOVER_BYTES) + budget_bytes)
+        held_bytes = min(self._before.data_bytes, self._base.data_bytes + _MOST_LEFTOVER_BYTES)
+        return data_limit(held_bytes + budget_bytes)
 
     def read(self) -> Reading:
         """Return the peak since `start`."""
         before, after = self._before, read_process_memory()
         return Reading(
-            peak_reserved_bytes=max(after.peak_above(before), self._lapped_bytes),
+            peak_reserved_bytes=after.peak_above(before),
             shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
         )
 
-    def end_job(self) -> None:
-        """Remember what is held after the first job: it counts against the limit of every later one."""
-        self._after_first_job = self._after_first_job or read_process_memory()
+
+class CardMeter:
+    """A meter of the memory that this process takes of one card (`devices.cuda` says what counts).
+
+    Args:
+        index: The card's index among the visible cards.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._index = index
+        self._retries_before = 0
+
+    def open(self) -> None:
+        """Make a context on the card, which `cuda` without an index means from then on.
+
+        Raises:
+            UsageError: The card is not visible, or the chosen allocator cannot be limited.
+            NotMeasuredError: CUDA does not start.
+        """
+        try:
+            names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
+            check_index(self._index, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            check_allocator(os.environ, torch.cuda.get_allocator_backend())
+            torch.cuda.set_device(self._index)
+            torch.cuda.synchronize(self._index)
+        except RuntimeError as error:
+            raise NotMeasuredError(
+                f"CUDA does not start on {self.device} ({first_line(error)})",
+                hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
+            ) from error
+
+    def begin(self) -> Mapping[str, Any]:
+        """Return the record of the card: its memory, and who holds the rest."""
+        card = read_card(self._index)
+        return {"card": dataclasses.asdict(card.with_processes(ask_nvml(card.uuid), own_pid=os.getpid()))}
+
+    def start(self) -> None:
+        """Reset the peak to the memory that is held now, and read the allocator's counters."""
+        torch.cuda.current_device()  # Starts CUDA if nothing has yet.
+        torch.cuda.reset_peak_memory_stats(self._index)
+        self._retries_before = self._statistic("num_alloc_retries")
+
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """Hold the allocator to the budget, which also counts memory left by loading and by earlier jobs."""
+        return card_limit(self._index, budget_bytes)
+
+    def read(self) -> Reading:
+        """Return the peaks of tensors and of the allocator, and its retries, since `start`.
+
+        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
+        the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
+        an earlier peak is lost.
+        """
+        retries = self._statistic("num_alloc_retries")
+        return Reading(
+            peak_allocated_bytes=self._statistic("allocated_bytes.all.peak"),
+            peak_reserved_bytes=self._statistic("reserved_bytes.all.peak"),
+            retries=retries - self._retries_before if retries >= self._retries_before else retries,
+        )
+
+    def _statistic(self, name: str) -> int:
+        return int(torch.cuda.memory_stats(self._index).get(name, 0))
+
+
+def check_allocator(environment: Mapping[str, str], backend: str) -> None:
+    """Raise UsageError unless the allocator caches and is PyTorch's own, so that it can be limited and measured."""
+    if _NO_CACHING in environment or backend != "native":
+        seen = f"{_NO_CACHING} is set" if _NO_CACHING in environment else f"the allocator is {backend!r}"
+        raise UsageError(
+            f"{seen}, so that no limit is kept and no peak told", hint="plan with PyTorch's own allocator, which caches"
+        )
+
+
+def read_card(index: int) -> InstalledCard:
+    """Read the properties and the free memory of card `index`; without card or driver, PyTorch raises RuntimeError."""
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    uuid = getattr(properties, "uuid", None)
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    return InstalledCard(
+        index=index,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        free_bytes=free_bytes,
+        reserved_bytes=torch.cuda.memory_reserved(index),
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        uuid=None if uuid is None else str(uuid),
+        allowed_bytes=None if fraction >= 1 else int(fraction * properties.total_memory),
+    )
+
+
+@contextmanager
+def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
+    """Limit PyTorch's allocator within to `limit_bytes` of card `index`, including the memory it already holds.
+
+    The allocator compares its memory from the driver, whole segments, with the limit, and raises
+    `torch.OutOfMemoryError` if releasing its cache is not enough. A lower limit from before stays. The limit from
+    before is restored at the end, unless the context is dead: then the process cannot use the card any more.
+    """
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    _, driver_bytes = torch.cuda.mem_get_info(index)
+    # The fraction is one of the properties' total in newer releases, of the driver's in older ones.
+    total_bytes = max(driver_bytes, torch.cuda.get_device_properties(index).total_memory)
+    torch.cuda.set_per_process_memory_fraction(min(before, memory_fraction(limit_bytes, total_bytes)), index)
+    try:
+        yield
+    finally:
+        try:
+            torch.cuda.set_per_process_memory_fraction(before, index)
+        except RuntimeError as error:
+            if not is_context_dead(error):
+                raise
+
+
+def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
+    """Return the fraction of `total_bytes` that PyTorch rounds to `limit_bytes` at most.
+
+    PyTorch computes `static_cast<size_t>(fraction * static_cast<double>(total))`, setMemoryFraction in
+    c10/cuda/CUDACachingAllocator.cpp.
+
+    >>> memory_fraction(12 * 1024**3, 24 * 1024**3)
+    0.5
+    >>> memory_fraction(2**40, 2**30)
+    1.0
+    """
+    fraction = min(1.0, max(0.0, limit_bytes / total_bytes))
+    while int(fraction * float(total_bytes)) > max(0, limit_bytes):
+        fraction = math.nextafter(fraction, 0.0)
+    return fraction
 
 
 def make_meter(device: str) -> Meter:
     """Make the meter of a child for `device`: `cpu` or `cuda:N`."""
     kind, _, index = device.partition(":")
-    if kind == "cpu":
-        return HostMeter()
-    from autoaccum.devices.card_meter import CardMeter
-
-    return CardMeter(int(index))
+    return HostMeter() if kind == "cpu" else CardMeter(int(index))
 
 
 def warm_up(device: torch.device | str = "cpu") -> None:

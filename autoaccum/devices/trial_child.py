@@ -17,13 +17,13 @@ import torch
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.devices.base import Inspection
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
-from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate, TrialMeasurement
+from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -33,7 +33,7 @@ from autoaccum.sources.spec import Workload
 
 
 class TrialChild:
-    """Handles the requests of `trial_record`, one after the other."""
+    """Handles the requests of `trial_requests`, one after the other."""
 
     def __init__(self) -> None:
         self._workload: Workload | None = None
@@ -87,23 +87,14 @@ class TrialChild:
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
         release_memory()
-        self._meter.rebase()  # It compiled kernels and imported modules that no trial needs.
         return inspection
 
     @handle.register
-    def _trial(self, request: RunTrial) -> TrialMeasurement:
-        """Run one trial under the limit, which is lifted before a failure is described."""
+    def _trial(self, request: RunTrial) -> Trial:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        measured = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
-        if measured.failure is None:
-            release_memory()
-            if request.grows:
-                self._meter.rebase()
-            else:
-                self._meter.end_job()
-        return measured
+        return run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
 
     @handle.register
     def _time(self, request: TimeUpdate) -> float | Failure:

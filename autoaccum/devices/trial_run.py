@@ -1,4 +1,4 @@
-"""One trial: the Accumulator that trains makes an update, then one accumulated over the parts, or over growing parts.
+"""One trial: the Accumulator that trains makes an update, then one accumulated over the parts.
 
 The memory of the loop around it (`devices.loop_memory`) is there, too: held outputs of the last micro-batch, an EMA of
 the weights, which each update enters, and two passes of an evaluation. After the evaluation, one more update by the
@@ -8,6 +8,7 @@ updates in training do.
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 import warnings
@@ -28,49 +29,28 @@ from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
+from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.host_draws import drawing, find_own_generators, generator_states
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
-from autoaccum.devices.meters import Meter
-from autoaccum.devices.trial_record import (
-    Reading,
-    RunTrial,
-    TrialMeasurement,
-    next_growing_size,
-    without_evaluation_retries,
-)
+from autoaccum.devices.meters import Meter, Reading
+from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Joining, Reduce
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.spec import Workload
-
-_GROWING_SHARE = 0.25
-"""The part of a trial's time after which sizes grow no more."""
-
-
-class _PartPeak(StepObserver):
-    """Keeps the peak in bytes of the last part of an update, without the optimizer's own."""
-
-    def __init__(self, lap: Callable[[], int]) -> None:
-        self._lap = lap
-        self.bytes: int | None = None
-
-    def phase(self, phase: StepPhase) -> None:
-        if phase in ("batch", "clip"):
-            self.bytes = self._lap()
+from autoaccum.units import format_bytes
 
 
 class _RankRoom(StepObserver):
-    """Takes the memory in which several ranks would sum their gradients; passes phases on to `then`."""
+    """Takes the memory in which several ranks would sum their gradients."""
 
-    def __init__(self, optimizer: Optimizer, then: StepObserver | None, *, in_fp32: bool) -> None:
-        self._optimizer, self._then, self._in_fp32 = optimizer, then or StepObserver(), in_fp32
+    def __init__(self, optimizer: Optimizer, *, in_fp32: bool) -> None:
+        self._optimizer, self._in_fp32 = optimizer, in_fp32
         self._backwards = 0
 
     def phase(self, phase: StepPhase) -> None:
-        self._then.phase(phase)
         if phase == "backward":
             self._backwards += 1
         elif phase == "clip":
@@ -83,8 +63,6 @@ class TrialRun:
 
     Attributes:
         made: The model and its optimizer, once they are built.
-        parts: The parts of the last update.
-        peaks: The sizes of growing parts that ran, and the peak in bytes of each.
         has_drawn: Whether an update drew random numbers on the host.
 
     Args:
@@ -96,7 +74,6 @@ class TrialRun:
             gradients is taken too.
         mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
         reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
-        draw: The random numbers of the host that each update draws (`devices.host_draws.drawing`).
         before_update: Called before each update.
         around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
@@ -110,7 +87,6 @@ class TrialRun:
         world_size: int = 1,
         mesh: tuple[int, ...] | None = None,
         reduce: Reduce = "each",
-        draw: str | None = None,
         before_update: Callable[[], None] = lambda: None,
         around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
@@ -119,15 +95,12 @@ class TrialRun:
         self._share = self._size = -(-share // each) * each
         self._device = device
         self._world_size, self._mesh, self._reduce = world_size, mesh, reduce
-        self._draw, self._before_update = draw, before_update
-        self._around_evaluation = around_evaluation
+        self._before_update, self._around_evaluation = before_update, around_evaluation
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
         self._held = HeldOutputs() if "outputs" in workload.keeps else None
         self._averages: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
-        self.parts: tuple[int, ...] = ()
-        self.peaks: list[tuple[int, int]] = []
         self.has_drawn = False
 
     @property
@@ -172,7 +145,6 @@ class TrialRun:
                 or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
         accumulator, batch = self._prepare(parts)
-        self.parts = tuple(parts)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         if joined:
             first = last = [batch] if sum(parts) == self._size else last
@@ -185,37 +157,7 @@ class TrialRun:
         synchronize_device(self._device)
         return result
 
-    def grow(self, least: int, most: int, *, limit_bytes: int, seconds: float, lap: Callable[[], int]) -> None:
-        """Make updates whose second micro-batch grows from `least` to `most` samples while memory allows.
-
-        Args:
-            least: The size of the first micro-batch of each update.
-            most: The largest size.
-            limit_bytes: The limit that peaks are compared with.
-            seconds: Stop growing after this time.
-            lap: Returns the peak in bytes since it was last called.
-
-        Raises:
-            WorkloadError: As `run`.
-        """
-        end = time.monotonic() + seconds
-        peak = _PartPeak(lap)
-        accumulator, batch = self._prepare((most,), peak)
-        self.parts = (least, least)
-        self._update(accumulator, slice_parts(batch, self._size, (least,)), may_skip=True)
-        if self._workload.evaluation_batch is not None:
-            self._evaluate()
-        size: int | None = least
-        while size is not None:
-            self.parts = (least, size)
-            self._update(accumulator, slice_parts(batch, self._size, self.parts))
-            synchronize_device(self._device)
-            if peak.bytes is None:
-                return
-            self.peaks.append((size, peak.bytes))
-            size = None if time.monotonic() > end else next_growing_size(self.peaks, least, most, limit_bytes)
-
-    def _prepare(self, parts: Sequence[int], observer: StepObserver | None = None) -> tuple[Accumulator, Any]:
+    def _prepare(self, parts: Sequence[int]) -> tuple[Accumulator, Any]:
         seed_everything()
         self._phase = "model"
         model = self._workload.build_model()
@@ -229,29 +171,27 @@ class TrialRun:
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model)
         self.made = model, optimizer
-        self._generators = find_own_generators(self._workload.objective, model)
         self._phase = "batch"
         self._size = max(self._share, *parts)
         batch = self._workload.build_batch(self._size)
         self._phase = "forward"
-        objective = (
-            self._workload.objective if self._held is None else hold_outputs(self._workload.objective, self._held)
-        )
+        objective = self._workload.objective
+        if self._held is not None:
+            objective = hold_outputs(objective, self._held)
+        observer = None
         if self._world_size > 1:
-            observer = _RankRoom(optimizer, observer, in_fp32=self._workload.accumulate_in == "fp32")
+            observer = _RankRoom(optimizer, in_fp32=self._workload.accumulate_in == "fp32")
         self._accumulator = make_accumulator(
             self._workload, model, optimizer, max(parts), objective, observer, reduce=self._reduce
         )
         return self._accumulator, batch
 
-    def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
+    def _update(self, accumulator: Accumulator, window: Sequence[Any]) -> StepResult:
         self._before_update()
-        with drawing(self._draw, self._generators):
-            before = generator_states(self._generators)
-            result = accumulator.step_parts(window)
-            self.has_drawn = self.has_drawn or generator_states(self._generators) != before
-        if not result.updated and may_skip:
-            return result
+        seed_everything()  # Where random numbers decide what runs, they decide alike for all sizes.
+        before = host_draws()
+        result = accumulator.step_parts(window)
+        self.has_drawn = self.has_drawn or host_draws() != before
         if not result.updated:
             raise WorkloadError(
                 f"no update was made from batch({self._size})",
@@ -270,29 +210,20 @@ class TrialRun:
         assert self.made is not None
         self._phase = "evaluation"
         self._around_evaluation()
-        with drawing(self._draw, self._generators):
-            evaluate(self._workload, self.made[0])
+        evaluate(self._workload, self.made[0])
         self._around_evaluation()
         self._phase = "forward"
 
 
-def run_trial(
-    workload: Workload,
-    share: int,
-    request: RunTrial,
-    *,
-    meter: Meter,
-    world_size: int = 1,
-) -> TrialMeasurement:
-    """Run the requested trial under its limit, which is lifted at the end."""
-    evaluation_readings: list[Reading] = []
+def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter, world_size: int = 1) -> Trial:
+    """Run the requested trial under its limit, which is lifted before a failure is described; return its record."""
+    around_evaluation: list[Reading] = []
     trial_run = TrialRun(
         request.replaced(workload),
         share,
         meter.device,
         world_size=world_size,
-        draw=request.draw,
-        around_evaluation=lambda: evaluation_readings.append(meter.read()),
+        around_evaluation=lambda: around_evaluation.append(meter.read()),
     )
     failure: BaseException | None = None
     meter.start()
@@ -301,29 +232,61 @@ def run_trial(
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
             with on_device(find_auxiliary_modules(workload).values(), meter.device):
-                if request.grows:
-                    bounds: dict[str, Any] = {
-                        "limit_bytes": request.limit_bytes,
-                        "seconds": _GROWING_SHARE * request.limit_seconds,
-                    }
-                    trial_run.grow(min(request.parts), max(request.parts), lap=meter.lap, **bounds)
-                else:
-                    trial_run.run(request.parts, joined=request.joined)
+                trial_run.run(request.parts, joined=request.joined)
         except BaseException as error:
             failure = error
-    reading = without_evaluation_retries(meter.read(), evaluation_readings)
-    measured = TrialMeasurement(
+    trial = record_trial(
+        request.parts,
+        without_evaluation_retries(meter.read(), around_evaluation),
+        request.limit_bytes,
         seconds=time.perf_counter() - began,
-        reading=reading,
-        parts=trial_run.parts if request.grows else (),
-        peaks=tuple(trial_run.peaks),
         host_bytes=trial_run.host_bytes,
     )
-    if failure is not None:
-        doing = f"micro-batch {max(trial_run.parts or request.parts[:1])}, {trial_run.phase}"
-        described = describe_failure(failure, doing, at=f"{doing}: ")
-        measured = replace(measured, failure=described, phase=trial_run.phase)
-    return measured
+    if failure is None:
+        return trial
+    doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
+    described = describe_failure(failure, doing, at=f"{doing}: ")
+    return replace(trial, phase=trial_run.phase, **vars(described))
+
+
+def without_evaluation_retries(reading: Reading, around: Sequence[Reading]) -> Reading:
+    """Return `reading` without the retries between the first and the last of the readings `around` the evaluation.
+
+    An evaluation finds the update's memory in the cache, and the next update the evaluation's, so that the allocator
+    may have to release it. That is once per evaluation, which makes no micro-batch slow.
+
+    >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
+    >>> without_evaluation_retries(end, [before, behind]).retries
+    2
+    """
+    if len(around) < 2 or reading.retries is None:
+        return reading
+    between = (around[-1].retries or 0) - (around[0].retries or 0)
+    return replace(reading, retries=max(0, reading.retries - between))
+
+
+def record_trial(parts: tuple[int, ...], reading: Reading, limit_bytes: int, **fields: Any) -> Trial:
+    """Return the record of a trial that ran to its end, held to `limit_bytes`; `fields` are further ones of it."""
+    peak, shared = reading.peak_reserved_bytes, reading.shared_bytes
+    trial = Trial(
+        parts=parts,
+        outcome="ok",
+        peak_reserved_bytes=peak,
+        peak_allocated_bytes=reading.peak_allocated_bytes,
+        allocator_retries=reading.retries,
+        **fields,
+    )
+    if shared and peak > limit_bytes:
+        held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
+        return replace(trial, outcome="oom", phase="update", message=f"it ran, but held {held}")
+    if reading.retries:
+        times = "once" if reading.retries == 1 else f"{reading.retries} times"
+        message = f"it ran, but the allocator released its cache and tried again {times}"
+        return replace(trial, outcome="tight", message=message)
+    if peak > limit_bytes and reading.retries is None:
+        # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
+        return replace(trial, peak_reserved_bytes=limit_bytes)
+    return trial
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:
@@ -388,8 +351,13 @@ def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
     return taken
 
 
-def seed_everything() -> None:
+def seed_everything(seed: int = 0) -> None:
     """Seed every random generator that a workload may use, those of all cards too, so that trials repeat."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def host_draws() -> bytes:
+    """Return the states of the host's generators as bytes, by which to tell whether something has drawn from them."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))

@@ -27,7 +27,6 @@ _CURVE_SHARE, _UNKNOWN_CURVE = 0.5, 0.15
 """The uncertainty as a share of what two lines disagree by; of the distance to the limit where there is one line."""
 _BACKWARD_SHARE, _BACKWARD_UNCERTAINTY = 0.2, 0.15
 """The memory of backward as a share of the activations, and the uncertainty of that."""
-_SURE = 0.9
 _WIDENING = 3.0
 
 
@@ -54,12 +53,6 @@ class Estimate:
     def widen(self, factor: float, size: int, *, fits: bool) -> float:
         """Return the factor on the next uncertainty: larger if `size` did not behave as expected, else smaller."""
         return factor * _WIDENING if fits != (size <= self.ceiling) else max(1.0, factor / _WIDENING)
-
-    def is_sure(self, sizes: Sequence[int]) -> bool:
-        """Return whether it is all but certain which of the ascending `sizes` is the largest that fits."""
-        above = bisect_left(sizes, self.ceiling)
-        fits = above > 0 and self.probability(sizes[above - 1]) >= _SURE
-        return fits and (above == len(sizes) or self.probability(sizes[above]) <= 1 - _SURE)
 
 
 def choose_size(

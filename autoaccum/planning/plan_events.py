@@ -64,13 +64,11 @@ class TrialStarted:
 
     Attributes:
         number: Its number, counted from 1.
-        parts: Its micro-batches, in samples; if it grows, those of the smallest update.
-        grows: Whether its micro-batches grow.
+        parts: Its micro-batches, in samples.
     """
 
     number: int
     parts: tuple[int, ...]
-    grows: bool = False
 
 
 @dataclass(frozen=True)

@@ -196,11 +196,6 @@ def all_notes(
             " computed: `autoaccum verify` checks it"
         )
     notes += of_prediction[:1]
-    if inspection.draw is not None:
-        notes.append(
-            f"random numbers drawn on the host decide what runs: planned with {inspection.draw}, which need the most"
-            " memory of 5 draws"
-        )
     notes += inspection.notes
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:

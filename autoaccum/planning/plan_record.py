@@ -262,8 +262,7 @@ class Plan:
         """Return a sentence for each size that no trial proves."""
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
-        grown = {size for trial in self.trials for size, peak in trial.peaks if peak <= self.limit_bytes}
-        missing = {self.micro_batch} - sizes | {self.largest_fit} - sizes - grown
+        missing = {self.micro_batch, self.largest_fit} - sizes
         found = [f"no trial ran at size {size}" for size in sorted(missing)]
         if self.kind == "predicted" and self.least_bytes is None:
             found.append("no least_bytes are predicted")

@@ -312,13 +312,11 @@ class _Planner:
     def _search(
         self, sizes: Sequence[int], forecast: Forecast | None = None, known: Sequence[Trial] = ()
     ) -> SearchResult:
-        grows = "grow" in self.setup.device.capabilities and not self.runner.joined
         return search(
             self.runner.try_size,
             sizes,
             limit_bytes=self.setup.device.limit_bytes,
             needs=self._memory_needs,
-            grow=self.runner.grow if grows else None,
             predict=None if forecast is None else forecast.peak_bytes,
             known=known,
             answer=lambda size: self.request.schedule(size).micro_batch,

@@ -87,7 +87,6 @@ def search(
     *,
     limit_bytes: int,
     needs: MemoryNeeds | None = None,
-    grow: Callable[[int], Trial] | None = None,
     predict: Predict | None = None,
     known: Sequence[Trial] = (),
     answer: Callable[[int], int] | None = None,
@@ -105,8 +104,6 @@ def search(
         limit_bytes: The budget of every trial.
         needs: What is known of the memory of any size, for the error message and the first estimate. Where trials are
             predicted, earlier trials leave nothing behind that a failure could be due to.
-        grow: Runs a trial of micro-batches that grow up to the given size while memory allows. The search begins with
-            it where nothing else says which size fits. None where trials are predicted.
         predict: The predicted peak in bytes at a size of at least 2 samples. It decides where the search starts and
             goes while trials confirm it, never where it ends.
         known: Trials of these sizes that were run before.
@@ -125,7 +122,6 @@ def search(
         sizes,
         limit_bytes,
         needs or MemoryNeeds(),
-        grow,
         None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1]),
         answer or (lambda size: sizes[bisect_right(sizes, size) - 1]),
         from_largest,
@@ -143,13 +139,11 @@ class _Search:
     sizes: Sequence[int]
     limit_bytes: int
     needs: MemoryNeeds
-    grow: Callable[[int], Trial] | None
     forecast: CorrectedForecast | None
     answer: Callable[[int], int]
     from_largest: bool
     trials: list[Trial] = field(default_factory=list)
     tried_fresh: set[int] = field(default_factory=set)
-    has_grown: bool = False
     refuted: int | None = None
     stop: SearchStopped | None = None
 
@@ -205,17 +199,11 @@ class _Search:
         sizes, widening = self.sizes, 1.0
         while True:
             low, high = self.bracket
-            by_forecast = None if self.forecast is None else self.forecast.estimate(self.peaks)
-            estimate = by_forecast or self.estimate()
+            estimate = (self.forecast.estimate(self.peaks) if self.forecast else None) or self.estimate()
             if low + 1 == high:
                 if not self.may_be_leftovers(estimate):
                     return
                 self.run(sizes[high], fresh=True)
-                continue
-            is_sure = estimate is not None and estimate.is_sure(sizes)
-            if self.grow is not None and not self.has_grown and len(sizes) > 1 and by_forecast is None and not is_sure:
-                self.has_grown = True
-                self.keep(self.grow(sizes[-1]))
                 continue
             if len(self.trials) >= _MAX_ESTIMATED_TRIALS:
                 size = sizes[(low + high) // 2]
@@ -274,8 +262,6 @@ class _Search:
     def largest_fit(self) -> int:
         """The largest size that ran, below any that was refuted; 0 when none has."""
         ran = {trial.micro_batch for trial in self.decisive if self.fits(trial)}
-        grown = (trial for trial in self.trials if trial.outcome != "tight")
-        ran |= {size for trial in grown for size, peak in trial.peaks if peak <= self.limit_bytes}
         return max((size for size in ran if self.refuted is None or size < self.refuted), default=0)
 
     @property
@@ -304,14 +290,13 @@ class _Search:
         first_fail, (_, high) = self.first_fail, self.bracket
         if self.needs.predicted or first_fail is None:
             return False
-        # A growing trial may have failed between two of the sizes: then the larger one is repeated.
         if any(first_fail <= size <= self.sizes[high] for size in self.tried_fresh):
             return False
         return estimate is None or estimate.probability(first_fail) > _UNSURE
 
     def confirmation(self, size: int) -> Trial | None:
         """Return the trial that confirmed `size`, in a fresh process; None if there is none."""
-        ran = [t for t in self.decisive if t.micro_batch == size and self.fits(t) and not t.peaks]
+        ran = [t for t in self.decisive if t.micro_batch == size and self.fits(t)]
         return ran[0] if ran and ran[0].fresh else None
 
     @property
@@ -349,6 +334,5 @@ class _Search:
     @property
     def peaks(self) -> dict[int, int]:
         """Peak bytes by size, of sizes that fit."""
-        grown = {size: peak for trial in self.trials for size, peak in trial.peaks}
-        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t) and not t.peaks]
-        return grown | {size: peak for size, peak in ran if peak is not None}
+        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
+        return {size: peak for size, peak in ran if peak is not None}

@@ -6,15 +6,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TYPE_CHECKING
 
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.checks import counted
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
 from autoaccum.planning.plan_events import Doing, Listener, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import Throughput, measure_throughput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,7 @@ class TrialRunner:
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`."""
         parts = self.parts_to_try(size, fresh=fresh)
-
-        def run(left: float | None) -> Trial:
-            return self._run(parts, partial(self._device.trial, parts, fresh=fresh, limit_seconds=left))
-
-        trial = run(None) if unlimited else self._run_within_limits(run)
+        trial = self._run(parts, fresh=fresh) if unlimited else self._run_within_limits(parts, fresh=fresh)
         # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
         schedule = self._request.schedule(size)
         confirms = not self._scales(schedule, fresh=fresh) or parts == schedule.trial_parts
@@ -95,15 +94,7 @@ class TrialRunner:
 
     def try_parts(self, parts: tuple[int, ...]) -> Trial:
         """Run `parts` from a clean state; raise SearchStopped where the limit on time ends it."""
-        left = self._limits.seconds_left()
-        return self._run(parts, partial(self._device.trial, parts, fresh=True, limit_seconds=left))
-
-    def grow(self, most: int) -> Trial:
-        """Run a trial of micro-batches that grow up to `most` samples; raise SearchStopped where a limit ends it."""
-        parts = (self._least_size, self._least_size)
-        return self._run_within_limits(
-            lambda left: self._run(parts, partial(self._device.grow, most, limit_seconds=left), grows=True)
-        )
+        return self._run(parts, fresh=True, limit_seconds=self._limits.seconds_left())
 
     def parts_to_try(self, size: int, *, fresh: bool = False) -> tuple[int, ...]:
         """Return the parts of a trial of the search at `size`.
@@ -143,20 +134,20 @@ class TrialRunner:
         seconds = [trial.seconds for trial in self.trials if trial.ran]
         return self._start_seconds + max(seconds) if seconds else 0.0
 
-    def _run_within_limits(self, run: Callable[[float | None], Trial]) -> Trial:
-        """Call `run` with the seconds that the limits leave for a trial; raise SearchStopped where they end it."""
+    def _run_within_limits(self, parts: tuple[int, ...], *, fresh: bool) -> Trial:
+        """Run `parts` in the seconds that the limits leave for a trial; raise SearchStopped where they end it."""
         self._limits.check_number(len(self.trials))
         reserve = self._reserve_seconds
         left = self._limits.seconds_left(reserve)
-        trial = run(left)
+        trial = self._run(parts, fresh=fresh, limit_seconds=left)
         if trial.timed_out and left is not None:
             self._limits.seconds_left(reserve)
         return trial
 
-    def _run(self, parts: tuple[int, ...], run: Callable[[], Trial], *, grows: bool = False) -> Trial:
+    def _run(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         number = len(self.trials) + 1
-        self._notify(TrialStarted(number, parts, grows))
-        trial = run()
+        self._notify(TrialStarted(number, parts))
+        trial = self._device.trial(parts, **options)
         self.trials.append(trial)
         self._notify(TrialFinished(number, trial))
         return trial

@@ -176,9 +176,9 @@ class PlanProgress(Progress):
                 self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
             case Explained():
                 self.stop()
-            case TrialStarted(number, parts, grows):
+            case TrialStarted(number, parts):
                 doing = "predicting" if self._predicted else f"trial {number}:"
-                self.show(f"{doing} micro-batch {f'{parts[0]} and larger ones' if grows else _sizes(parts)} ...")
+                self.show(f"{doing} micro-batch {_sizes(parts)} ...")
             case TrialFinished(_, trial):
                 self.stop()
                 self.say(_trial_line(trial, self._predicted))
@@ -231,11 +231,10 @@ def _cells(trial: Trial, predicted: bool) -> tuple[str, str, str, str]:
 
     A predicted trial that does not fit has a peak as well: what it would take.
     """
-    sizes = f"{trial.parts[0]} to {trial.micro_batch}" if len(trial.peaks) > 1 else _sizes(trial.parts)
     outcome = "no fit" if predicted and trial.outcome == "oom" else trial.outcome
     peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
     is_known = peak is not None and (trial.ran or predicted)
-    return sizes, outcome, format_bytes(peak or 0) if is_known else "-", f"{trial.seconds:.1f} s"
+    return _sizes(trial.parts), outcome, format_bytes(peak or 0) if is_known else "-", f"{trial.seconds:.1f} s"
 
 
 def _failure(trial: Trial) -> str:

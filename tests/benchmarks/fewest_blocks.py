@@ -16,7 +16,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice, predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup

@@ -19,7 +19,7 @@ from measuring import ROOT, environment, seconds_of
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.options import Options
 from autoaccum.simulation.cards import find_card
 

@@ -13,34 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card_memory import (
-    CardMemory,
-    CardProcess,
-    CardReport,
-    Nvml,
-    NvmlMissing,
+from autoaccum.devices.cuda import (
+    CudaDevice,
+    InstalledCard,
     check_index,
-    query_card,
-    read_nvml_card,
-    report_card,
+    choose_card_budget,
+    describe_card,
+    name_holders,
 )
-from autoaccum.devices.card_meter import card_limit, check_allocator, memory_fraction, read_card
-from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
+from autoaccum.devices.meters import card_limit, check_allocator, memory_fraction, read_card
+from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-REPORT = CardReport(
-    memory=CardMemory(
-        index=1,
-        name="NVIDIA GeForce RTX 3090",
-        total_bytes=24 * GIB,
-        free_bytes=15 * GIB - 20 * MIB,
-        reserved_bytes=20 * MIB,
-        capability=(8, 6),
-        multiprocessors=82,
-        uuid="abc",
-    ),
+CARD = InstalledCard(
+    index=1,
+    name="NVIDIA GeForce RTX 3090",
+    total_bytes=24 * GIB,
+    free_bytes=15 * GIB - 20 * MIB,
+    reserved_bytes=20 * MIB,
+    capability=(8, 6),
+    multiprocessors=82,
+    uuid="abc",
     driver="580.95.05",
     context_bytes=400 * MIB,
     others=(CardProcess(pid=1502, used_bytes=310 * MIB), CardProcess(pid=4711, used_bytes=8 * GIB)),
@@ -52,13 +47,13 @@ def size(count: int) -> MemorySize:
 
 
 def test_without_memory_the_reserve_of_a_card_is_smaller_than_that_of_the_host() -> None:
-    assert choose_card_budget(REPORT) == 15 * GIB - int(15 * GIB * 0.02)
-    assert choose_card_budget(REPORT, MemorySize(fraction=0.5)) == 12 * GIB
+    assert choose_card_budget(CARD) == 15 * GIB - int(15 * GIB * 0.02)
+    assert choose_card_budget(CARD, MemorySize(fraction=0.5)) == 12 * GIB
 
 
 def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     with pytest.raises(UsageError) as seen:
-        choose_card_budget(REPORT, size(20 * GIB))
+        choose_card_budget(CARD, size(20 * GIB))
     assert str(seen.value) == (
         "a budget of 20.0 GiB is more than the 15.0 GiB that cuda:1 (NVIDIA GeForce RTX 3090) has free; process 4711 "
         "holds 8.0 GiB, process 1502 holds 310 MiB: lower --memory, leave it away to use what is free, or end other "
@@ -78,11 +73,11 @@ def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     ],
 )
 def test_holders(change: dict[str, Any], holders: str) -> None:
-    assert name_holders(dataclasses.replace(REPORT, **change)) == holders
+    assert name_holders(dataclasses.replace(CARD, **change)) == holders
 
 
 def test_a_plan_records_the_card_and_who_was_on_it() -> None:
-    described = describe_card(REPORT)
+    described = describe_card(CARD)
     assert described["card"] == "NVIDIA GeForce RTX 3090"
     assert (described["index"], described["capability"], described["multiprocessors"]) == (1, [8, 6], 82)
     assert (described["context_bytes"], described["used_by_others_bytes"]) == (400 * MIB, 9 * GIB - 400 * MIB)
@@ -135,7 +130,7 @@ def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytes
     settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
     with CudaDevice(settings, index=1) as device:
         monkeypatch.setattr(device, "_use_child", lambda: None)
-        device._report = REPORT
+        device._card, device._limit_bytes = CARD, 8 * GIB
         forecast = device.forecast()
     assert forecast.notes == ()
     assert forecast.peak_bytes is not None
@@ -153,7 +148,7 @@ def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
     reference = write_workload(f"import torch\nfrom torch import nn\n{lines}{loss}")
     with CudaDevice(TrialSettings(reference=reference, share=256)) as device:
         monkeypatch.setattr(device, "_use_child", lambda: None)
-        device._report = REPORT
+        device._card, device._limit_bytes = CARD, 8 * GIB
         forecast = device.forecast()
     assert forecast.peak_bytes is None
     assert "began without a simulation of the card (" in forecast.notes[0]
@@ -172,9 +167,9 @@ def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
 def test_the_context_is_what_nvml_says_of_this_process_above_the_allocator(
     own: CardProcess, context_bytes: int | None, others: tuple[CardProcess, ...] | None
 ) -> None:
-    nvml = Nvml(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
-    report = report_card(REPORT.memory, nvml, own_pid=99)
-    assert (report.context_bytes, report.others, report.driver) == (context_bytes, others, "580.95.05")
+    nvml = NvmlAnswers(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
+    card = CARD.with_processes(nvml, own_pid=99)
+    assert (card.context_bytes, card.others, card.driver) == (context_bytes, others, "580.95.05")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +214,7 @@ COMPUTING = [SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB), SimpleNamespace(p
 def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes: bool) -> None:
     library = Recorded(nvmlDeviceGetMigMode=mig, nvmlDeviceGetComputeRunningProcesses=COMPUTING)
     processes = (CardProcess(pid=4711, used_bytes=8 * GIB), CardProcess(pid=7, used_bytes=None))
-    assert query_card(library, "handle") == Nvml(driver=None, processes=processes if names_processes else None)
+    assert read_answers(library, "handle") == NvmlAnswers(processes=processes if names_processes else None)
     if names_processes:
         pynvml = pytest.importorskip("pynvml")
         names = {*library.asked, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "NVMLError"}
@@ -228,12 +223,12 @@ def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes:
 
 @pytest.mark.without_gpu
 def test_without_nvml_its_own_message_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(read_nvml_card(None), NvmlMissing)
-    assert read_nvml_card("8f2b6c1e") == NvmlMissing("NVML Shared Library Not Found")
+    assert ask_nvml(None).missing is not None
+    assert ask_nvml("8f2b6c1e") == NvmlAnswers(missing="NVML Shared Library Not Found")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    missing = read_nvml_card("8f2b6c1e")
-    assert isinstance(missing, NvmlMissing)
-    assert report_card(REPORT.memory, missing, own_pid=99).nvml_missing == missing.reason
+    answers = ask_nvml("8f2b6c1e")
+    assert "pynvml" in (answers.missing or "")
+    assert CARD.with_processes(answers, own_pid=99).nvml_missing == answers.missing
 
 
 TOTALS = st.integers(MIB, 1024 * GIB)

@@ -80,9 +80,7 @@ taken = torch.ones(32 * 2**20, dtype=torch.uint8)
 reading = meter.read()
 assert reading.peak_reserved_bytes >= taken.nbytes - 2**20, reading
 assert (reading.retries, reading.peak_allocated_bytes) == (None, None), reading
-meter.end_job()
 del taken
-meter.end_job()
 meter.start()
 with meter.limit(16 * 2**20):
     try:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
-from autoaccum.devices.card_memory import installed_card
-from autoaccum.devices.card_meter import read_card
+from autoaccum.devices.meters import read_card
 from autoaccum.simulation.cards import Card, find_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
@@ -110,7 +109,7 @@ def _choose_card(place: torch.device | None, gpu: str | None) -> Card:
     if place is None or place.type == "cpu":
         return find_card(gpu or _STAND_IN)
     try:
-        return installed_card(read_card(place.index))
+        return read_card(place.index).to_simulate()
     except (RuntimeError, AssertionError) as error:  # A build without CUDA asserts that it has it.
         raise SystemExit(f"{place}: {error}: predict with --gpu NAME, try it out with --device cpu") from None
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.card_memory import read_nvml_card, report_card
-from autoaccum.devices.card_meter import read_card
+from autoaccum.devices.meters import read_card
+from autoaccum.devices.nvml import ask_nvml
 
 
 def measure_context(place: torch.device) -> dict[str, Any]:
@@ -23,9 +23,9 @@ def measure_context(place: torch.device) -> dict[str, Any]:
         return {}
     torch.zeros(1, device=place)
     card = read_card(place.index)
-    now = read_nvml_card(card.uuid)
-    report = report_card(card, now, own_pid=os.getpid())
-    return {"nvml": dataclasses.asdict(now), **dataclasses.asdict(report)}
+    nvml = ask_nvml(card.uuid)
+    known = card.with_processes(nvml, own_pid=os.getpid())
+    return {"nvml": dataclasses.asdict(nvml), **dataclasses.asdict(known)}
 
 
 def measure_growth(place: torch.device) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
-from autoaccum.devices.trial_record import Loaded
+from autoaccum.devices.trial_requests import Loaded
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from tests.gpu.cases import CASES, FOLDER

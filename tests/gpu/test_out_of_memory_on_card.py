@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.devices.card_meter import card_limit
+from autoaccum.devices.meters import card_limit
 from autoaccum.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")

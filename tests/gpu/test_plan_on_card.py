@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.api import plan
-from autoaccum.devices.card_meter import card_limit
+from autoaccum.devices.meters import card_limit
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from autoaccum.devices.base import Device, TrialSettings
-from autoaccum.devices.card_meter import CardMeter, card_limit, read_card
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.meters import CardMeter, card_limit, read_card
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.units import GIB, MIB, MemorySize

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import check_output
 from autoaccum.planning.plan_record import SCHEMA, Plan
@@ -130,14 +129,6 @@ def test_refuses_what_is_no_json(text: str) -> None:
 def test_refuses_what_is_foreign(text: str) -> None:
     with pytest.raises(PlanFileError, match="is not a plan: it has no"):
         Plan.from_json(text)
-
-
-def test_a_growing_trial_proves_the_largest_size_but_no_schedule(a_plan: Plan) -> None:
-    grown = Trial(parts=(1, 120), outcome="oom", phase="backward", peaks=((1, MIB), (60, 2 * MIB), (110, 3 * MIB)))
-    plan = replace(a_plan, largest_fit=110, trials=(grown, *a_plan.trials))
-    assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(UsageError, match="no trial ran at size 86"):
-        replace(plan, trials=(replace(grown, peaks=((86, MIB), (110, MIB))),))
 
 
 def test_fields_of_other_versions_are_passed_over_or_get_their_defaults(a_plan: Plan) -> None:

@@ -10,7 +10,7 @@ from planned import plan_simulated
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.trial_record import PartsRequest
+from autoaccum.devices.trial_requests import PartsRequest
 from autoaccum.errors import DoesNotFitError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_record import Plan

@@ -69,10 +69,10 @@ def count_trials(kind: Kind, draw: Callable[[random.Random], tuple[int, int]], s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_trials_for_nearly_all_ceilings_and_targets(
+def test_three_trials_on_average_whatever_ceiling_and_target(
     kind: Kind, record_property: Callable[[str, object], None]
 ) -> None:
-    """At most 3 trials for 90 %, at most 5 for 99 %; the same where the target does not fit whole."""
+    """Where every peak has a floor, or the target does not fit whole, some take a few more."""
     draws: dict[str, Callable[[random.Random], tuple[int, int]]] = {
         "any": lambda rng: (rng.randint(1, 1024), rng.randint(1, 1024)),
         "below the target": lambda rng: (lambda target: (rng.randint(1, target), target))(rng.randint(2, 1024)),
@@ -82,9 +82,9 @@ def test_three_trials_for_nearly_all_ceilings_and_targets(
         counts = count_trials(kind, draw)
         print(f"{kind:8s} {name:17s} {dict(sorted(counts.items()))}")
         record_property(f"trials, {name}", dict(counts))
-        few = {most: sum(n for trials, n in counts.items() if trials <= most) / counts.total() for most in (3, 5)}
-        assert few[3] >= 0.9
-        assert few[5] >= 0.99
+        mean = sum(trials * searches for trials, searches in counts.items()) / counts.total()
+        assert mean <= (3.5 if kind == "floor" else 3.1)
+        assert max(counts) <= (10 if kind == "floor" else 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +111,7 @@ def test_what_is_known_beforehand_may_be_wrong(ceiling: int, target: int, consta
     )
     scale = rng.uniform(0, 2)
     predict = rng.choice((None, lambda size: rng.randint(-1, 3 * LIMIT), lambda size: int(scale * memory.peak(size))))
-    result = memory.search(target, needs=nonsense, predict=predict, grow=rng.choice((None, memory.grow)))
+    result = memory.search(target, needs=nonsense, predict=predict)
     check(result, part_sizes(target, target))
     assert memory.fits(result.size)
     assert len(result.trials) <= 40
@@ -277,35 +277,12 @@ def test_a_failure_by_leftovers_of_other_trials_is_not_the_answer(ceiling: int, 
 
 
 def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() -> None:
-    memory = SyntheticMemory(50)
-
     def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
-        ran = memory.trial(size, fresh=fresh, unlimited=unlimited)
-        return Trial(parts=(size,), outcome="oom", fresh=True) if size == 40 and fresh else ran
+        return Trial(parts=(size,), outcome="ok" if size <= 40 - fresh else "oom", fresh=fresh)
 
-    def optimistic(most: int) -> Trial:
-        return Trial(parts=(1, 45), outcome="ok", peaks=((1, LIMIT // 4), (45, LIMIT // 2)))
-
-    result = search(trial, part_sizes(80, 80), limit_bytes=LIMIT, grow=optimistic)
+    result = search(trial, part_sizes(80, 80), limit_bytes=LIMIT)
     assert (result.size, result.trial.fresh) == (27, True)
-    assert result.warnings[0].startswith("40 did not run again from a clean state (oom), although 45 ran before")
-
-
-@pytest.mark.parametrize(("ceiling", "size", "first_fail"), [(300, 80, None), (60, 40, 80)])
-def test_a_growing_trial_confirms_no_answer(ceiling: int, size: int, first_fail: int | None) -> None:
-    def optimistic(most: int) -> Trial:
-        return Trial(parts=(1, most), outcome="ok", peaks=((1, LIMIT // 4), (most, LIMIT // 2)))
-
-    memory = SyntheticMemory(ceiling)
-    result = search(memory.trial, part_sizes(80, 80), limit_bytes=LIMIT, grow=optimistic)
-    assert (result.size, result.first_fail, result.trial.peaks) == (size, first_fail, ())
-    assert len(memory.trials) < 10
-
-
-def test_a_failure_of_the_least_size_is_repeated_in_a_fresh_process() -> None:
-    memory = SyntheticMemory(4)
-    starved = Trial(parts=(1, 1), outcome="oom")
-    assert search(memory.trial, part_sizes(8, 8), limit_bytes=LIMIT, grow=lambda most: starved).size == 4
+    assert result.warnings[0].startswith("40 did not run again from a clean state (oom), although 40 ran before")
 
 
 # --- limits on the search -------------------------------------------------------------------------------------------
@@ -315,16 +292,13 @@ def test_a_failure_of_the_least_size_is_repeated_in_a_fresh_process() -> None:
 def test_a_stopped_search_confirms_the_largest_that_ran(ceiling: int, after: int, constant: float) -> None:
     memory, sizes = SyntheticMemory(ceiling, constant), part_sizes(1024, 1024)
 
-    def limited(run: Callable[[], Trial], unlimited: bool = False) -> Trial:
+    def trial(size: int, *, unlimited: bool, **how: bool) -> Trial:
         if len(memory.trials) >= after and not unlimited:
             raise SearchStopped("trials", f"the limit of {after} trials")
-        return run()
-
-    def trial(size: int, *, unlimited: bool, **how: bool) -> Trial:
-        return limited(lambda: memory.trial(size, unlimited=unlimited, **how), unlimited)
+        return memory.trial(size, unlimited=unlimited, **how)
 
     def run() -> SearchResult:
-        return search(trial, sizes, limit_bytes=LIMIT, grow=lambda most: limited(lambda: memory.grow(most)))
+        return search(trial, sizes, limit_bytes=LIMIT)
 
     if not after:
         with pytest.raises(NotMeasuredError, match="limit of 0 trials ended the search before a micro-batch of 1 had"):

@@ -40,7 +40,7 @@ def test_brute_force_agrees(tmp_path: Path) -> None:
         def trial(size: int, *, fresh: bool, unlimited: bool = False) -> Trial:
             return device.trial((size, size), fresh=fresh)
 
-        found = search(trial, range(1, 65), limit_bytes=device.limit_bytes, grow=device.grow)
+        found = search(trial, range(1, 65), limit_bytes=device.limit_bytes)
         sizes = range(max(1, found.largest_fit - 2), found.largest_fit + 3)
         outcomes = {size: trial(size, fresh=True).outcome for size in sizes}
     runs = [size for size, outcome in outcomes.items() if outcome == "ok"]

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import part_sizes
 from autoaccum.devices.base import Trial
-from autoaccum.devices.trial_record import next_growing_size
 from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import SearchResult, search
 from autoaccum.units import GIB, MIB
@@ -39,19 +38,19 @@ class SyntheticMemory:
         self._floor = self.constant + (1 - self.constant) * self._random.uniform(0.1, 0.9)
         self._used = True  # The inspection has run.
 
-    def peak(self, size: int, *, whole: bool = True) -> int:
-        """The bytes of a `whole` update, or of its last micro-batch alone."""
+    def peak(self, size: int) -> int:
+        """The peak in bytes of an update."""
         grows = self._slope * size
         if self.kind == "steps":
             grows = math.ceil(grows / self._step) * self._step
         if self.kind == "concave":
             grows = (1 - self.constant) * LIMIT * (size / (self.ceiling + 0.5)) ** 0.85
         peak = self.constant * LIMIT + grows
-        return int(max(peak, self._floor * LIMIT if self.kind == "floor" and whole else 0))
+        return int(max(peak, self._floor * LIMIT if self.kind == "floor" else 0))
 
-    def measured(self, size: int, *, whole: bool = True) -> int:
+    def measured(self, size: int) -> int:
         noise = self._random.uniform(-0.01, 0.01) if self.kind == "noise" else 0.0
-        return int(self.peak(size, whole=whole) * (1 + noise))
+        return int(self.peak(size) * (1 + noise))
 
     def fits(self, size: int) -> bool:
         return self.peak(size) <= LIMIT
@@ -65,19 +64,6 @@ class SyntheticMemory:
             Trial(parts=(size, size), outcome="ok" if ran else "oom", peak_reserved_bytes=peak, fresh=is_fresh)
         )
 
-    def grow(self, most: int, least: int = 1) -> Trial:
-        """As `TrialRun.grow`."""
-        peaks: list[tuple[int, int]] = []
-        size: int | None = least
-        last = least
-        while size is not None and self.fits(size):
-            last = size
-            peaks.append((size, self.measured(size, whole=False)))
-            size = next_growing_size(peaks, least, most, LIMIT)
-        fails = size is not None
-        self._used = not fails
-        return self._keep(Trial(parts=(least, size or last), outcome="oom" if fails else "ok", peaks=tuple(peaks)))
-
     def needs(self) -> MemoryNeeds:
         """What an inspection tells: the peak of two samples, and a sample's activations without what backward adds."""
         return MemoryNeeds(
@@ -86,7 +72,7 @@ class SyntheticMemory:
 
     def search(self, target: int, *, sizes: Any = None, **options: Any) -> SearchResult:
         """Search the schedules of `target` samples."""
-        asked: dict[str, Any] = {"limit_bytes": LIMIT, "grow": self.grow, "needs": self.needs()} | options
+        asked: dict[str, Any] = {"limit_bytes": LIMIT, "needs": self.needs()} | options
         return search(self.trial, part_sizes(target, target) if sizes is None else sizes, **asked)
 
     def _keep(self, trial: Trial) -> Trial:

@@ -9,7 +9,7 @@ from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.simulated.simulation_requests import LabelParts, SuggestChanges, TraceParts, Tracer
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import WorkloadError
 from autoaccum.simulation.trace_records import (
     NO_MODULE,

@@ -31,7 +31,7 @@ from autoaccum.devices.inspection import (
     detect_multiple,
     find_advice,
     find_least_size,
-    find_worst_draw,
+    note_random_memory,
     probe_size,
 )
 from autoaccum.devices.simulated.simulation_requests import (
@@ -45,7 +45,7 @@ from autoaccum.devices.simulated.simulation_requests import (
 )
 from autoaccum.devices.simulated.workload_variants import apply_change, simulated_workload, suggest_changes
 from autoaccum.devices.trial_child import load_requested
-from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
+from autoaccum.devices.trial_requests import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.options import Options, Parallel
 from autoaccum.simulation.cards import Card, CardInUse
@@ -78,7 +78,7 @@ class TracedTrial:
         parts: As in `Trial`.
         mode: The card.
         joined: As in `PartsRequest`.
-        options: `mesh`, `reduce` and `draw` of `TrialRun`.
+        options: `mesh` and `reduce` of `TrialRun`.
     """
 
     result: StepResult
@@ -164,16 +164,16 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     samples = probe_size(workload, LAYOUT_SAMPLES, share)
     fields = describe_setup(workload, model, optimizer, samples, list(trial.result.terms))
     fields["recipe"]["misweighted"] = find_advice(messages)
+    random_notes = note_random_memory(workload, model, size) if trial.run.has_drawn else ()
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model, share),
         joining=trial.run.joining,
         found_multiple=found_multiple,
-        draw=find_worst_draw(workload, model, size) if trial.run.has_drawn else None,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
-        notes=tuple(mode.checks),
+        notes=(*mode.checks, *random_notes),
     )
     return inspection, trace
 
@@ -310,7 +310,7 @@ class SimulatedChild:
             workload = request.replaced(workload)
             if isinstance(request, TraceParts) and request.change:
                 workload = apply_change(workload, request.change)
-            options: dict[str, Any] = {"reduce": request.reduce or "each", "draw": request.draw, "mesh": self._mesh}
+            options: dict[str, Any] = {"reduce": request.reduce or "each", "mesh": self._mesh}
             return job(TracedTrial(workload, request.parts, mode, joined=request.joined, **options))
 
         return self._run(run, f"{request.doing} on the simulated card", silent=True)

@@ -12,7 +12,7 @@ from autoaccum.devices.child.process import start_child
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.explanation import Change
-from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
+from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 

@@ -10,7 +10,7 @@ from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import Reduce
 from autoaccum.simulation.trace_records import Trace, UpdateCost
@@ -85,7 +85,6 @@ class TraceCache:
         self.joined = False
         self.reduce: Reduce | None = None
         self.savers = savers
-        self._draw: str | None = None
         self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
         self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
         self._costs: dict[CountCost, UpdateCost] = {}
@@ -93,7 +92,7 @@ class TraceCache:
     @property
     def way(self) -> dict[str, Any]:
         """The fields of a `PartsRequest` beside its parts."""
-        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers, "draw": self._draw}
+        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers}
 
     @property
     def is_fitted(self) -> bool:
@@ -138,7 +137,7 @@ class TraceCache:
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-        self.joined, self._draw = inspection.joining is not None, inspection.draw
+        self.joined = inspection.joining is not None
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:

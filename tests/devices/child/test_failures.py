@@ -8,46 +8,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import ChildDied, Failure, describe_failure
-from autoaccum.devices.trial_record import (
-    Reading,
-    TrialMeasurement,
-    record_death,
-    record_trial,
-    without_evaluation_retries,
-)
-from autoaccum.devices.trial_run import slice_parts
+from autoaccum.devices.child_device import record_death
+from autoaccum.devices.meters import Reading
+from autoaccum.devices.trial_run import record_trial, slice_parts, without_evaluation_retries
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 
-ABOUT = {"parts": (8, 8), "fresh": True, "limit_bytes": None}
 
-
-def measured(**reading: Any) -> TrialMeasurement:
-    return TrialMeasurement(seconds=1.5, reading=Reading(**reading))
+def record(limit_bytes: int, **reading: Any) -> Trial:
+    return record_trial((8, 8), Reading(**reading), limit_bytes, seconds=1.5)
 
 
 def test_a_card_reports_both_peaks_and_its_retries() -> None:
-    measurement = measured(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
-    trial = record_trial(measurement, 4 * GIB, ABOUT)
+    trial = record(4 * GIB, peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
     assert (trial.outcome, trial.message, trial.phase) == ("ok", None, None)
     assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.allocator_retries) == (3 * GIB, 2 * GIB, 0)
-    assert (trial.seconds, trial.fresh, trial.parts) == (1.5, True, (8, 8))
+    assert (trial.seconds, trial.parts) == (1.5, (8, 8))
 
 
 def test_a_trial_that_ran_by_retries_is_tight() -> None:
-    trial = record_trial(measured(peak_reserved_bytes=3 * GIB, retries=3), 3 * GIB, ABOUT)
+    trial = record(3 * GIB, peak_reserved_bytes=3 * GIB, retries=3)
     assert (trial.outcome, trial.ran, trial.allocator_retries) == ("tight", True, 3)
     assert trial.message == "it ran, but the allocator released its cache and tried again 3 times"
 
 
 def test_the_hosts_count_is_coarse_and_its_limit_is_not() -> None:
-    trial = record_trial(measured(peak_reserved_bytes=60 * MIB + 4096), 60 * MIB, ABOUT)
+    trial = record(60 * MIB, peak_reserved_bytes=60 * MIB + 4096)
     assert (trial.outcome, trial.peak_reserved_bytes) == ("ok", 60 * MIB)
 
 
 def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
-    trial = record_trial(measured(peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB), 60 * MIB, ABOUT)
+    trial = record(60 * MIB, peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB)
     assert (trial.outcome, trial.phase) == ("oom", "update")
 
 
@@ -60,8 +53,8 @@ def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
     ],
 )
 def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
-    trial = record_death(death, {**ABOUT, "limit_bytes": GIB})
-    assert (trial.outcome, trial.timed_out, trial.limit_bytes) == (outcome, timed_out, GIB)
+    trial = record_death((8, 8), death)
+    assert (trial.outcome, trial.timed_out, trial.parts) == (outcome, timed_out, (8, 8))
 
 
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=4))

@@ -10,7 +10,7 @@ import pytest
 from asking import make_settings
 
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.simulation.cards import find_card
 

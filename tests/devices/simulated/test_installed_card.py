@@ -10,9 +10,8 @@ import pytest
 from synthetic_traces import SyntheticTracer, linear
 
 from autoaccum.devices.base import Forecast, TrialSettings
-from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.cuda import CudaDevice, InstalledCard
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
@@ -20,7 +19,7 @@ from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace
 from autoaccum.units import GIB, MIB
 
-CARD = CardMemory(
+CARD = InstalledCard(
     index=0,
     name="NVIDIA GeForce RTX 3090",
     total_bytes=24 * GIB,
@@ -28,8 +27,8 @@ CARD = CardMemory(
     reserved_bytes=0,
     capability=(8, 6),
     multiprocessors=82,
+    context_bytes=333 * MIB,
 )
-REPORT = CardReport(memory=CARD, context_bytes=333 * MIB)
 
 
 class SyntheticCard(CudaDevice):
@@ -37,7 +36,7 @@ class SyntheticCard(CudaDevice):
 
     def __init__(self, tracer: SyntheticTracer, share: int = 64) -> None:
         super().__init__(TrialSettings(share=share))
-        self._limit_bytes, self._report, self._tracer = 2 * GIB, REPORT, tracer
+        self._limit_bytes, self._card, self._tracer = 2 * GIB, CARD, tracer
 
     def _use_child(self, *, fresh: bool = False) -> Any:
         return None
@@ -113,7 +112,7 @@ def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], 
     """)
     device = CudaDevice(TrialSettings(reference=workload, share=64))
     assert "explain" in device.capabilities
-    device._limit_bytes, device._report = 2 * GIB, REPORT  # As its first process would report.
+    device._limit_bytes, device._card = 2 * GIB, CARD  # As its first process would report.
     found = device.explain((16, 16), changes=False)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
     assert found.explanation.categories["parameters"] >= 4 * (256 * 1024 + 1024 * 10)

@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 
 
 def module(forward: str, init: str = "pass") -> str:

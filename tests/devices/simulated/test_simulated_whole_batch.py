@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.simulation.trace_records import Trace
 
 SIZE, WIDTH, CHANNELS = 4, 32, 64

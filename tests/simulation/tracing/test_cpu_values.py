@@ -14,7 +14,7 @@ from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard, TraceParts
-from autoaccum.devices.trial_record import Inspect, Loaded
+from autoaccum.devices.trial_requests import Inspect, Loaded
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode

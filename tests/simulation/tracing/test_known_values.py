@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.simulation import simulate

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.serialization import read_record
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace

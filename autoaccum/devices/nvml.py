@@ -1,0 +1,79 @@
+"""What NVML tells of a card: the processes on it, and the driver's version; the only module that knows pynvml.
+
+NVML covers the whole machine and needs no context on the card. An answer that is missing (no library, no driver, no
+permission in a container) is None, never an exception.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+_NOT_AVAILABLE = 2**64 - 1
+"""NVML_VALUE_NOT_AVAILABLE as an unsigned long long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardProcess:
+    """A process with a context on the card; `used_bytes` is None if the driver does not know it (WDDM, some vGPUs)."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmlAnswers:
+    """What NVML answered on one card; None where it did not.
+
+    Attributes:
+        driver: The driver's version.
+        processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
+            divided into MIG slices, of which NVML lists the processes of all.
+        missing: The reason why there is nothing from NVML, in its own words; None if there is.
+    """
+
+    driver: str | None = None
+    processes: tuple[CardProcess, ...] | None = None
+    missing: str | None = None
+
+
+def ask_nvml(uuid: str | None) -> NvmlAnswers:
+    """Ask about the card with this `uuid`, which PyTorch writes without a prefix."""
+    if uuid is None:
+        return NvmlAnswers(missing="PyTorch does not tell the card's uuid")
+    try:
+        library = importlib.import_module("pynvml")
+    except ImportError as error:
+        return NvmlAnswers(missing=f"pynvml (nvidia-ml-py) cannot be imported: {error}")
+    try:
+        library.nvmlInit()
+        try:
+            return read_answers(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        finally:
+            library.nvmlShutdown()
+    except (library.NVMLError, library.NVMLLibraryMismatchError) as error:
+        return NvmlAnswers(missing=str(error))
+
+
+def read_answers(library: Any, handle: Any) -> NvmlAnswers:
+    """Return what `library` (pynvml) answers on one card."""
+
+    def ask(query: Any, *arguments: Any) -> Any:
+        try:
+            return query(*arguments)
+        except (library.NVMLError, library.NVMLLibraryMismatchError):
+            return None
+
+    driver = ask(library.nvmlSystemGetDriverVersion)
+    is_sliced = bool((ask(library.nvmlDeviceGetMigMode, handle) or [0])[0])
+    computing = None if is_sliced else ask(library.nvmlDeviceGetComputeRunningProcesses, handle)
+    if computing is None:
+        return NvmlAnswers(driver=driver)
+    drawing = ask(library.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()
+    used = {process.pid: process.usedGpuMemory for process in [*computing, *drawing]}
+    processes = (
+        CardProcess(pid=pid, used_bytes=None if used_bytes in (None, _NOT_AVAILABLE) else int(used_bytes))
+        for pid, used_bytes in used.items()
+    )
+    return NvmlAnswers(driver=driver, processes=tuple(processes))

@@ -1,0 +1,92 @@
+"""Requests to a child that loads a workload, inspects it and runs its trials; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.options import Reduce
+
+if TYPE_CHECKING:
+    from autoaccum.sources.spec import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The facts that a budget is chosen by (`Meter.begin`), or the reason why the device cannot be used."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadWorkload(Request[Loaded]):
+    """Load the workload, and make the device ready; the fields are those of `TrialSettings`."""
+
+    device: str
+    paths: ImportPaths
+    reference: str
+    share: int
+    options: Mapping[str, Any]
+    pickled: str | None = None
+
+    doing = "loading the workload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Request[Inspection]):
+    """Check the workload by an update from a small batch; `savers` replace the workload's, if given."""
+
+    savers: tuple[str, ...] | None = None
+
+    doing = "building the model and checking an update of it"
+
+    def replaced(self, workload: Workload) -> Workload:
+        """Return the workload with these savers in place of its own."""
+        return workload if self.savers is None else replace(workload, savers=self.savers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsRequest(Request[Reply]):
+    """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
+
+    `joined`: the parts need each other, and every update runs all of them. `savers` replace the workload's,
+    if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
+    """
+
+    parts: tuple[int, ...]
+    joined: bool = False
+    reduce: Reduce | None = None
+    savers: tuple[str, ...] | None = None
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"micro-batch {max(self.parts)}"
+
+    def replaced(self, workload: Workload) -> Workload:
+        """Return the workload with these savers in place of its own."""
+        return workload if self.savers is None else replace(workload, savers=self.savers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTrial(PartsRequest[Trial]):
+    """Run a trial of `parts` under a limit on memory."""
+
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeUpdate(Request[float]):
+    """Make an update; the reply is how many seconds it took."""
+
+    micro_batch: int
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"an update in micro-batches of {self.micro_batch}"
