@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoaccum.api_training import tune as tune
     from autoaccum.planning.comparison import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
-    from autoaccum.sources.spec import Workload as Workload
+    from autoaccum.sources.workload import Workload as Workload
     from autoaccum.training.fit_events import FitResult as FitResult
     from autoaccum.tuning.tuning_records import Tuning as Tuning
     from autoaccum.verification.verification_result import Verification as Verification
@@ -45,7 +45,7 @@ _HOMES = {
     "FitResult": "autoaccum.training.fit_events",
     "Tuning": "autoaccum.tuning.tuning_records",
     "Verification": "autoaccum.verification.verification_result",
-    "Workload": "autoaccum.sources.spec",
+    "Workload": "autoaccum.sources.workload",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Listener as PlanListener
     from autoaccum.planning.plan_record import Plan
     from autoaccum.planning.plan_request import Prefer
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
     from autoaccum.verification.verification_result import Event as VerificationEvent
     from autoaccum.verification.verification_result import Verification
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoaccum.options import OptionArguments
     from autoaccum.planning.plan_record import Plan
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
     from autoaccum.training.fit_events import FitResult
     from autoaccum.tuning.tuning_records import Tuning
 

@@ -1,8 +1,4 @@
-"""The options that the commands have in common: one frozen record, checked once, and part of every request.
-
-To add an option, add a field to `Options` and to `OptionArguments`, a flag to `cli/flags.py`, and the code that uses
-it; name it in `_NOT_TAKEN` for commands without it.
-"""
+"""The options that the commands have in common: one frozen record, checked once, and part of every request."""
 
 from __future__ import annotations
 
@@ -10,29 +6,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, cast, get_args
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, cast, get_args
 
 from autoaccum.checks import check_flag, check_word, read_count, read_seconds
-from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
+from autoaccum.errors import UsageError
+from autoaccum.spec import AUTO, SPEC_FIELDS, Precision, SpecArguments, read_spec
 from autoaccum.units import MemorySize, parse_size
-
-Precision = Literal["fp32", "bf16", "fp16"]
-BatchNormMode = Literal["micro", "running", "frozen", "exact"]
-"""`micro`: as in PyTorch, each micro-batch by itself. `running`: normalise by the micro-batch, but update the running
-statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them. `exact`:
-normalise by the whole effective batch, as without accumulation; its activations wait in host memory."""
-
-Joining = Literal["lockstep", "twice"]
-"""How parts of an update run that need each other: in lock step, or forward twice, with the loss in between."""
-
-AccumulateIn = Literal["fp32", "parameters"]
-"""The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
-`parameters`, which needs no further memory and rounds with every micro-batch."""
-
-Keep = Literal["outputs", "ema"]
-"""`outputs`: the model's outputs and loss of a micro-batch stay alive until the next one has its own, as in a loop that
-logs them. `ema`: an exponential moving average of the weights, with a copy of the buffers, on the same device."""
 
 Parallel = Literal["ddp", "fsdp2"]
 """How several ranks train one model: `ddp`, each holds all of it, or `fsdp2`, each holds a shard."""
@@ -43,31 +23,9 @@ Reduce = Literal["each", "last"]
 CHECKS: Final = ("warn", "strict", "off")
 """What training does if `weight` is not what the loss divides by: warn, raise an error, or not even check."""
 
-RECOMPUTE: Final = "recompute"
-OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
-"""Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""
-AUTO: Final = "auto"
-"""In place of savers: a plan chooses them."""
-
-BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
-KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
-
 _MESH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)?", re.ASCII)
 
 Command = Literal["plan", "compare", "fit", "verify", "tune", "guard", "explain"]
-
-WORKLOAD_OPTIONS: Final = (
-    "optimizer",
-    "precision",
-    "batchnorm",
-    "coupled",
-    "accumulate_in",
-    "savers",
-    "keeps",
-    "evaluation_batch",
-    "multiple_of",
-)
-"""Options that replace the attribute of the workload with the same name."""
 
 _CHOOSING: Final = ("plan", "compare", "fit")
 """Commands that choose savers."""
@@ -89,19 +47,9 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
 }
 
 
-class OptionArguments(TypedDict, total=False):
-    """The fields of `Options` as keyword arguments."""
+class OptionArguments(SpecArguments, total=False):
+    """The fields of `Options` as keyword arguments, with those of its partial spec."""
 
-    optimizer: Any
-    precision: str | None
-    batchnorm: str | None
-    coupled: bool | None
-    accumulate_in: str | None
-    savers: str | Iterable[str] | None
-    keeps: str | Iterable[str] | None
-    evaluation_batch: int | None
-    worst_of: int | None
-    multiple_of: int | None
     device: str
     gpu: str | None
     values: str | None
@@ -117,21 +65,11 @@ class OptionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a run; None means the workload's own value, or the default of the machine.
+    """What a command is told of how to run: a partial `TrainingSpec`, and the machine with its limits.
 
     Attributes:
-        optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.
-        precision: `fp32`, `bf16` or `fp16`; for `verify` `fp64` or `fp32`.
-        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen` or `exact` (see `BatchNormMode`).
-        coupled: Whether the loss is computed of the outputs of the whole effective batch.
-        accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
-        savers: Ways to take less memory for the same gradient: `recompute` (all repeated blocks of the model run again
-            in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`, `offload-optimizer`. Or
-            `auto`: a plan chooses the least costly that suffice.
-        keeps: Tensors that the training loop keeps alive: `outputs`, `ema`, or both (see `Keep`).
-        evaluation_batch: Samples per batch of the evaluation between updates, which becomes part of every trial.
-        worst_of: Make batches of the longest of this many samples of the dataset, by its `collate`.
-        multiple_of: Every micro-batch, and the target, is a multiple of this many samples.
+        spec: The values that replace those of the workload; values that are not given are left out.
+        chooses_savers: Whether a plan is to choose the savers (`savers="auto"`); until then there are none.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`.
         gpu: The card to simulate, instead of `device`: `rtx3090`, or a size such as `24GiB`.
         values: `cpu`: where the step reads values on a simulated card (`.item()`, a boolean mask, `nonzero`), they are
@@ -151,16 +89,8 @@ class Options:
         UsageError: An option has a value that cannot be used.
     """
 
-    optimizer: Any = None
-    precision: str | None = None
-    batchnorm: BatchNormMode | None = None
-    coupled: bool | None = None
-    accumulate_in: AccumulateIn | None = None
-    savers: tuple[str, ...] | None = None
-    keeps: tuple[Keep, ...] | None = None
-    evaluation_batch: int | None = None
-    worst_of: int | None = None
-    multiple_of: int | None = None
+    spec: SpecArguments = field(default_factory=SpecArguments, hash=False)
+    chooses_savers: bool = False
     device: str = "auto"
     gpu: str | None = None
     values: Literal["cpu"] | None = None
@@ -174,22 +104,8 @@ class Options:
     trial_limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in (None, "fp64"):
-            check_word(self.precision, "precision", get_args(Precision))
-        if self.batchnorm is not None:
-            read_batchnorm_mode(self.batchnorm, UsageError)
-        if self.coupled is not None:
-            read_coupled(self.coupled)
-        if self.accumulate_in is not None:
-            read_accumulate_in(self.accumulate_in, UsageError)
-        if self.savers is not None:
-            chooses = self.savers in (AUTO, (AUTO,), [AUTO])
-            object.__setattr__(self, "savers", (AUTO,) if chooses else read_savers(self.savers, UsageError))
-        if self.keeps is not None:
-            object.__setattr__(self, "keeps", read_keeps(self.keeps, UsageError))
-        for name in ("evaluation_batch", "worst_of", "multiple_of", "world_size"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, read_count(getattr(self, name), name))
+        object.__setattr__(self, "spec", read_spec(self.spec, precisions=(*get_args(Precision), "fp64")))
+        object.__setattr__(self, "world_size", read_count(self.world_size, "world_size"))
         for name in ("time_limit", "trial_limit"):
             if getattr(self, name) is not None:
                 read_seconds(getattr(self, name), f"the {name.replace('_', ' ')}")
@@ -220,7 +136,7 @@ class Options:
         if given.get("precision") is not None:
             words = ("fp64", "fp32") if command == "verify" else get_args(Precision)
             check_word(given["precision"], "precision", words)
-        options = cls(**given)
+        options = make_options(**given)
         if options.chooses_savers and command not in _CHOOSING:
             raise UsageError(
                 f"savers are {AUTO} (--savers {AUTO}), which a plan chooses, and {command} makes none with savers",
@@ -228,33 +144,22 @@ class Options:
             )
         return options
 
-    @property
-    def chooses_savers(self) -> bool:
-        """Whether a plan is to choose the savers."""
-        return self.savers == (AUTO,)
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """Values that replace attributes of the workload, by name; None keeps the workload's own.
-
-        Where savers are to be chosen, the workload has none until they are.
-        """
-        own = {name: getattr(self, name) for name in WORKLOAD_OPTIONS}
-        return own | {"savers": ()} if self.chooses_savers else own
+    def with_spec(self, **changes: Any) -> Options:
+        """Return the options with some values of the spec in place of theirs; None takes one away."""
+        return dataclasses.replace(self, spec=cast("SpecArguments", {**self.spec, **changes}))
 
     def to_record(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, as JSON values to be sent to another process.
+        """Return the options that differ from their defaults, as JSON values for `make_options`.
 
-        >>> Options(gpu="rtx3090", memory=parse_size("80%"), keeps=("ema",)).to_record()
+        >>> make_options(gpu="rtx3090", memory=parse_size("80%"), keeps="ema").to_record()
         {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
         """
-        record = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        machine = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)[2:]}
+        given = {**self.spec, **{name: value for name, (value, default) in machine.items() if value != default}}
+        if self.chooses_savers:
+            given["savers"] = (AUTO,)
         plain: dict[str, Any] = {"keeps": list, "savers": list, "memory": str, "reserve": str, "mesh": mesh_word}
-        return {
-            name: plain.get(name, lambda same: same)(value)
-            for name, (value, default) in record.items()
-            if value != default
-        }
+        return {name: plain.get(name, lambda same: same)(value) for name, value in given.items()}
 
     def _check_device(self) -> None:
         if self.gpu is None:
@@ -271,77 +176,19 @@ class Options:
             )
 
 
-def taken_by(command: Command) -> set[str]:
-    """Return the names of the options that a command takes."""
-    return {field.name for field in dataclasses.fields(Options)} - _NOT_TAKEN[command]
+def taken_by(command: Command) -> tuple[str, ...]:
+    """Return the names of the options that a command takes, in the order of the records."""
+    names = (*SPEC_FIELDS, *(field.name for field in dataclasses.fields(Options)[2:]))
+    return tuple(name for name in names if name not in _NOT_TAKEN[command])
 
 
-def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
-    """Return `mode` as a mode of BatchNorm; raise WorkloadError, or `error`, if there is no such mode."""
-    check_word(mode, "batchnorm mode", BATCHNORM_MODES, error=error)
-    return cast("BatchNormMode", mode)
-
-
-def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> bool:
-    """Return `coupled`; raise `error` if it is neither True nor False."""
-    if isinstance(coupled, bool):
-        return coupled
-    raise error(f"coupled is {coupled!r}", hint="take True or False")
-
-
-def coupled_word(coupled: bool) -> str:
-    """Return the value of `--coupled` that stands for `coupled`: `yes` or `no`."""
-    return "yes" if coupled else "no"
-
-
-def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:
-    """Return `word` as a way to sum gradients; raise WorkloadError, or `error`, if there is no such way."""
-    check_word(word, "accumulate_in", get_args(AccumulateIn), error=error)
-    return cast("AccumulateIn", word)
-
-
-def read_savers(savers: Any, error: type[AutoaccumError] = WorkloadError) -> tuple[str, ...]:
-    """Return the words of `savers`, each once and in one order; `savers` may be one word or several.
-
-    >>> read_savers(["offload-optimizer", "recompute=6"]), read_savers("recompute"), read_savers(None)
-    (('recompute=6', 'offload-optimizer'), ('recompute',), ())
-
-    Raises:
-        WorkloadError: A word is unknown, or there is no number of blocks; or `error`, where that is given.
-    """
-    if not isinstance(savers, Iterable | None):
-        raise error(f"savers is {savers!r}", hint="give a word, or several")
-    given = [savers] if isinstance(savers, str) else list(savers or ())
-    if AUTO in given:
-        raise error(
-            f"savers are {AUTO}, which stands alone and is for a plan to choose",
-            hint=f"give --savers {AUTO} to autoaccum plan or fit, or name savers",
-        )
-    for word in given:
-        if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
-            raise error(
-                f"{word!r} is no saver",
-                hint=f"take {RECOMPUTE} (all repeated blocks), {RECOMPUTE}=N (N of them), {', '.join(OFFLOADS)}",
-            )
-    blocks = [word for word in given if word.startswith(RECOMPUTE)]
-    return (*blocks[-1:], *(word for word in OFFLOADS if word in given))
-
-
-def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple[Keep, ...]:
-    """Return the words of `keeps`, each once and in the order of `KEEPS`; `keeps` may be one word or several.
-
-    >>> read_keeps("ema"), read_keeps(["ema", "outputs", "ema"]), read_keeps(None)
-    (('ema',), ('outputs', 'ema'), ())
-
-    Raises:
-        WorkloadError: A word is unknown; or `error`, where that is given.
-    """
-    if not isinstance(keeps, Iterable | None):
-        raise error(f"keeps is {keeps!r}", hint=f"choose {' or '.join(KEEPS)}, or a tuple of both")
-    given = [keeps] if isinstance(keeps, str) else list(keeps or ())
-    for word in given:
-        check_word(word, "keeps", KEEPS, error=error)
-    return tuple(keep for keep in KEEPS if keep in given)
+def make_options(**given: Any) -> Options:
+    """Return `Options` of keyword arguments, of the spec and of the machine alike; raises as `Options`."""
+    spec = {name: given.pop(name) for name in SPEC_FIELDS if name in given}
+    chooses = spec.get("savers") in (AUTO, (AUTO,), [AUTO])
+    if chooses:
+        spec["savers"] = ()
+    return Options(spec=cast("SpecArguments", spec), chooses_savers=chooses, **given)
 
 
 def mesh_word(mesh: Iterable[int]) -> str:

@@ -18,6 +18,7 @@ PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
     {"units", "checks", "serialization", "files", "tracebacks"},
+    {"spec"},
     {"options"},
     {"sources"},
     {"accumulation"},

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 import autoaccum
 from autoaccum.cli import flags, main
 from autoaccum.devices.base import TrialSettings
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import WORKLOAD_OPTIONS, Command, OptionArguments, Options, read_savers
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.options import Command, OptionArguments, Options, make_options
 from autoaccum.planning import plan_setup
-from autoaccum.sources.spec import Workload
+from autoaccum.spec import SPEC_FIELDS, read_savers
 from autoaccum.units import MemorySize
 
 OPTIONS: Mapping[str, tuple[str, Any]] = {
@@ -59,13 +59,12 @@ def test_every_option_reaches_the_trial_process(name: str, monkeypatch: pytest.M
     done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "12", "-q", *flag])
     assert str(done.exception) == "far enough" or "far enough" in done.output, done.output
     request = json.loads(json.dumps(seen[0].to_request()))
-    assert Options(**request["options"]) == seen[0].options == Options(**{name: value})
+    assert make_options(**request["options"]) == seen[0].options == make_options(**{name: value})
 
 
 def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
-    fields = {field.name for field in dataclasses.fields(Options)}
-    assert fields == set(OPTIONS) == set(flags._FLAGS) == set(get_type_hints(OptionArguments))
-    assert {field.name for field in dataclasses.fields(Workload)} >= set(WORKLOAD_OPTIONS)
+    machine = {field.name for field in dataclasses.fields(Options)} - {"spec", "chooses_savers"}
+    assert machine | set(SPEC_FIELDS) == set(OPTIONS) == set(flags._FLAGS) == set(get_type_hints(OptionArguments))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
 )
 def test_refuses_invalid_values(given: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        Options(**given)
+        make_options(**given)
 
 
 def test_unknown_arguments_raise_a_type_error() -> None:
@@ -120,10 +119,10 @@ def test_savers_are_chosen_by_commands_that_plan_and_the_workload_has_none_until
     for command in choosing:
         options = Options.of(command, {"savers": ("auto",)})
         assert options.chooses_savers
-        assert options.overrides["savers"] == ()
-        assert Options(**options.to_record()) == options
+        assert options.spec["savers"] == ()
+        assert make_options(**options.to_record()) == options
     for command in others:
         with pytest.raises(UsageError, match=f"a plan chooses, and {command} makes none with savers: plan with --sav"):
             Options.of(command, {"savers": "auto"})
-    with pytest.raises(WorkloadError, match="savers are auto, which stands alone and is for a plan to choose"):
+    with pytest.raises(UsageError, match="savers are auto, which stands alone and is for a plan to choose"):
         read_savers("auto")

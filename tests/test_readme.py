@@ -23,6 +23,7 @@ from autoaccum.guarding.project import find_project
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.cards import all_cards
 from autoaccum.sources.loading import load_workload
+from autoaccum.spec import WorkloadFacts
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -119,7 +120,7 @@ def test_the_training_loop_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         peak_bytes=2**20,
         device={"name": "cpu"},
         environment={},
-        workload={},
+        workload=WorkloadFacts(),
         trials=(Trial(parts=(3, 2), outcome="ok"),),
         warnings=(),
     ).save(tmp_path / "plan.json")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoaccum import tracebacks
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload, format_user_traceback, raised_by_autoaccum
 
 

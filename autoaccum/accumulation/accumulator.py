@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from autoaccum.accumulation.argument_checks import (
     checked_micro_batch,
     choose_ceiling,
     choose_objective,
-    choose_option,
     current_facts,
 )
 from autoaccum.accumulation.attempts import Attempts
@@ -44,18 +43,10 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
-from autoaccum.options import (
-    CHECKS,
-    AccumulateIn,
-    BatchNormMode,
-    Joining,
-    Precision,
-    Reduce,
-    read_accumulate_in,
-    read_savers,
-)
+from autoaccum.options import CHECKS, Reduce
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
+from autoaccum.spec import AccumulateIn, BatchNormMode, Joining, resolve_spec
 
 
 class Accumulator:
@@ -182,7 +173,7 @@ class Accumulator:
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
         reduce: Reduce | None = None,
-        savers: str | Sequence[str] = (),
+        savers: str | Sequence[str] | None = None,
         add_savers: bool = False,
         observer: StepObserver | None = None,
     ) -> None:
@@ -195,8 +186,6 @@ class Accumulator:
         if multiple_of is not None:
             self._multiple_of = checked_micro_batch(multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
-        chosen = choose_option(plan, "precision", precision, "fp32")
-        check_word(chosen, "precision", get_args(Precision))
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
             criterion=criterion,
@@ -205,35 +194,42 @@ class Accumulator:
             plan=plan,
             model=model,
         )
-        if coupled is None:
-            coupled = choose_option(plan, "coupled", None, objective.coupled)
-        objective = with_coupling(objective, coupled, UsageError)
+        given_spec = {
+            "precision": precision,
+            "batchnorm": batchnorm,
+            "coupled": objective.coupled or None if coupled is None else coupled,
+            "accumulate_in": accumulate_in,
+            "savers": savers,
+        }
+        spec = resolve_spec(given_spec, None if plan is None else plan.spec)
+        objective = with_coupling(objective, spec.coupled, UsageError)
         if split is not None or size is not None or objective.batching is None:
             expected = getattr(plan, "target_batch", None)
             objective = dataclasses.replace(objective, batching=read_batching(split, size, expected))
-        batchnorm_mode = checked_batchnorm(
-            choose_option(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
-        )
-        sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
-        words = read_savers(choose_option(plan, "savers", savers, ()), UsageError)
+        batchnorm_mode = checked_batchnorm(spec.batchnorm, model, objective.criterion_module)
         if plan is not None:
-            check_plan(plan, current_facts(model, optimizer, objective, chosen, batchnorm_mode, sum_dtype, words))
+            check_plan(plan, current_facts(model, optimizer, objective, spec))
         sharded = find_sharded(
-            model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
+            model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=spec.accumulate_in == "fp32"
         )
         if sharded is not None:
             check_lists(optimizer, model_device(model))
         objective.move_criterion(model_device(model))
-        scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
+        scaler = choose_scaler(spec.precision, scaler, model_device(model), optimizer_parameters(optimizer))
         self._objective = objective
         self._progress = Progress(observer)
         self._updater = Updater(optimizer, scaler, scheduler)
         self._ranks = join_ranks()
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
-            model, objective, precision=chosen, scaler=scaler, on_phase=self._progress.begin_phase, ranks=self._ranks
+            model,
+            objective,
+            precision=spec.precision,
+            scaler=scaler,
+            on_phase=self._progress.begin_phase,
+            ranks=self._ranks,
         )
         self._backpropagation.sharded = sharded
-        self._savers = Savers(words, model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
+        self._savers = Savers(tuple(spec.savers), model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._attempts = Attempts(
             self._backpropagation,
@@ -242,7 +238,7 @@ class Accumulator:
             self._progress,
             FirstSteps(check, objective, self._multiple_of),
             batchnorm=batchnorm_mode,
-            in_fp32=sum_dtype == "fp32",
+            in_fp32=spec.accumulate_in == "fp32",
             clip_norm=clip_norm,
             check_finite=check_finite,
             recover=recover,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,8 +17,9 @@ from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
-from autoaccum.sources.objective import Objective, Reduction, resolve_objective
+from autoaccum.sources.objective import Objective, resolve_objective
 from autoaccum.sources.optimizers import closure_refusal, needs_closure
+from autoaccum.spec import TrainingSpec, WorkloadFacts
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -168,7 +169,7 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 _RECORDED = (
     *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
-    *("batchnorm", "coupled", "accumulate_in", "savers"),
+    *("batchnorm", "coupled", "accumulate_in"),
 )
 """The names of the facts that are compared; a fact that is unknown is None or missing."""
 
@@ -182,7 +183,6 @@ _PHRASES = {
 _NAMES: dict[str, dict[Any, str]] = {
     "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},
     "coupled": {False: "a loss of each micro-batch", True: "a coupled loss of the whole batch"},
-    "savers": {"": "no savers"},
 }
 
 
@@ -195,8 +195,12 @@ class PlanLike(Protocol):
         """The largest micro-batch, in samples."""
 
     @property
-    def workload(self) -> Mapping[str, Any]:
-        """The facts that the plan records about the workload."""
+    def spec(self) -> TrainingSpec:
+        """How the updates of its trials were run."""
+
+    @property
+    def workload(self) -> WorkloadFacts:
+        """What was trained."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -215,12 +219,6 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
         seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
         raise UsageError(seen, hint="give one of them")
     return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
-
-
-def choose_option(plan: PlanLike | None, name: str, given: Any, default: Any) -> Any:
-    """Return the option `name`: the given value, or else the plan's, or else `default`; it is not checked yet."""
-    planned = None if plan is None else plan.workload.get(name)
-    return given or planned or default
 
 
 def choose_objective(
@@ -242,8 +240,7 @@ def choose_objective(
     is_known = objective.criterion is not None and objective.criterion.reduction is not None
     if reduction is not None or is_known or weight is not None or plan is None:
         return objective
-    planned = cast("Reduction", plan.workload.get("reduction") or "mean")
-    return resolve_objective(loss, criterion=criterion, reduction=planned, model=model)
+    return resolve_objective(loss, criterion=criterion, reduction=plan.workload.reduction, model=model)
 
 
 def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
@@ -262,13 +259,13 @@ def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
 
 def plan_facts(plan: PlanLike) -> dict[str, Any]:
     """Return the facts that the plan records about its workload and device."""
-    workload, device = plan.workload, plan.device
-    found = {name: workload.get(name) for name in _RECORDED}
-    found |= {name: device.get(name) for name in ("kind", "card")}
-    found["coupled"] = bool(found["coupled"])
-    found["savers"] = None if found["savers"] is None else " and ".join(found["savers"])
-    weight = workload.get("weight")
-    found["loss"] = None if weight is None else _loss_phrase(workload.get("reduction") or "mean", weight)
+    spec, workload, device = plan.spec, plan.workload, plan.device
+    found = {
+        **{name: getattr(workload, name) or None for name in ("model", "parameters", "parameter_bytes", "optimizer")},
+        **{name: getattr(spec, name) for name in ("precision", "batchnorm", "coupled", "accumulate_in")},
+        **{name: device.get(name) for name in ("kind", "card")},
+        "loss": _loss_phrase(workload.reduction, workload.weight) if workload.weight else None,
+    }
     if found["kind"] == "simulated":
         found["kind"] = "cuda"
     if found["model"] in ("OptimizedModule", "DataParallel"):  # A wrapper's name, not the compared inner model's.
@@ -276,23 +273,14 @@ def plan_facts(plan: PlanLike) -> dict[str, Any]:
     return found
 
 
-def current_facts(
-    model: nn.Module,
-    optimizer: Optimizer,
-    objective: Objective,
-    precision: str,
-    batchnorm: str | None = None,
-    accumulate_in: str | None = None,
-    savers: Sequence[str] | None = None,
-) -> dict[str, Any]:
+def current_facts(model: nn.Module, optimizer: Optimizer, objective: Objective, spec: TrainingSpec) -> dict[str, Any]:
     """Return the facts of this training, by the names that a plan uses."""
     return {
-        **model_facts(model, optimizer, precision),
+        **model_facts(model, optimizer, spec.precision),
         "loss": _loss_phrase(objective.reduction, objective.source),
-        "batchnorm": batchnorm,
+        "batchnorm": spec.batchnorm,
         "coupled": objective.coupled,
-        "accumulate_in": accumulate_in,
-        "savers": None if savers is None else " and ".join(savers),
+        "accumulate_in": spec.accumulate_in,
     }
 
 

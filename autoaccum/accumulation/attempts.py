@@ -51,9 +51,9 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts, check_can_join
 from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, first_line
-from autoaccum.options import BatchNormMode
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Weights
+from autoaccum.spec import BatchNormMode
 
 
 class Attempts:

@@ -18,7 +18,7 @@ from autoaccum.accumulation.coupling import NOT_FULL, list_names
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
-from autoaccum.options import BatchNormMode
+from autoaccum.spec import BatchNormMode
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -41,7 +41,7 @@ from autoaccum.sources.model_copies import (
 )
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.samples import take_small_batch
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 _HALF = 2
 """Samples of a half. BatchNorm and contrastive losses cannot run with one."""

@@ -24,7 +24,7 @@ from autoaccum.tracebacks import is_user_file
 
 if TYPE_CHECKING:
     from autoaccum.sources.objective import Objective
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, deque, set)

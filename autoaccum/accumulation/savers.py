@@ -18,17 +18,17 @@ from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import UsageError
-from autoaccum.options import OFFLOADS, RECOMPUTE, read_savers
+from autoaccum.spec import OFFLOADS, RECOMPUTE, read_savers
 
 
 class Savers:
     """Lets an Accumulator take less memory of the device.
 
     Attributes:
-        words: The ways, as `options.read_savers` returns them.
+        words: The ways, as `spec.read_savers` returns them.
 
     Args:
-        words: The ways, as `options.read_savers` returns them.
+        words: The ways, as `spec.read_savers` returns them.
         model: The model.
         optimizer: Its optimizer.
         exact_batchnorm: Whether BatchNorm normalises by the whole batch.

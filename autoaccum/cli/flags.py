@@ -182,7 +182,7 @@ def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _
         own = {name for name, change in changes.items() if change is None}
         known = _FLAGS | _COMMON
         order = ["target_batch", *known]
-        for name in sorted((taken_by(of) | set(others)) - own, key=order.index, reverse=True):
+        for name in sorted({*taken_by(of), *others} - own, key=order.index, reverse=True):
             change = changes.get(name, {})
             settings = {
                 "show_default": "default" in known[name],

@@ -84,6 +84,7 @@ class PlanFiles:
             UsageError: As from `check_file`, or the name of a file does not go together with what it is to hold.
         """
         from autoaccum.reporting.emit import check_emittable, module_name
+        from autoaccum.spec import TrainingSpec
 
         others: dict[str, Path] = {}
         for option, file in self._asked.items():
@@ -91,7 +92,7 @@ class PlanFiles:
             others[f"the file of {option}"] = Path(file)
         if "--emit" in self._asked:
             module_name(self._asked["--emit"])
-            check_emittable(world_size=world_size)
+            check_emittable(TrainingSpec(), world_size=world_size)
         if "--plot" in self._asked:
             from autoaccum.reporting.figures import picture_format  # With matplotlib.
 
@@ -101,7 +102,6 @@ class PlanFiles:
         """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be given out."""
         from autoaccum.planning.framework_arguments import check_framework
         from autoaccum.planning.plan_events import Explained, Inspected
-        from autoaccum.planning.plan_messages import describe_workload
         from autoaccum.reporting.emit import check_emittable
 
         if isinstance(event, Explained):
@@ -110,15 +110,9 @@ class PlanFiles:
             return
         seen = event.inspection
         if self._framework is not None:
-            check_framework(self._framework, describe_workload(seen, ""), parallel=seen.parallel)
+            check_framework(self._framework, seen.spec, seen.workload, parallel=seen.parallel)
         if "--emit" in self._asked:
-            check_emittable(
-                batchnorm=seen.batchnorm,
-                joins=bool(seen.coupled or seen.joining),
-                savers=seen.savers,
-                multiple_of=seen.multiple_of,
-                recipe=seen.recipe,
-            )
+            check_emittable(seen.spec, seen.workload)
 
     def write(self, plan: Plan, seconds: float | None = None) -> None:
         """Write all of a plan, which took so many seconds, also where one fails; then raise the first error."""

@@ -16,6 +16,7 @@ from autoaccum.cli.outputs import PlanFiles, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.options import Options, taken_by
 from autoaccum.planning.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
+from autoaccum.spec import resolve_spec
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event
@@ -110,9 +111,8 @@ def command(
     if framework is not None:
         request["equal"] = True
         options = _read_options(request)
-        check_framework(
-            framework, options.overrides | {"savers": options.savers}, parallel=options.parallel, mesh=options.mesh
-        )
+        asked: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "mesh", "chooses_savers")}
+        check_framework(framework, resolve_spec(options.spec), **asked)
         request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
     outputs = PlanFiles(files, framework=framework, force=force)
     request |= {"picture": plot is not None, "report": report is not None}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Joining, Options, Parallel, Reduce
+from autoaccum.options import Options, Parallel, Reduce
 from autoaccum.simulation.trace_records import Phase
+from autoaccum.spec import TrainingSpec, WorkloadFacts
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -122,27 +123,15 @@ class Inspection:
     """The facts about a workload that are found before any trial.
 
     Attributes:
-        dtypes: The dtypes of its parameters, such as `bf16`.
-        loss: The name of its loss: "loss", "criterion" for a function of outputs and targets, or "model" if the model
-            computes the loss.
+        workload: What it is.
+        spec: How its updates are run, with the `multiple_of` that was found.
+        environment: Versions and settings that trials run under.
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
         update_bytes: Peak of an update of `update_samples` samples without a budget; None if not measured.
         sample_bytes: Bytes of the activations of one sample, kept for its backward; None if not known.
-        recipe: The form of loss and batch, for a training step written out (`workload.step_recipe`).
-        keeps: Memory that the training loop holds beside the step (`options.Keep`).
-        evaluation_batch: Batch size of its evaluation, in samples; None: no evaluation is planned.
-        worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
-        batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
-        coupled: How its loss is computed, if it compares samples.
         parallel: How its ranks train one model, where there are several and the device knows; else None.
-        joining: How the parts of an update run if they need each other; None: one after the other.
-        accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
-        savers: Ways in which it takes less memory of the device (`options.read_savers`).
-        blocks: Its repeated blocks that can run again in backward.
-        multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
         found_multiple: The plan's note on a multiple that was detected.
-        modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
         coupling: The result of the experiment on batch coupling (samples that depend on others of their batch); None:
             not made.
         warnings: Warnings for the plan: gradients that are not the full batch's.
@@ -151,41 +140,25 @@ class Inspection:
         notes: Notes for the plan: assumptions that were made.
     """
 
-    name: str
-    digest: str
-    model: str
-    parameters: int
-    parameter_bytes: int
-    precision: str
-    optimizer: str
-    reduction: str
-    weight: str
+    workload: WorkloadFacts
+    spec: TrainingSpec = field(default_factory=TrainingSpec)
     environment: Mapping[str, Any]
-    dtypes: tuple[str, ...] = ("fp32",)
-    loss: Literal["loss", "criterion", "model"] = "loss"
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0
     sample_bytes: int | None = None
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    keeps: tuple[str, ...] = ()
-    evaluation_batch: int | None = None
-    worst_of: int | None = None
-    batchnorm: str = "micro"
-    coupled: bool = False
     parallel: Parallel | None = None
-    joining: Joining | None = None
-    accumulate_in: str = "fp32"
-    savers: tuple[str, ...] = ()
-    blocks: int = 0
-    multiple_of: int = 1
     found_multiple: str | None = None
-    modules: Mapping[str, int] = field(default_factory=dict)
     coupling: Coupling | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def multiple_of(self) -> int:
+        """The number of samples that every micro-batch is a multiple of."""
+        return self.spec.multiple_of or 1
 
 
 class TrialOptions(TypedDict, total=False):
@@ -313,7 +286,7 @@ class Device(ABC):
         raise NotImplementedError
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
-        """Use these savers (`options.read_savers`) in all that follows; None: the workload's own."""
+        """Use these savers (`spec.read_savers`) in all that follows; None: the workload's own."""
         raise NotImplementedError
 
     def simulation(self) -> Device:

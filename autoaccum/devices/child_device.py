@@ -145,7 +145,7 @@ class ChildDevice(Device):
         child = self._use_child()
         self._start_standby()
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
-        self._joined, self._multiple_of = inspection.joining is not None, inspection.multiple_of
+        self._joined, self._multiple_of = inspection.workload.joining is not None, inspection.multiple_of
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:

@@ -32,9 +32,10 @@ from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
-from autoaccum.sources.spec import Workload
 from autoaccum.sources.step_recipe import describe_recipe
 from autoaccum.sources.weight_check import Advice, check_weighting
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import WorkloadFacts
 
 _SEEDS = 4
 SAMPLES = 2
@@ -85,7 +86,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
         model.to(origin)
         workload.objective.move_criterion(origin)
-    fields = describe_setup(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
+    facts = describe_workload(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
     if workload.batchnorm == "exact":
         coupling = coupling.without(batchnorms)
@@ -95,12 +96,12 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     joining = accumulator.joining
     # A coupled loss has no weights, and a part's values of whole_batch(x) are not those of training.
     weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or joining))
-    fields["recipe"]["misweighted"] = find_advice(weighting)
+    recipe = dataclasses.replace(facts.recipe, misweighted=find_advice(weighting))
     return Inspection(
-        **fields,
+        workload=dataclasses.replace(facts, joining=joining, recipe=recipe),
+        spec=workload.recorded(),
         environment=describe_environment(meter.device),
         least_size=least_size,
-        joining=joining,
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
@@ -112,41 +113,31 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     )
 
 
-def describe_setup(
+def describe_workload(
     workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
-) -> dict[str, Any]:
-    """Return the fields of an inspection that need no measurement; the batch's form is read from `size` samples."""
+) -> WorkloadFacts:
+    """Return the facts of a workload that need no measurement; the batch's form is read from `size` samples."""
     objective, parameters = workload.objective, list(model.parameters())
-    return {
-        "name": workload.name,
-        "digest": workload.digest,
-        "model": model_class(unwrap_model(model)).__name__,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": storage_bytes(parameters),
-        "dtypes": tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in parameters)),
-        "precision": workload.precision,
-        "optimizer": type(optimizer).__name__,
-        "reduction": objective.reduction,
-        "weight": objective.source,
-        "loss": name_loss(workload),
-        "recipe": {
-            **describe_recipe(objective, model, workload.build_batch(size), terms),
-            **describe_model(workload, model),
-        },
-        "keeps": tuple(workload.keeps),
-        "evaluation_batch": workload.evaluation_batch,
-        "worst_of": workload.worst_of,
-        "batchnorm": workload.batchnorm,
-        "coupled": workload.coupled,
-        "accumulate_in": workload.accumulate_in,
-        "savers": tuple(workload.savers),
-        "blocks": len(trained_blocks(model)),
-        "multiple_of": workload.multiple_of or 1,
-        "modules": {
+    return WorkloadFacts(
+        name=workload.name,
+        digest=workload.digest,
+        model=model_class(unwrap_model(model)).__name__,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=storage_bytes(parameters),
+        dtypes=tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in parameters)),
+        blocks=len(trained_blocks(model)),
+        optimizer=type(optimizer).__name__,
+        loss=name_loss(workload),
+        reduction=objective.reduction,
+        weight=objective.source,
+        has_weight=objective.weight_function is not None,
+        assumes_weight=objective.model_loss is not None and objective.source.endswith(")"),
+        modules={
             name: storage_bytes([*module.parameters(), *module.buffers()])
             for name, module in find_auxiliary_modules(workload).items()
         },
-    }
+        recipe=describe_recipe(objective, model, workload.build_batch(size), terms, **describe_model(workload, model)),
+    )
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -160,9 +151,9 @@ def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
     own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
         # Of models of transformers only, which a Trainer trains.
-        **({"checkpointing": True} if own else {}),
-        **({"ignores_items": True} if ignores(model) else {}),
-        **({"trainer": workload.loss.trained_by} if hasattr(workload.loss, "trained_by") else {}),
+        "checkpointing": own,
+        "ignores_items": ignores(model),
+        "trainer": getattr(workload.loss, "trained_by", None),
     }
 
 

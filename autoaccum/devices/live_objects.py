@@ -31,7 +31,7 @@ from autoaccum.sources.batches import (
 )
 from autoaccum.sources.objective import read_coupled_loss, resolve_objective
 from autoaccum.sources.optimizers import OptimizerLike
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
@@ -59,11 +59,12 @@ def workload_of_objects(live: Mapping[str, Any], options: Options) -> Workload:
         model=model,
     )
     criterion, batching = objective.criterion, read_batching(live.get("split"), live.get("size"))
-    given = {name: value for name, value in options.overrides.items() if value is not None}
-    if isinstance(options.optimizer, Optimizer):
-        check_optimizer(options.optimizer, model)
+    given: dict[str, Any] = {**options.spec}
+    optimizer = given.get("optimizer")
+    if isinstance(optimizer, Optimizer):
+        check_optimizer(optimizer, model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        given["optimizer"] = OptimizerLike.of(unwrap_optimizer(options.optimizer), trained)
+        given["optimizer"] = OptimizerLike.of(unwrap_optimizer(optimizer), trained)
     return Workload(
         model=model,
         batch=make_batches(live["batch"], batching),

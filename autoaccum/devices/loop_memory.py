@@ -21,7 +21,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.objective import Objective
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import user_code
 
 EMA_DECAY = 0.999

@@ -26,10 +26,10 @@ from autoaccum.devices.meters import Meter, make_meter, warm_up
 from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import make_options
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.samples import apply_settings
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.samples import apply_spec
+from autoaccum.sources.workload import Workload
 
 
 class TrialChild:
@@ -69,7 +69,7 @@ class TrialChild:
         except BaseException as error:
             return describe_failure(error, f"loading {request.reference}")
         self._meter, self._share = meter, request.share
-        options = Options(**request.options)
+        options = make_options(**request.options)
         self._world_size = options.world_size
         if options.world_size > 1 and self._workload.parallelize is not None and options.parallel is None:
             return Loaded(
@@ -151,8 +151,7 @@ def load_requested(request: LoadWorkload) -> Workload:
 
         loaded = unpack(request.pickled)
     check_loaded(request.reference, request.paths.original, request.paths.root)
-    options = Options(**request.options)
-    return apply_settings(loaded, largest_batch=request.share, worst_of=options.worst_of, **options.overrides)
+    return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
 
 
 def _start(meter: Meter) -> Loaded | Failure:

@@ -12,7 +12,7 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.options import Reduce
 
 if TYPE_CHECKING:
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,12 @@ from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_
 from autoaccum.devices.meters import Meter, Reading
 from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
-from autoaccum.options import Joining, Reduce
+from autoaccum.options import Reduce
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Objective
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import Joining
 from autoaccum.units import format_bytes
 
 

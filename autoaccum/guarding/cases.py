@@ -13,9 +13,10 @@ from typing import Any
 
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
-from autoaccum.options import Options, coupled_word
+from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.module_names import split_reference
+from autoaccum.spec import coupled_word
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
 
@@ -66,9 +67,8 @@ class Case:
         return all(others.get(name) == value for name, value in self.to_record().items())
 
 
-_NO_OPTIONS = ("device", "accumulate_in", "multiple_of", "time_limit", "trial_limit")
-_CASE_FIELDS = [field.name for field in (*dataclasses.fields(Case)[:-1], *dataclasses.fields(Options))]
-CASE_FIELDS = tuple(name for name in _CASE_FIELDS if name not in _NO_OPTIONS)
+_CASE_FIELDS = [field.name for field in dataclasses.fields(Case)[:-1]]
+CASE_FIELDS = (*_CASE_FIELDS, *(name for name in taken_by("guard") if name != "time_limit"))
 """The fields that a project file or a test may give."""
 
 
@@ -76,7 +76,7 @@ def make_case(
     *, workload: str = "", target_batch: int | None = None, micro_batch: int | None = None, **options: Any
 ) -> Case:
     """Make a case from its fields and its options; raise UsageError for an option that is not valid."""
-    return Case(workload=workload, target_batch=target_batch, micro_batch=micro_batch, options=Options(**options))
+    return Case(workload=workload, target_batch=target_batch, micro_batch=micro_batch, options=make_options(**options))
 
 
 def case_name(case: Case) -> str:
@@ -115,8 +115,8 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
             raise UsageError(f"the workload is {case.workload!r}", hint=hint)
         if not case.workload.isprintable():  # Nor are bytes that are not UTF-8.
             raise UsageError(f"the name {case.workload!r} cannot be written in a lock", hint="rename the file")
-    if not isinstance(options.optimizer, str | None):
-        raise UsageError(f"the optimizer is {options.optimizer!r}", hint="give a name of torch.optim, such as AdamW")
+    if not isinstance(optimizer := options.spec.get("optimizer"), str | None):
+        raise UsageError(f"the optimizer is {optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))

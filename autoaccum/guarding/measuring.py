@@ -14,13 +14,13 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Measurement
-from autoaccum.options import coupled_word
 from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.spec import coupled_word
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -98,12 +98,12 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
     return Measurement(
         card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
         update={
-            "precision": inspection.precision,
-            "optimizer": inspection.optimizer,
-            "batchnorm": inspection.batchnorm,
-            "coupled": coupled_word(inspection.coupled),
-            "savers": " + ".join(inspection.savers) or "none",
-            "parameters": f"{inspection.parameters:,}",
+            "precision": inspection.spec.precision,
+            "optimizer": inspection.workload.optimizer,
+            "batchnorm": inspection.spec.batchnorm,
+            "coupled": coupled_word(inspection.spec.coupled),
+            "savers": " + ".join(inspection.spec.savers) or "none",
+            "parameters": f"{inspection.workload.parameters:,}",
         },
         micro_batches=micro_batches,
         fits=trial.ran,
@@ -125,7 +125,7 @@ def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspectio
     The parts of the other ranks follow from the largest one, as they do in the plan. Parts that need each other all
     run.
     """
-    if inspection.joining is not None:
+    if inspection.workload.joining is not None:
         return micro_batches
     planned = request.schedule(max(micro_batches))
     schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))

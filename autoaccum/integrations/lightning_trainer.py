@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from autoaccum.checks import describe_type, join_words, type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.options import Precision
 from autoaccum.sources.model_copies import copy_module, fixed_seeds
 from autoaccum.sources.optimizers import OptimizerOfModel
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import Precision
 from autoaccum.tracebacks import user_code
 
 PARTS = ("model", "data", "weight")

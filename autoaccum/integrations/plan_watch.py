@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.argument_checks import differences, model_facts, plan_facts
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.checks import counted
-from autoaccum.options import RECOMPUTE
 from autoaccum.planning.plan_record import Plan
+from autoaccum.spec import RECOMPUTE
 from autoaccum.units import format_bytes
 
 
@@ -77,14 +77,14 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
             f"{counted(running.world_size, 'rank')} train, the plan is for {plan.world_size}: plan with"
             f" --world-size {running.world_size}"
         )
-    savers = () if micro is None else tuple(plan.workload.get("savers") or ())
+    savers = () if micro is None else tuple(plan.spec.savers)
     recomputes = [word for word in savers if word.startswith(RECOMPUTE) and running.checkpointing is not None]
     if others := [word for word in savers if word not in recomputes]:
         found.append(
             f"the plan needs {' and '.join(others)} (--savers), which only the Accumulator does: train by it, or"
             " plan without"
         )
-    planned = bool(recomputes or (plan.workload.get("recipe") or {}).get("checkpointing"))
+    planned = bool(recomputes or plan.workload.recipe.checkpointing)
     if running.checkpointing not in (None, planned):
         on, off = ("in the plan", "here") if planned else ("here", "in the plan")
         found.append(f"gradient checkpointing is on {on} and off {off}: set it alike, or plan again")

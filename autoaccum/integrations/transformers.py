@@ -19,10 +19,10 @@ from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_m
 from autoaccum.errors import UsageError
 from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
 from autoaccum.integrations.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
-from autoaccum.options import RECOMPUTE
 from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.model_loss import ignores_items
+from autoaccum.spec import RECOMPUTE
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""
@@ -164,14 +164,14 @@ class AccumulatorMixin:
 
 def _settings_of(plan: Plan) -> dict[str, Any]:
     """Return an Accumulator's arguments; raise UsageError if the plan has a saver that takes the update over."""
-    savers = tuple(plan.workload.get("savers") or ())
+    savers = tuple(plan.spec.savers or ())
     if taken := [word for word in savers if word in _KEPT]:
         raise UsageError(
             f"the plan has {' and '.join(taken)}, and the update is the Trainer's",
             hint=f"plan with --savers {RECOMPUTE}, or train by autoaccum.fit",
         )
     known = {"micro_batch": plan.micro_batch, "multiple_of": plan.multiple_of, "savers": savers}
-    return {**known, "accumulate_in": plan.workload.get("accumulate_in")}
+    return {**known, "accumulate_in": plan.spec.accumulate_in}
 
 
 class AccumulatorTrainer(AccumulatorMixin, Trainer):  # type: ignore[misc]

@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.options import Precision
 from autoaccum.sources.batches import batch_size, has_size
 from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
 from autoaccum.sources.optimizers import OptimizerLike, OptimizerOfModel
 from autoaccum.sources.pytree import map_tensors, tensors
 from autoaccum.sources.samples import some_samples
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import Precision
 from autoaccum.tracebacks import user_code
 
 PARTS: tuple[str, ...] = ()

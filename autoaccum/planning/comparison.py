@@ -353,7 +353,7 @@ def _row_of_plan(plan: Plan, card: str, update_seconds: float | None) -> Compari
     return ComparisonRow(
         card=card,
         world_size=plan.world_size,
-        savers=tuple(plan.workload.get("savers") or ()),
+        savers=tuple(plan.spec.savers),
         plan=plan,
         limit_bytes=plan.limit_bytes,
         update_seconds=update_seconds,
@@ -378,4 +378,4 @@ def _estimate(device: Device, plan: Plan) -> float | None:
         cost = device.count_cost()
     except (WorkloadError, NotMeasuredError):
         return None
-    return estimate_seconds(cost, device.rates, plan.micro_batches, precision=str(plan.workload["precision"]))
+    return estimate_seconds(cost, device.rates, plan.micro_batches, precision=plan.spec.precision)

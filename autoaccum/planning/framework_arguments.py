@@ -16,6 +16,7 @@ from autoaccum.accumulation.schedule import format_parts, make_schedule, part_si
 from autoaccum.checks import check_word, join_words
 from autoaccum.errors import UsageError
 from autoaccum.options import mesh_word
+from autoaccum.spec import AUTO, TrainingSpec, WorkloadFacts
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,16 +43,20 @@ ADDS_MEANS: Final = (
 
 def check_framework(
     framework: str,
-    workload: Mapping[str, Any],
+    spec: TrainingSpec,
+    workload: WorkloadFacts | None = None,
     *,
     parallel: str | None = None,
     mesh: tuple[int, ...] | None = None,
+    chooses_savers: bool = False,
 ) -> None:
     """Refuse what the framework cannot do, as early as it is known.
 
     Args:
         framework: One of `FRAMEWORKS`.
-        workload: What is known of the workload, by the names that a plan records it with (`Plan.workload`).
+        spec: How updates run, as far as it is known.
+        chooses_savers: Whether a plan is to choose savers.
+        workload: What is known of the workload, if it was inspected.
         parallel: How ranks train one model, as far as it is known.
         mesh: The ranks in one or two dimensions, if a mesh was given.
 
@@ -59,18 +64,17 @@ def check_framework(
         UsageError: It has no arguments for this.
     """
     check_word(framework, "framework", FRAMEWORKS)
-    name, savers, mode = _name(framework), workload.get("savers") or (), workload.get("batchnorm") or "micro"
-    is_titan, is_joint = framework == "torchtitan", bool(workload.get("coupled") or workload.get("joining"))
+    name, facts = _name(framework), workload or WorkloadFacts()
+    savers, mode, is_titan = [AUTO] if chooses_savers else spec.savers, spec.batchnorm, framework == "torchtitan"
+    is_joint = bool(spec.coupled or facts.joining)
     reasons = {
         f"{name} does not know autoaccum's savers ({', '.join(savers)})": bool(savers),
         f'{name} has no batchnorm mode "{mode}", its BatchNorms see single micro-batches': mode != "micro",
         f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch": is_joint,
         f"the loss is a sum, and {name} divides it by the number of micro-batches": (
-            workload.get("reduction") == "sum" and not is_titan
+            facts.reduction == "sum" and not is_titan
         ),
-        "torchtitan trains in fp32 or bf16, and the precision is fp16": (
-            is_titan and workload.get("precision") == "fp16"
-        ),
+        "torchtitan trains in fp32 or bf16, and the precision is fp16": (is_titan and spec.precision == "fp16"),
         "DeepSpeed shards by ZeRO, which takes other memory than fsdp2": (
             framework == "deepspeed" and parallel == "fsdp2"
         ),
@@ -98,7 +102,7 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
     Raises:
         UsageError: The framework cannot do what the plan does, or would train with another number of samples.
     """
-    check_framework(framework, plan.workload, parallel=plan.parallel, mesh=plan.mesh)
+    check_framework(framework, plan.spec, plan.workload, parallel=plan.parallel, mesh=plan.mesh)
     if plan.target_batch % plan.world_size:
         raise UsageError(
             f"{_name(framework)} gives each of {plan.world_size} ranks as many samples, and a target batch of"
@@ -127,24 +131,24 @@ def for_framework(plan: Plan, framework: str) -> Plan:
 def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
     """Return the notes on what a framework does otherwise than the plan's trials, the most important first."""
     name, workload, notes = _name(framework), plan.workload, []
-    recipe = workload.get("recipe") or {}
-    if framework in _AVERAGING and plan.iter_size > 1 and recipe.get("divisor") in ("weight", "class weights"):
+    recipe = workload.recipe
+    if framework in _AVERAGING and plan.iter_size > 1 and recipe.divisor in ("weight", "class weights"):
         notes.append(
-            f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload['weight']}: where"
+            f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload.weight}: where"
             " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
         )
-    if framework == "transformers" and plan.iter_size > 1 and recipe.get("ignores_items"):
-        notes.append(ADDS_MEANS.format(model=workload["model"], parts=plan.iter_size))
+    if framework == "transformers" and plan.iter_size > 1 and recipe.ignores_items:
+        notes.append(ADDS_MEANS.format(model=workload.model, parts=plan.iter_size))
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
     elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework not in ("deepspeed", "torchtitan"):
-        held = format_bytes(workload.get("parameter_bytes") or 0)
+        held = format_bytes(workload.parameter_bytes or 0)
         notes.append(
             f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"
             " trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view"
         )
-    if plan.iter_size > 1 and recipe.get("half") and workload.get("accumulate_in") == "fp32":
-        kinds = join_words(recipe["half"])
+    if plan.iter_size > 1 and recipe.half and plan.spec.accumulate_in == "fp32":
+        kinds = join_words(recipe.half)
         notes.append(
             f"{name} sums the gradients of {kinds} parameters in {kinds}, which takes less memory than the trials, in"
             " fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
@@ -180,14 +184,14 @@ def _transformers(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.iter_size,
         "average_tokens_across_devices": True,
     }
-    if plan.workload.get("precision") in ("bf16", "fp16"):
-        arguments[plan.workload["precision"]] = True
+    if plan.spec.precision in ("bf16", "fp16"):
+        arguments[plan.spec.precision] = True
     if plan.parallel == "fsdp2":
         arguments["fsdp"] = True
     if plan.reduce == "each":
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    if plan.workload.get("evaluation_batch") is not None:
-        arguments["per_device_eval_batch_size"] = plan.workload["evaluation_batch"]
+    if plan.spec.evaluation_batch is not None:
+        arguments["per_device_eval_batch_size"] = plan.spec.evaluation_batch
     if plan.multiple_of > 1:
         arguments["dataloader_drop_last"] = True
     if plan.learning_rate is not None:
@@ -196,7 +200,7 @@ def _transformers(plan: Plan) -> dict[str, Any]:
 
 
 def _lightning(plan: Plan) -> dict[str, Any]:
-    precision = plan.workload.get("precision")
+    precision = plan.spec.precision
     trainer: dict[str, Any] = {
         "accumulate_grad_batches": plan.iter_size,
         "precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(str(precision), "32-true"),
@@ -209,7 +213,7 @@ def _lightning(plan: Plan) -> dict[str, Any]:
 
 
 def _accelerate(plan: Plan) -> dict[str, Any]:
-    precision = plan.workload.get("precision")
+    precision = plan.spec.precision
     accelerator: dict[str, Any] = {"mixed_precision": precision if precision in ("bf16", "fp16") else "no"}
     if plan.device.get("kind") == "cpu":
         accelerator["cpu"] = True
@@ -230,7 +234,7 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
         "dataloader_drop_last": True,
     }
     # Its own "bf16" converts the parameters, which the trials did not.
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(plan.workload.get("precision")))
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.spec.precision)
     return config | ({} if dtype is None else {"torch_autocast": {"enabled": True, "dtype": dtype}})
 
 
@@ -242,7 +246,7 @@ def _torchtitan(plan: Plan) -> dict[str, Any]:
         "training": {
             "local_batch_size": plan.micro_batch,
             "global_batch_size": plan.target_batch,
-            "mixed_precision_param": _DTYPES[str(plan.workload.get("precision", "fp32"))],
+            "mixed_precision_param": _DTYPES[plan.spec.precision],
         },
         "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
     }

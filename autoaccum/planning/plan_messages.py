@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, format_parts
 from autoaccum.devices.base import Device, Inspection, Prediction, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes
 
-_RECORDED_FIELDS = (
-    *("name", "digest", "model", "parameters", "parameter_bytes", "precision", "optimizer", "loss", "reduction"),
-    *("weight", "recipe", "keeps", "evaluation_batch", "worst_of", "batchnorm", "coupled", "accumulate_in"),
-    *("savers", "modules"),
-)
 _LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, {}or more memory"
 _OF_RANKS: dict[Parallel | None, str] = {"ddp": "--parallel fsdp2, ", "fsdp2": "more ranks (--world-size), "}
 
@@ -140,12 +133,6 @@ def peak_bytes(trial: Trial) -> int | None:
     return trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
 
 
-def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
-    """Return what the plan records of the workload."""
-    recorded = {name: to_plain(getattr(inspection, name)) for name in _RECORDED_FIELDS}
-    return {"reference": reference, **recorded, **({"joining": inspection.joining} if inspection.joining else {})}
-
-
 def all_warnings(
     inspection: Inspection, schedule: Schedule, of_sizes: Iterable[str], prediction: Prediction | None
 ) -> tuple[str, ...]:
@@ -186,13 +173,13 @@ def all_notes(
     more: Iterable[str],
 ) -> tuple[str, ...]:
     """Return every note of a plan, the most important first, since only the first are shown."""
-    notes = []
+    notes, facts = list[str](), inspection.workload
     of_prediction = () if prediction is None else prediction.notes
     if schedule.iter_size > 1 and inspection.coupling is None:
         notes.append("gradient equivalence was not checked: run `autoaccum verify`")
-    if inspection.loss == "model" and inspection.coupling is None and inspection.weight.endswith(")"):
+    if facts.assumes_weight and inspection.coupling is None:
         notes.append(
-            f"the divisor of the loss, {inspection.weight}, was taken from the model's class, since nothing was"
+            f"the divisor of the loss, {facts.weight}, was taken from the model's class, since nothing was"
             " computed: `autoaccum verify` checks it"
         )
     notes += of_prediction[:1]
@@ -206,10 +193,10 @@ def all_notes(
         notes.append(cost)
     if inspection.found_multiple is not None:
         notes.append(inspection.found_multiple)
-    if inspection.modules:
-        sizes = ", ".join(f"{name} ({format_bytes(size)})" for name, size in inspection.modules.items())
+    if facts.modules:
+        sizes = ", ".join(f"{name} ({format_bytes(size)})" for name, size in facts.modules.items())
         notes.append(f"modules outside the model that are on its device too: {sizes}")
-    return (*notes, learning_rate_note(schedule, inspection.reduction), *of_prediction[1:], *more)
+    return (*notes, learning_rate_note(schedule, facts.reduction), *of_prediction[1:], *more)
 
 
 def learning_rate_note(schedule: Schedule, reduction: str) -> str:

@@ -22,8 +22,9 @@ from autoaccum.options import Parallel, Reduce
 from autoaccum.planning.framework_arguments import framework_arguments
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
+from autoaccum.spec import TrainingSpec, WorkloadFacts
 
-SCHEMA = 1
+SCHEMA = 2
 _AGAIN = "plan again with `autoaccum plan`"
 
 
@@ -60,9 +61,8 @@ class Plan:
         devices: The device of every rank, where each tried on its own, and the plan is that of the one where the least
             fits; None: `device` alone was tried.
         environment: Versions and settings the trials ran under.
-        workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
-            batchnorm, coupled, and the recipe of a training step (`workload.step_recipe`); `joining` where parts need
-            each other (`Inspection`).
+        workload: What is trained.
+        spec: How its updates were run, and how `fit` and an Accumulator run them by this plan.
         trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
             schedule's, from a clean state.
         warnings: Sentences on what could make the plan fail or mislead.
@@ -103,7 +103,8 @@ class Plan:
     device: Mapping[str, Any]
     devices: tuple[Mapping[str, Any], ...] | None = None
     environment: Mapping[str, Any]
-    workload: Mapping[str, Any]
+    workload: WorkloadFacts
+    spec: TrainingSpec = TrainingSpec()
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -281,4 +282,8 @@ def _check_schema(schema: object, source: str) -> None:
         raise PlanFileError(
             f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
             hint=f"upgrade autoaccum, or {_AGAIN}",
+        )
+    if schema < SCHEMA:
+        raise PlanFileError(
+            f"{source} was written by an older autoaccum (schema {schema}, this one reads {SCHEMA})", hint=_AGAIN
         )

@@ -96,7 +96,7 @@ class PlanRequest:
     @property
     def multiple_of(self) -> int:
         """The number that every micro-batch is a multiple of, as far as it is known."""
-        return self.options.multiple_of or 1
+        return self.options.spec.get("multiple_of") or 1
 
     @property
     def load_limit_seconds(self) -> float | None:
@@ -140,7 +140,7 @@ class PlanRequest:
         """Return the request with the `multiple_of` that an inspection found."""
         if multiple_of == self.multiple_of:
             return self
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, multiple_of=multiple_of))
+        return dataclasses.replace(self, options=self.options.with_spec(multiple_of=multiple_of))
 
     def ladder(self, ceiling: int, least_size: int) -> tuple[int, ...]:
         """Return the sizes whose speed is worth knowing, up to `ceiling`: the largest parts of schedules."""

@@ -21,7 +21,7 @@ from autoaccum.planning.plan_request import PlanRequest
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import Checkout
     from autoaccum.devices.live_tensors import LiveTensors
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def make_setup(
         settings = dataclasses.replace(settings, reference=resolved)
         return PlanSetup((device_maker or make_device)(settings), resolved)
     reference = f"{resolved.name} (made in code)"
-    options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
+    options = options.with_spec(optimizer=None, worst_of=None)  # They are pickled with the workload.
     tensors = None
     if options.gpu is None:
-        options, tensors = _place(resolved, options, request.options.optimizer, is_live=workload is None)
+        options, tensors = _place(resolved, options, request.options.spec.get("optimizer"), is_live=workload is None)
     settings = dataclasses.replace(settings, reference=reference, options=options)
     with ExitStack() as files:
         device = (device_maker or make_device)(dataclasses.replace(settings, pickled=_pack(resolved, options, files)))
@@ -158,9 +158,10 @@ def resolve_workload(
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
     if not isinstance(workload, (str, os.PathLike)):
         return _with_options(workload, options, share, verb)
-    if options.optimizer is not None and not isinstance(options.optimizer, str):
+    optimizer = options.spec.get("optimizer")
+    if not isinstance(optimizer, str | None):
         raise UsageError(
-            f"optimizer is of type {type(options.optimizer).__name__}, and the workload is a file",
+            f"optimizer is of type {type(optimizer).__name__}, and the workload is a file",
             hint="give a name of torch.optim, or write def optimizer(params) in the file",
         )
     return os.fspath(workload)
@@ -198,12 +199,12 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
     missing = [name for name in ("model", "batch") if live.get(name) is None]
     if missing:
         raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_usage(verb))
-    if options.worst_of is not None:
+    if (worst_of := options.spec.get("worst_of")) is not None:
         raise UsageError(
-            f"worst_of is {options.worst_of}, and live objects have no dataset",
+            f"worst_of is {worst_of}, and live objects have no dataset",
             hint=f"{verb} a file or a Workload with a dataset, or give a batch that is the worst case",
         )
-    if live.get("evaluate") is not None and options.evaluation_batch is None:
+    if live.get("evaluate") is not None and "evaluation_batch" not in options.spec:
         raise UsageError("evaluate is given without evaluation_batch", hint="say how many samples a pass has")
     from autoaccum.devices.live_objects import workload_of_objects
 
@@ -212,12 +213,12 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
 
 def _with_options(workload: Any, options: Options, share: int, verb: str) -> Workload:
     """Return the Workload with the options in place of its own."""
-    from autoaccum.sources.samples import apply_settings
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.samples import apply_spec
+    from autoaccum.sources.workload import Workload
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
-    return apply_settings(workload, largest_batch=share, worst_of=options.worst_of, **options.overrides)
+    return apply_spec(workload, options.spec, largest_batch=share)
 
 
 def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:

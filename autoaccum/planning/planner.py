@@ -20,7 +20,6 @@ from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
     all_warnings,
-    describe_workload,
     does_not_fit_error,
     peak_bytes,
     ranks_notes,
@@ -38,7 +37,7 @@ from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
 _FORECAST_TIME_SHARE = 0.25
@@ -231,8 +230,12 @@ class _Planner:
         )
         if self.saver_trials is not None and savers is not None:
             why = self.saver_trials.notes(savers, schedule.micro_batches)
-            inspection = dataclasses.replace(inspection, savers=savers, notes=(*why, *inspection.notes))
-        holds_own = bool(inspection.coupled) and not self.runner.of_all_ranks
+            inspection = dataclasses.replace(
+                inspection,
+                spec=dataclasses.replace(inspection.spec, savers=savers),
+                notes=(*why, *inspection.notes),
+            )
+        holds_own = bool(inspection.spec.coupled) and not self.runner.of_all_ranks
         of_ranks = ranks_notes(device, holds_own=holds_own) if schedule.world_size > 1 else ()
         more_notes = (*self.setup.notes, *result.notes, *of_ranks, *explanation_notes)
         return Plan.of_schedule(
@@ -253,7 +256,8 @@ class _Planner:
             host_bytes=result.trial.host_bytes,
             device=device.describe(),
             environment=inspection.environment,
-            workload=describe_workload(inspection, self.setup.reference),
+            workload=dataclasses.replace(inspection.workload, reference=self.setup.reference),
+            spec=inspection.spec,
             trials=result.trials,
             warnings=all_warnings(inspection, schedule, result.warnings, prediction),
             notes=all_notes(inspection, schedule, request, result.largest_fit, prediction, more_notes),
@@ -352,15 +356,15 @@ class _Planner:
         except WorkloadError as error:  # Of the counter's: the trials ran.
             raise NotMeasuredError(error.message) from None
         schedules = [self.request.schedule(size).micro_batches for size in sizes]
-        precision = self.inspection.precision
+        precision = self.inspection.spec.precision
         return estimate_throughput(cost, device.rates, schedules, device=device.name, precision=precision)
 
     @property
     def _memory_needs(self) -> MemoryNeeds:
         inspection = self.inspection
-        in_lock_step = inspection.joining == "lockstep"
+        in_lock_step = inspection.workload.joining == "lockstep"
         return MemoryNeeds(
-            least_bytes=inspection.parameter_bytes,
+            least_bytes=inspection.workload.parameter_bytes or 0,
             update_bytes=inspection.update_bytes,
             update_samples=inspection.update_samples,
             sample_bytes=None if in_lock_step else inspection.sample_bytes,

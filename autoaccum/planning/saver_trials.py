@@ -11,7 +11,6 @@ from itertools import combinations
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.options import OFFLOADS, RECOMPUTE
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
@@ -19,6 +18,7 @@ from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.simulation.trace_records import Amount, UpdateCost
+from autoaccum.spec import OFFLOADS, RECOMPUTE
 from autoaccum.units import format_bytes
 
 _OF_PARAMETERS = ("offload-gradients", "offload-optimizer")
@@ -26,7 +26,7 @@ _OF_PARAMETERS = ("offload-gradients", "offload-optimizer")
 _QUARTERS = 4
 
 Words = tuple[str, ...]
-"""Savers, as `options.read_savers` returns them."""
+"""Savers, as `spec.read_savers` returns them."""
 Parts = tuple[int, ...]
 
 
@@ -91,7 +91,7 @@ class SaverTrials:
             return words not in refuted and self.fits(words)
 
         try:
-            chosen = choose_savers(self._offloads, self.inspection.blocks, fits, self._seconds)
+            chosen = choose_savers(self._offloads, self.inspection.workload.blocks, fits, self._seconds)
         except SearchStopped as stopped:
             raise NotMeasuredError(f"{stopped} ended the choice of savers", hint="allow more") from None
         if chosen is None:
@@ -101,7 +101,7 @@ class SaverTrials:
     def list_sets(self) -> list[Words]:
         """Return the sets of savers that fit and can be used: offloads in all combinations, and recomputed blocks."""
         self._count(())  # An error without savers is the workload's own.
-        blocks = self.inspection.blocks
+        blocks = self.inspection.workload.blocks
         recomputes = bool(blocks) and self._count(with_blocks((), blocks)) is not None
         offloads = [word for word in self._offloads if self._count((word,)) is not None]
         sets = list_sets(offloads, blocks if recomputes else 0, self.fits)
@@ -141,7 +141,7 @@ class SaverTrials:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""
         cost = self._count(words)
         assert cost is not None
-        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
+        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.spec.precision)
 
     def does_not_fit(self) -> DoesNotFitError:
         """Return the error of a size that fits with no savers."""

@@ -79,9 +79,9 @@ class TrialRunner:
         self._device, self._request, self._limits, self._notify = device, request, limits, notify
         self._least_size, self._start_seconds = inspection.least_size, start_seconds
         self.trials: list[Trial] = []
-        self.joined = inspection.joining is not None
+        self.joined = inspection.workload.joining is not None
         # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
-        self.of_all_ranks = request.options.world_size > 1 and inspection.joining == "twice"
+        self.of_all_ranks = request.options.world_size > 1 and inspection.workload.joining == "twice"
 
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`."""

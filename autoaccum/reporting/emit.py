@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
+from autoaccum.spec import StepRecipe, TrainingSpec, WorkloadFacts
 from autoaccum.units import format_bytes
 
 Form: TypeAlias = "str | Mapping[str, Any]"
@@ -29,29 +31,23 @@ _RESERVED_NAMES = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
 _ROOM = "The plan leaves memory for what the training loop holds besides the step: "
 
 
-def check_emittable(
-    *,
-    world_size: int = 1,
-    batchnorm: str = "micro",
-    joins: bool = False,
-    savers: Sequence[str] = (),
-    multiple_of: int = 1,
-    recipe: Mapping[str, Any] | None = None,
-) -> None:
+def check_emittable(spec: TrainingSpec, workload: WorkloadFacts | None = None, *, world_size: int = 1) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
-    `recipe` is that of the `Inspection`, if it is known yet. `joins`: parts of an update need each other.
+    `workload` is what the inspection found, if there was one yet.
 
     Raises:
         UsageError: The step of the plan takes more than a few lines of PyTorch.
     """
+    joins = spec.coupled or (workload is not None and workload.joining is not None)
+    multiple_of, batchnorm = spec.multiple_of or 1, spec.batchnorm
     reasons = {
         f"the plan is for {world_size} ranks": world_size > 1,
         f'batchnorm is "{batchnorm}"': batchnorm != "micro",
         "micro-batches need something of each other (a coupled loss, or whole_batch(x))": joins,
-        f"the plan uses {', '.join(savers)}": bool(savers),
+        f"the plan uses {', '.join(spec.savers)}": bool(spec.savers),
         f"micro-batches are multiples of {multiple_of}": multiple_of > 1,
-        **({} if recipe is None else _reasons_of_recipe(recipe)),
+        **({} if workload is None else _reasons_of_recipe(workload.recipe)),
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason is not None:
@@ -59,28 +55,26 @@ def check_emittable(
             f"--emit writes a few lines of plain PyTorch, which cannot do this: {reason}",
             hint="leave out --emit, and train with autoaccum.Accumulator",
         )
-    if recipe is not None and (misweighted := recipe.get("misweighted")):
+    if workload is not None and workload.recipe.misweighted:
         raise UsageError(
-            f"the emitted step would give its parts wrong weights: {misweighted}",
+            f"the emitted step would give its parts wrong weights: {workload.recipe.misweighted}",
             hint="add what the loss divides by to the workload, and plan again",
         )
 
 
-def _reasons_of_recipe(recipe: Mapping[str, Any]) -> dict[str, bool]:
+def _reasons_of_recipe(recipe: StepRecipe) -> dict[str, bool]:
     """Return what a recipe may have that cannot be written, and whether it has."""
-    kinds = set(_kinds(recipe["batch"]))
+    kinds = set(_kinds(recipe.batch))
     # A loss may read attributes, which a dict does not have.
-    reads_attributes = "mapping" in kinds and recipe["call"] is None and not recipe.get("own")
+    reads_attributes = "mapping" in kinds and not recipe.calls_criterion and not recipe.own
     return {
-        "the batch is split by the workload's own split(batch, sizes)": recipe["batch"] == "own",
+        "the batch is split by the workload's own split(batch, sizes)": recipe.batch == "own",
         "the batch has more than tensors in tuples, lists and dicts": (
             not kinds <= {"tensor", "tuple", "list", "dict", "mapping"} or reads_attributes
         ),
-        "the criterion's mean is over class weights": recipe["divisor"] == "class weights",
-        "the loss has several terms": bool(recipe["terms"] or recipe["weights"]),
-        f"parameters are in {', '.join(recipe['half'])}, whose gradients have to be summed in fp32": (
-            bool(recipe["half"])
-        ),
+        "the criterion's mean is over class weights": recipe.divisor == "class weights",
+        "the loss has several terms": bool(recipe.terms or recipe.weights),
+        f"parameters are in {', '.join(recipe.half)}, whose gradients have to be summed in fp32": (bool(recipe.half)),
     }
 
 
@@ -105,30 +99,23 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     Raises:
         UsageError: As from `check_emittable`.
     """
-    recipe, workload = plan.workload["recipe"], plan.workload
-    check_emittable(
-        world_size=plan.world_size,
-        batchnorm=str(workload.get("batchnorm") or "micro"),
-        joins=bool(workload.get("coupled") or workload.get("joining")),
-        savers=workload.get("savers") or (),
-        multiple_of=plan.multiple_of,
-        recipe=recipe,
-    )
+    recipe, precision = plan.workload.recipe, plan.spec.precision
+    spec = dataclasses.replace(plan.spec, multiple_of=plan.multiple_of)
+    check_emittable(spec, plan.workload, world_size=plan.world_size)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    precision = str(workload.get("precision", "fp32"))
-    by_weight, own = recipe["divisor"] == "weight", recipe.get("own")
+    by_weight, own = recipe.divisor == "weight", recipe.own
     room = describe_extra_memory(plan)
     text = template.render(
         plan=plan,
         module=module,
         own=own,
-        call=recipe["call"],
-        divisor=recipe["divisor"],
-        ignore_index=recipe["ignore_index"],
+        calls_criterion=recipe.calls_criterion,
+        divisor=recipe.divisor,
+        ignore_index=recipe.ignore_index,
         scaled=precision == "fp16",
         half_type=_HALF_TYPES.get(precision),
-        weighs=by_weight or recipe["divisor"] == "targets",
+        weighs=by_weight or recipe.divisor == "targets",
         takes_weight=by_weight and not (own or {}).get("weight"),
         stars=_stars(recipe),
         origin=_wrapped(_origin(plan)),
@@ -138,11 +125,11 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     return text + "\n"
 
 
-def _stars(recipe: Mapping[str, Any]) -> str:
+def _stars(recipe: StepRecipe) -> str:
     """Return how a criterion's inputs are given to the model: as they are, one by one, or by name."""
-    if recipe["call"] is None or isinstance(recipe["batch"], str):
+    if not recipe.calls_criterion or isinstance(recipe.batch, str):
         return ""
-    ((_, (inputs, *_)),) = recipe["batch"].items()
+    ((_, (inputs, *_)),) = recipe.batch.items()
     if isinstance(inputs, str):
         return ""
     return "**" if next(iter(inputs)) in ("dict", "mapping") else "*"
@@ -150,12 +137,12 @@ def _stars(recipe: Mapping[str, Any]) -> str:
 
 def _origin(plan: Plan) -> str:
     workload, device = plan.workload, plan.device
-    digest = str(workload.get("digest") or "")[:_DIGITS_OF_DIGEST]
-    about = [str(workload.get("model", "a model")), *([f"digest {digest}"] if digest else [])]
+    digest = workload.digest[:_DIGITS_OF_DIGEST]
+    about = [workload.model or "a model", *([f"digest {digest}"] if digest else [])]
     parts = format_parts(plan.micro_batches)
     card = device.get("card") or device.get("name") or "unknown"
     return (
-        f"Written by `autoaccum plan` for {workload.get('name', 'a workload')} ({', '.join(about)}): "
+        f"Written by `autoaccum plan` for {workload.name or 'a workload'} ({', '.join(about)}): "
         f"{plan.target_batch} samples an update"
         + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
         + f" on {card} with {format_bytes(plan.limit_bytes)}"

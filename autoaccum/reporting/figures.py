@@ -87,7 +87,7 @@ def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
 
 def plan_title(plan: Plan) -> str:
     """Return the model, the device and the sizes in one line."""
-    model = str(plan.workload.get("model") or plan.workload.get("name") or "Memory")
+    model = plan.workload.model or plan.workload.name or "Memory"
     sizes = f"{plan.micro_batch} of {plan.target_batch} samples at a time"
     if plan.iter_size == 1 and plan.world_size == 1:
         sizes = "1 sample" if plan.micro_batch == 1 else f"{plan.micro_batch} samples at once"

@@ -19,6 +19,7 @@ from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.reporting.figures import COLOURS, draw_curve, draw_panels, draw_timeline, plan_title
 from autoaccum.reporting.plan_report import answer_rows, detail_rows, speeds_table
 from autoaccum.reporting.progress import trials_table
+from autoaccum.serialization import to_plain
 
 _COLOURS: Final = {
     **COLOURS,
@@ -82,6 +83,7 @@ def _sections(plan: Plan, report: MemoryReport | None, seconds: float | None) ->
         timeline = [_picture("the memory of an update over time, by purpose", drawn)]
         account = explanation_blocks(report.explanation, plan.peak_bytes if plan.kind == "measured" else None)
     curve = partial(draw_curve, plan=plan, curve=() if report is None else report.curve)
+    made_with = (to_plain(plan.workload), to_plain(plan.spec), plan.environment)
     return {
         "Plan": [Facts([*answer_rows(plan), *detail_rows(plan, seconds)]), messages],
         "Memory over one update": timeline,
@@ -89,7 +91,7 @@ def _sections(plan: Plan, report: MemoryReport | None, seconds: float | None) ->
         "Peak over the micro-batch": [_picture("the peak over the micro-batch", curve)],
         "Throughput": [] if plan.throughput is None else [speeds_table(plan.throughput)],
         "Trials": [trials_table(plan)],
-        "Made with": [Facts([*plain_facts(plan.workload), *plain_facts(plan.environment)])],
+        "Made with": [Facts([row for record in made_with for row in plain_facts(record)])],
     }
 
 

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
-from autoaccum.options import OFFLOADS, mesh_word
+from autoaccum.options import mesh_word
 from autoaccum.planning.framework_arguments import code_lines
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, show
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
+from autoaccum.spec import OFFLOADS
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
@@ -86,7 +87,7 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
         yield "reduce", _reduce(plan)
     yield "peak", _peak(plan)
     if plan.host_bytes is not None:
-        offloads = [word for word in plan.workload.get("savers") or () if word in OFFLOADS]
+        offloads = [word for word in plan.spec.savers if word in OFFLOADS]
         yield "host memory", f"{format_bytes(plan.host_bytes)} for {' and '.join(offloads) or 'what backward needs'}"
     if plan.throughput is not None:
         rate = format_rate(plan.throughput.at_knee.samples_per_second)
@@ -107,10 +108,10 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
         yield "band", f"{band} either way, of what is needed and of what the card has free"
     if extra := describe_extra_memory(plan):
         yield "along with", "; ".join(extra)
-    if plan.workload.get("worst_of") is not None:
-        yield "batches", f"made of the longest of {plan.workload['worst_of']} samples of the dataset"
-    if plan.workload.get("batchnorm") in _MODES:
-        yield "batchnorm", _MODES[plan.workload["batchnorm"]]
+    if plan.spec.worst_of is not None:
+        yield "batches", f"made of the longest of {plan.spec.worst_of} samples of the dataset"
+    if plan.spec.batchnorm in _MODES:
+        yield "batchnorm", _MODES[plan.spec.batchnorm]
     if plan.learning_rate is not None:
         yield "tuned rate", f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` uses"
     predicted = " predicted" if plan.kind == "predicted" else ""
@@ -138,32 +139,33 @@ def _speed_words(speed: Speed) -> str:
 
 def describe_extra_memory(plan: Plan) -> list[str]:
     """Return phrases for what the plan's trials held besides the step: outputs, an EMA, an evaluation."""
-    kept = [_KEPT.get(keep, str(keep)) for keep in plan.workload.get("keeps") or ()]
-    samples = plan.workload.get("evaluation_batch")
+    kept = [_KEPT.get(keep, str(keep)) for keep in plan.spec.keeps]
+    samples = plan.spec.evaluation_batch
     return kept if samples is None else [*kept, f"an evaluation between updates, in batches of {samples}"]
 
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     """Return the line of Python that trains by the plan: with its file, or with its numbers; or what gives it."""
-    if trainer := plan.workload.get("recipe", {}).get("trainer"):
-        if trainer != "transformers" or plan.workload.get("precision") == "fp16":
+    workload, spec = plan.workload, plan.spec
+    if trainer := workload.recipe.trainer:
+        if trainer != "transformers" or spec.precision == "fp16":
             return f"the arguments that --for {trainer} prints"
         given = f"micro_batch={plan.micro_batch}" if kept is None else f"plan={str(kept)!r}"
         return f"autoaccum.integrations.transformers.AccumulatorTrainer(..., {given}).train()"
-    workload = plan.workload
-    given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(workload.get("loss")), "loss, ")
-    if workload.get("coupled") and workload.get("loss") != "criterion":
+    given = {"loss": "loss, ", "criterion": "criterion=criterion, ", "model": ""}[workload.loss]
+    if spec.coupled and workload.loss != "criterion":
         given = "outputs=outputs, coupled_loss=coupled_loss, "
-    named = {name: workload.get(name) for name in ("reduction", "precision", "coupled", "batchnorm", "savers")}
+    named: dict[str, object] = {"reduction": workload.reduction}
+    named |= {name: getattr(spec, name) for name in ("precision", "coupled", "batchnorm", "savers")}
     named |= {"reduce": plan.reduce, "multiple_of": plan.multiple_of if plan.multiple_of > 1 else None}
     usual = ("mean", "fp32", "micro", "each")
     options = [f"micro_batch={plan.micro_batch}"]
     options += [f"{name}={value!r}".replace("'", '"') for name, value in named.items() if value and value not in usual]
     if kept is not None:
         options = [f"plan=autoaccum.Plan.load({str(kept)!r})"]
-    if workload.get("weight") == "the workload's weight()":
+    if workload.has_weight:
         options.append("weight=weight")
-    if workload.get("recipe", {}).get("batch") == "own":
+    if workload.recipe.batch == "own":
         options += ["split=split", "size=size"]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
 

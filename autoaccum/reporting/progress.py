@@ -185,12 +185,12 @@ class PlanProgress(Progress):
 
     def _introduce(self, event: Inspected) -> None:
         self.stop()
-        self._predicted, seen = event.predicted, event.inspection
+        self._predicted, seen = event.predicted, event.inspection.workload
         where = f"{'predicted for' if event.predicted else 'on'} {event.device} with {format_bytes(event.limit_bytes)}"
-        parameters = parameter_words(seen.parameters, seen.dtypes, seen.precision)
+        parameters = parameter_words(seen.parameters or 0, seen.dtypes, event.inspection.spec.precision)
         about = f": {seen.model}, {parameters}, {seen.optimizer}; {where}, sizes up to {event.cap}"
         self.say(Text.assemble((seen.name, "bold"), about))
-        for caution in seen.cautions if event.predicted else ():
+        for caution in event.inspection.cautions if event.predicted else ():
             self.say(f"warning: {caution}", "yellow")
         self.say(_COLUMNS.format("micro-batch", "outcome", "peak", "time"), "dim")
 

@@ -12,7 +12,7 @@ from typing import Any
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
 from autoaccum.sources.samples import take_longest
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 SAMPLES = 256
 """Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""

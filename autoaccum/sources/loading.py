@@ -25,7 +25,7 @@ from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.sources.adapters import free_card, workload_of
 from autoaccum.sources.module_names import module_files, split_reference
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
 _SPECIAL = {

@@ -20,7 +20,7 @@ from autoaccum.sources.pytree import map_tensors
 from autoaccum.tracebacks import user_code
 
 if TYPE_CHECKING:
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

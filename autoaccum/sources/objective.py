@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.options import read_coupled
 from autoaccum.sources.batches import BatchReader, batch_size, move_batch, wrap_batch
 from autoaccum.sources.criteria import Criterion, inputs_and_targets, is_criterion, resolve_criterion
 from autoaccum.sources.model_loss import ModelLoss
 from autoaccum.sources.pytree import unwrap_batch
+from autoaccum.spec import read_coupled
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import numbers
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
-from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
@@ -181,25 +181,22 @@ def _structure(node: Any) -> Any:
     return kind, [(step, _structure(child)) for step, child in pytree.children(node) or ()]
 
 
-def apply_settings(
-    workload: Workload, *, largest_batch: int | None = None, worst_of: int | None = None, **settings: Any
-) -> Workload:
-    """Return `workload` with the settings that are not None in place of its own, and with a way to make batches.
+def apply_spec(workload: Workload, given: Mapping[str, Any], *, largest_batch: int | None = None) -> Workload:
+    """Return `workload` with the values of a partial spec in place of its own, and with a way to make batches.
 
     Args:
         workload: The workload as it was loaded or given.
+        given: A partial `TrainingSpec`; with `worst_of`, batches are made of the longest samples of the dataset.
         largest_batch: The number of samples in the largest training batch.
-        worst_of: Make batches of the longest of this many samples of the dataset.
-        settings: Fields of `Workload`.
 
     Raises:
-        WorkloadError: A setting has a value that cannot be used, or there is neither `batch` nor `worst_of`.
+        WorkloadError: A value cannot be used, or there is neither `batch` nor `worst_of`.
     """
-    workload = replace_fields(workload, **settings)
-    if worst_of is not None:
+    workload = replace_fields(workload, **given)
+    if workload.worst_of is not None and (workload.batch is no_batch or given.get("worst_of") is not None):
         if largest_batch is not None:
             largest_batch = max(largest_batch, workload.evaluation_batch or 0)
-        return take_longest(workload, worst_of, largest_batch)
+        return take_longest(workload, workload.worst_of, largest_batch)
     if workload.batch is no_batch:
         raise WorkloadError(
             "the workload defines no 'batch'",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,31 +19,27 @@ from autoaccum.sources.batches import batch_size
 from autoaccum.sources.criteria import ignored_class
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.readings import is_samples
-
-Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
-"""How the share of a part is computed. `nothing`: the loss is a sum. `weight`: by the workload's function. `targets`:
-by the integer targets that are not ignored. `samples`: by samples, or by elements if every sample has as many."""
+from autoaccum.spec import Divisor, StepRecipe
 
 
-def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
-    """Return the recipe: divisor, ignored class, call of the criterion, terms of the loss, batch and half dtypes.
-
-    For a loss that the model computes itself, `own` holds the code that takes it from the outputs and its weight.
-    `batch` is a small one.
-    """
+def describe_recipe(
+    objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str], **of_model: Any
+) -> StepRecipe:
+    """Return the recipe of a step; `batch` is a small one, `of_model` are the fields about the model's framework."""
     criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
     code = own.code(batch) if own is not None and objective.weight_function is None else None
     half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
-    return {
-        "divisor": find_divisor(objective, batch),
-        "ignore_index": None if criterion is None else ignored_class(criterion.settings),
-        "call": None if criterion is None else "one",
-        "own": None if own is None else {"loss": own.access, "weight": code},
-        "terms": [] if list(terms) == ["loss"] else list(terms),
-        "weights": list(weight) if isinstance(weight, dict) else [],
-        "batch": describe_form(batch, batch_size(batch)),
-        "half": sorted(str(dtype).removeprefix("torch.") for dtype in half),
-    }
+    return StepRecipe(
+        divisor=find_divisor(objective, batch),
+        ignore_index=None if criterion is None else ignored_class(criterion.settings),
+        calls_criterion=criterion is not None,
+        own=None if own is None else {"loss": own.access, "weight": code},
+        terms=() if list(terms) == ["loss"] else tuple(terms),
+        weights=tuple(weight) if isinstance(weight, dict) else (),
+        batch=describe_form(batch, batch_size(batch)),
+        half=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in half)),
+        **of_model,
+    )
 
 
 def find_divisor(objective: Objective, batch: Any) -> Divisor:

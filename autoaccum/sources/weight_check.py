@@ -15,8 +15,8 @@ from autoaccum.sources.batches import batch_size, move_batch, split_batch
 from autoaccum.sources.model_copies import cast_batch, copy_workload_model, fixed_seeds
 from autoaccum.sources.objective import Objective, match_weights
 from autoaccum.sources.samples import take_small_batch
-from autoaccum.sources.spec import Workload
 from autoaccum.sources.weight_candidates import list_candidates, shorten
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import user_code
 
 _SIZES = (2, 3)

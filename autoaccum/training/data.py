@@ -43,7 +43,7 @@ from autoaccum.sources.batches import BatchReader, batch_size, join_batches, rea
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.readings import is_samples
 from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, worker_options
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.run_folder import NotPortableError, portable

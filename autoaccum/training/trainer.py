@@ -213,11 +213,11 @@ class Stepper(StepObserver):
             plan=choice.plan,
             micro_batch=choice.micro_batch if choice.plan is None else None,
             clip_norm=_MEASURE_ONLY if request.clip_norm is None else request.clip_norm,
-            precision=components.precision,
-            batchnorm=components.batchnorm,
+            precision=components.spec.precision,
+            batchnorm=components.spec.batchnorm,
             coupled=components.objective.coupled,
-            accumulate_in=components.accumulate_in,
-            savers=components.savers,
+            accumulate_in=components.spec.accumulate_in,
+            savers=components.spec.savers,
             add_savers=True,
             scaler=components.scaler,
             multiple_of=choice.multiple_of,
@@ -235,7 +235,7 @@ class Stepper(StepObserver):
     @property
     def added_savers(self) -> tuple[str, ...]:
         """The savers that were added because not even the smallest micro-batch fitted."""
-        return tuple(word for word in self.accumulator.savers if word not in self._components.savers)
+        return tuple(word for word in self.accumulator.savers if word not in self._components.spec.savers)
 
     def step(self, parts: list[Any]) -> StepResult:
         """Make the next update. With `skip_nonfinite`, a window whose loss or gradient is not finite is skipped.
@@ -610,7 +610,7 @@ class Run:
         return Evaluation(
             components.objective,
             workload.evaluate,
-            components.precision,
+            components.spec.precision,
             self._setup.eval_data,
             collate=workload.collate,
             workers=request.workers,
@@ -677,10 +677,10 @@ class Run:
             "optimizer": type(components.optimizer).__name__,
             "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
             "loss": f"{components.objective.reduction} over {components.objective.source}",
-            "precision": components.precision,
-            "batchnorm": components.batchnorm,
+            "precision": components.spec.precision,
+            "batchnorm": components.spec.batchnorm,
             "coupled": components.objective.coupled,
-            "accumulate_in": components.accumulate_in,
+            "accumulate_in": components.spec.accumulate_in,
             "ema_decay": None if components.averages is None else components.averages.decay,
         }
 

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from autoaccum.accumulation.argument_checks import (
     check_optimizer,
     check_scheduler,
     check_unsharded,
-    choose_option,
     differences,
     plan_facts,
     unwrap_model,
@@ -37,19 +36,12 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, fin
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.checks import check_word, counted, describe_type
+from autoaccum.checks import counted, describe_type
 from autoaccum.devices.device_choice import card_index, check_device
 from autoaccum.devices.live_objects import workload_of_objects
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import (
-    AccumulateIn,
-    BatchNormMode,
-    Precision,
-    check_mesh,
-    read_accumulate_in,
-    read_savers,
-)
+from autoaccum.options import check_mesh
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
@@ -57,7 +49,8 @@ from autoaccum.sources.loading import load_workload
 from autoaccum.sources.objective import Objective, with_coupling
 from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
-from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.workload import Workload, no_batch
+from autoaccum.spec import TrainingSpec, resolve_spec
 from autoaccum.training.data import WindowReader
 from autoaccum.training.fit_events import Notice, WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
@@ -72,10 +65,7 @@ class TrainingComponents:
     Attributes:
         scheduler: The learning-rate scheduler; None without one.
         scaler: The loss scaler of fp16; None otherwise.
-        precision: `fp32`, `bf16` or `fp16`.
-        batchnorm: `micro`, `running`, `frozen` or `exact`.
-        accumulate_in: `fp32` or `parameters`.
-        savers: Ways to take less memory of the device.
+        spec: How updates are run.
         averages: The averaged weights (EMA); None without them.
     """
 
@@ -84,10 +74,7 @@ class TrainingComponents:
     optimizer: Optimizer
     scheduler: Any = None
     scaler: GradScaler | None = None
-    precision: Precision = "fp32"
-    batchnorm: BatchNormMode = "micro"
-    accumulate_in: AccumulateIn = "fp32"
-    savers: tuple[str, ...] = ()
+    spec: TrainingSpec = TrainingSpec()
     averages: EmaModel | None = None
 
     @property
@@ -200,12 +187,10 @@ class TrainingSetup:
             scheduler = self.workload.build_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
         device, trained = model_device(model), optimizer_parameters(optimizer)
-        precision = self._resolve_option("precision", plan)
-        check_word(precision, "precision", get_args(Precision))
-        objective = with_coupling(self.objective, self._resolve_option("coupled", plan), UsageError)
+        spec = self._resolve_spec(plan)
+        objective = with_coupling(self.objective, spec.coupled, UsageError)
         objective.move_criterion(device)
-        savers = read_savers(self._resolve_option("savers", plan), UsageError)
-        if "offload-optimizer" in savers and needs_buffers(trained):
+        if "offload-optimizer" in spec.savers and needs_buffers(trained):
             raise UsageError(
                 "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
                 hint="keep the parameters in float32 (precision bf16 runs them under autocast), or train by the"
@@ -219,29 +204,26 @@ class TrainingSetup:
             objective=objective,
             optimizer=optimizer,
             scheduler=scheduler,
-            scaler=choose_scaler(precision, None, device, trained),
-            precision=precision,
-            batchnorm=checked_batchnorm(self._resolve_option("batchnorm", plan), model),
-            accumulate_in=read_accumulate_in(self._resolve_option("accumulate_in", plan), UsageError),
-            savers=savers,
+            scaler=choose_scaler(spec.precision, None, device, trained),
+            spec=dataclasses.replace(spec, batchnorm=checked_batchnorm(spec.batchnorm, model)),
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
     def notes_on_plan(self, plan: Plan, components: TrainingComponents) -> list[Notice]:
         """Return what a user should know about a training by this plan."""
         request, workload, notes = self.request, self.workload, list[Notice]()
-        digest = plan.workload.get("digest")
+        digest = plan.workload.digest
         if request.plan is not None and digest and workload.digest and digest != workload.digest:
             notes.append(Notice(f"{workload.name} is not the workload of the plan, or has changed since"))
         if plan.learning_rate is not None and request.learning_rate is None:
             text = f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it"
             notes.append(Notice(text, warns=False))
-        if components.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
+        if components.averages is not None and "ema" not in plan.spec.keeps:
             text = 'the plan does not count the averaged weights: if memory runs out, plan again with keeps="ema"'
             notes.append(Notice(text))
         if plan.coupling is not None and plan.iter_size > 1:
             # The Accumulator itself warns of BatchNorm layers; exact ones are those of the whole window.
-            already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
+            already_warned = () if components.spec.batchnorm == "frozen" else batchnorm_names(components.model)
             is_joint = bool(components.objective.coupled)
             notes += map(Notice, plan.coupling.warnings(already_warned, is_joint=is_joint))
         return notes
@@ -297,8 +279,8 @@ class TrainingSetup:
             UsageError: Ranks shard the model, which no trial on a device of this machine does.
         """
         request, workload, source = self.request, self.workload, self.request.model_or_workload
-        options = dataclasses.replace(request.options, world_size=world_size(), worst_of=None)
-        worst_of = request.options.worst_of
+        options = dataclasses.replace(request.options.with_spec(worst_of=None), world_size=world_size())
+        worst_of = request.options.spec.get("worst_of")
         listeners: dict[str, Any] = {"on_event": on_event, "on_output": lambda line: on_event(WorkloadOutput(line))}
         if world_size() > 1 and not self.is_live and self._chooses_fsdp2(None):
             raise UsageError(
@@ -309,32 +291,33 @@ class TrainingSetup:
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(source, str | os.PathLike) and all(value is None for value in in_code)
         try:
-            if is_file and isinstance(options.optimizer, str | None):
+            if is_file and isinstance(options.spec.get("optimizer"), str | None):
                 if worst_of is None and workload.batch is no_batch:
                     worst_of = DEFAULT_WORST_OF
-                options = dataclasses.replace(options, worst_of=worst_of)
+                options = options.with_spec(worst_of=worst_of)
                 return make_plan(os.fspath(source), PlanRequest(request.target_batch, options), **listeners)
             if self.is_live or workload.batch is no_batch or worst_of is not None:
                 workload = reader.with_planning_batches(workload, worst_of)
             if not self.is_live:
                 return make_plan(workload, PlanRequest(request.target_batch, options), **listeners)
             # Trials run where the model is; there is no batch of evaluation data.
-            options = dataclasses.replace(options, device="auto", evaluation_batch=None)
+            options = dataclasses.replace(options.with_spec(evaluation_batch=None), device="auto")
             live = _live_objects(request) | {"batch": workload.batch}
             return make_plan(None, PlanRequest(request.target_batch, options), live=live, **listeners)
         except (UsageError, NotMeasuredError) as error:
             hint = "" if error.hint is None else f"{error.hint}; or "
             raise type(error)(error.message, hint=f"{hint}{_GIVE_A_NUMBER}") from error.__cause__
 
-    def _resolve_option(self, name: str, plan: Plan | None) -> Any:
-        """Return the value that was given, or else the plan's, or else the workload's."""
-        given = getattr(self.request.options, name)
-        if given is not None and not (name == "savers" and self.request.options.chooses_savers):
-            return given
-        return choose_option(plan, name, None, getattr(self.workload, name))
+    def _resolve_spec(self, plan: Plan | None) -> TrainingSpec:
+        """Return how updates are run: as given, or else as planned, or else as the workload says."""
+        options = self.request.options
+        given = {"coupled": self.workload.coupled or None, **options.spec}
+        if options.chooses_savers:
+            del given["savers"]
+        return resolve_spec(given, None if plan is None else plan.spec, self.workload)
 
     def _build_model(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
-        own, optimizer = self.workload, self.request.options.optimizer
+        own, optimizer = self.workload, self.request.options.spec.get("optimizer")
         if self.is_live:
             model: nn.Module = self.request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
@@ -365,7 +348,7 @@ class TrainingSetup:
         target = here if requested == "auto" and here.type != "cpu" else find_device(requested)
         if target == here:
             return here
-        if isinstance(self.request.options.optimizer, Optimizer):
+        if isinstance(self.request.options.spec.get("optimizer"), Optimizer):
             if requested == "auto":
                 return here
             raise UsageError(
@@ -410,9 +393,9 @@ def _live_objects(request: FitRequest) -> dict[str, Any]:
 
 def _read_live_model(request: FitRequest) -> Workload:
     """Return the workload of a live model. Its batches come from the data, and its optimizer may be a live one."""
-    optimizer = request.options.optimizer
+    optimizer = request.options.spec.get("optimizer")
     live = _live_objects(request) | {"batch": no_batch, "evaluate": request.evaluate}
-    workload = workload_of_objects(live, dataclasses.replace(request.options, optimizer=None))
+    workload = workload_of_objects(live, request.options.with_spec(optimizer=None))
     if isinstance(optimizer, Optimizer):
         check_optimizer(optimizer, request.model_or_workload)
     scheduler = request.scheduler if callable(request.scheduler) else None
@@ -428,7 +411,10 @@ def _read_workload(request: FitRequest) -> Workload:
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
-    live = {"optimizer": (request.options.optimizer, Optimizer), "scheduler": (request.scheduler, LRScheduler)}
+    live = {
+        "optimizer": (request.options.spec.get("optimizer"), Optimizer),
+        "scheduler": (request.scheduler, LRScheduler),
+    }
     for name, (value, bound) in live.items():
         if isinstance(value, bound):
             raise UsageError(
@@ -437,7 +423,7 @@ def _read_workload(request: FitRequest) -> Workload:
             )
     workload = source if isinstance(source, Workload) else load_workload(os.fspath(source))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
-    return replace_fields(workload, **request.options.overrides, **own)
+    return replace_fields(workload, **{**request.options.spec, "worst_of": None}, **own)
 
 
 def _reduction(request: FitRequest) -> str | None:

@@ -19,7 +19,7 @@ from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
-from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.training.data import is_map_style
 from autoaccum.training.fit_events import Evaluated, Updated

@@ -41,7 +41,6 @@ _RANGE_FACTOR = 100.0
 """The default range of learning rates extends by this factor from the workload's own rate, up and down."""
 
 _NEAR_FACTOR = 2.0
-_PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "coupled", "multiple_of", "optimizer")
 
 Output = Callable[[str], None]
 
@@ -92,7 +91,7 @@ class _Tuner:
             plan = self._make_plan(request.target_batch.high, prefer="fastest")
             plan = study.load_plan() or study.save_plan(plan)  # If another worker was first, its ceiling holds for all.
         if plan.multiple_of > 1:
-            options = dataclasses.replace(request.options, multiple_of=plan.multiple_of)
+            options = request.options.with_spec(multiple_of=plan.multiple_of)
             self._processes.request = dataclasses.replace(request, options=options)
         space = SearchSpace(
             learning_rates=rates,
@@ -125,11 +124,12 @@ class _Tuner:
     def _make_plan(self, target_batch: int, most: int | None = None, prefer: Prefer = "largest") -> Plan:
         """Plan updates as the study trains, with micro-batches of at most `most`. Raises as the planner."""
         request, facts = self._processes.request, self._facts
-        options = {name: getattr(request.options, name) for name in _PLANNED_WITH}
-        options["worst_of"] = None if facts.has_batch else DEFAULT_WORST_OF
-        plan_request = PlanRequest(target_batch, Options(**options), max_micro_batch=most, ceiling=True, prefer=prefer)
+        given = request.options
+        options = Options(spec=given.spec, device=given.device, memory=given.memory, reserve=given.reserve)
+        options = options.with_spec(worst_of=None if facts.has_batch else DEFAULT_WORST_OF)
+        plan_request = PlanRequest(target_batch, options, max_micro_batch=most, ceiling=True, prefer=prefer)
         plan = make_plan(request.reference, plan_request, on_event=self._notify, on_output=self._on_output)
-        self._processes.check_unchanged(str(plan.workload.get("digest")))
+        self._processes.check_unchanged(plan.workload.digest)
         return plan
 
     def _plan_best(self, setting: Setting, plan: Plan) -> Plan | None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import ParentConnection, Request, read_request, serve
-from autoaccum.options import Options
+from autoaccum.options import Options, make_options
 from autoaccum.tuning.trial_processes import ContinueTraining, Describe, LoadForTuning, Train, TrainingProgress
 
 if TYPE_CHECKING:
-    from autoaccum.sources.spec import Workload
+    from autoaccum.sources.workload import Workload
 
 
 class TuningChild:
@@ -52,7 +52,7 @@ class TuningChild:
 
         seed_everything()
         self._load = request
-        self._workload = replace_fields(load_workload(request.reference), **Options(**request.options).overrides)
+        self._workload = replace_fields(load_workload(request.reference), **make_options(**request.options).spec)
         return self._workload.digest
 
     def _ask(self, percent: int, loss: float) -> bool:

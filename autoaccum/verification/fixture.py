@@ -28,7 +28,7 @@ from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_copies import copy_module, copy_objective
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.pytree import map_tensors
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 Precision = Literal["fp64", "fp32"]
 OUTSIDE = "<"

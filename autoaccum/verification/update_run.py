@@ -23,10 +23,10 @@ from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import WorkloadError
-from autoaccum.options import BatchNormMode
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import CoupledLoss, Objective, match_weights, with_coupling
 from autoaccum.sources.pytree import unwrap_batch
+from autoaccum.spec import BatchNormMode
 from autoaccum.tracebacks import user_code
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import warnings
@@ -18,8 +17,8 @@ from autoaccum.options import Options
 from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.sources.loading import load_workload
 from autoaccum.sources.optimizers import check_optimizer
-from autoaccum.sources.samples import apply_settings, replace_fields
-from autoaccum.sources.spec import Workload, no_batch
+from autoaccum.sources.samples import apply_spec, replace_fields
+from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
@@ -95,15 +94,16 @@ def _prepare(
         UsageError: The workload is given in no way or in several, or an argument does not go with it.
         WorkloadError: The workload cannot be used.
     """
-    alone = dataclasses.replace(options, worst_of=_worst_of(given, options, target), precision=None)
+    spec = options.spec
+    alone = options.with_spec(worst_of=_worst_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
     if isinstance(way, str):
         reference, loaded = way, load_workload(way)
-        worst_of = _worst_of(loaded, options, target)
-        found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
+        own = {"worst_of": _worst_of(loaded, options, target), "optimizer": spec.get("optimizer")}
+        found = apply_spec(loaded, own, largest_batch=target)
     else:
         reference, found = f"{way.name} (made in code)", way
-    requested = {"batchnorm": options.batchnorm, "coupled": options.coupled, "multiple_of": options.multiple_of}
+    requested = {name: spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
     workload = replace_fields(found, accumulate=accumulate, **requested)
     check_optimizer(workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):
@@ -114,9 +114,9 @@ def _prepare(
 
 def _worst_of(workload: Any, options: Options, target: int) -> int | None:
     """Return how many dataset samples to take the longest from; None where the workload's own batch is used."""
-    if options.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
+    if "worst_of" not in options.spec and isinstance(workload, Workload) and workload.batch is no_batch:
         return _CANDIDATES_PER_SAMPLE * target
-    return options.worst_of
+    return options.spec.get("worst_of")
 
 
 def _run(verifier: Verifier, began: float) -> Verification:

@@ -22,8 +22,8 @@ from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, Workl
 from autoaccum.options import Options
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.samples import take_small_batch
-from autoaccum.sources.spec import Workload
 from autoaccum.sources.weight_candidates import shorten
+from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import user_code
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
@@ -84,7 +84,7 @@ class Verifier:
         self._notes: list[str] = []
         self._untested: tuple[str, ...] = ()
         self._is_neutral = False
-        self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
+        self._precision = cast("Precision", options.spec.get("precision", "fp64"))  # May become float32.
         self._team: RankTeam | None = None
         self._each = workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
@@ -123,7 +123,7 @@ class Verifier:
         try:
             return self._runs_in(self._precision, sizes)
         except WorkloadError as error:
-            if self._options.precision is not None:
+            if "precision" in self._options.spec:
                 raise
             failure = error
         self._precision = "fp32"
@@ -138,7 +138,7 @@ class Verifier:
             WorkloadError: The weight is 0, or the gradient is not finite.
         """
         self._random.restore()  # Each precision begins with the same weights.
-        live = self._options.optimizer if isinstance(self._options.optimizer, Optimizer) else None
+        live = optimizer if isinstance(optimizer := self._options.spec.get("optimizer"), Optimizer) else None
         with user_code("model()"):
             fixture = Fixture(self._workload, precision=precision, device=self._options.device, optimizer=live)
         runs = self._paired(fixture, self._batch, sizes)

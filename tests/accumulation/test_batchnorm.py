@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS, batchnorm_names
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.options import BATCHNORM_MODES
+from autoaccum.spec import BatchNormMode
 
 TOLERANCE = 1e-10
 FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
@@ -161,7 +161,7 @@ def test_frozen_takes_a_part_of_one_sample_and_trains_weight_and_bias() -> None:
 
 
 def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
-    for mode in BATCHNORM_MODES:
+    for mode in get_args(BatchNormMode):
         model = small().eval()
         model[1].train()
         model(batch_of(3)[0])

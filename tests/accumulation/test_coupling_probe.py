@@ -17,7 +17,7 @@ from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling, probe_workload
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.pytree import map_tensors
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[[int], Any]]
 

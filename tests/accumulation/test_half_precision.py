@@ -19,7 +19,7 @@ from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, clip_
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -219,7 +219,7 @@ def test_the_plan_counts_the_bytes_and_the_step_follows_the_plan() -> None:
     assert half.peak_bytes is not None
     saved = 8 * 1024 * 1024 * 2  # Two of the four bytes of each sum.
     assert wide.peak_bytes - half.peak_bytes == pytest.approx(saved, rel=0.3)
-    assert [p.workload["accumulate_in"] for p in (wide, half)] == ["fp32", "parameters"]
+    assert [p.spec.accumulate_in for p in (wide, half)] == ["fp32", "parameters"]
     warned = [text for text in half.warnings if "gradients are summed in bfloat16" in text]
     assert len(warned) == 1
     assert not any("summed in" in text for text in wide.warnings)
@@ -227,7 +227,7 @@ def test_the_plan_counts_the_bytes_and_the_step_follows_the_plan() -> None:
     for given, other in ((wide, "parameters"), (half, "fp32")):
         with pytest.raises(UsageError, match=r"the plan is for .*gradients summed in .*; here is .*gradients summed"):
             Accumulator(model, sgd(model.parameters()), loss, plan=given, accumulate_in=other)  # type: ignore[arg-type]
-    assert Plan.from_json(half.to_json()).workload["accumulate_in"] == "parameters"
+    assert Plan.from_json(half.to_json()).spec.accumulate_in == "parameters"
 
 
 def test_unknown_values_are_refused() -> None:

@@ -194,7 +194,7 @@ def predicted(tmp_path: Path, warm_children: None) -> Callable[[str], Plan]:
 
 def test_a_predicted_plan_counts_a_frozen_model(predicted: Callable[[str], Plan]) -> None:
     found, held = predicted(PREFERENCES), PARAMETERS
-    assert found.workload["modules"] == {"reference": held}
+    assert found.workload.modules == {"reference": held}
     assert any(
         note.startswith("modules outside the model that are on its device too: reference (") for note in found.notes
     )

@@ -17,7 +17,7 @@ import autoaccum
 from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 _ENOUGH_UPDATES = 2
 """In the second one the optimizer has its state: more of them tell no more."""

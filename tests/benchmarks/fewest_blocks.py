@@ -17,7 +17,7 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice, predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_requests import Inspect
-from autoaccum.options import Options
+from autoaccum.options import make_options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -51,7 +51,7 @@ class _Tracer(Tracer):
 def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
     """Plan one sample at each budget, and try all numbers of blocks; by default at that which half of them need."""
     with _tracing(reference) as tracer:
-        blocks = tracer.call(Inspect()).blocks
+        blocks = tracer.call(Inspect()).workload.blocks
         card = find_card(CARD)
         replayer = Replayer(card, AllocatorSettings().for_card(card.total_bytes), read_torch_release())
         traces = [
@@ -82,8 +82,8 @@ def _choose(tracer: _Tracer, limit_bytes: int) -> tuple[str, ...]:
     card, memory = find_card(CARD), MemorySize(bytes=limit_bytes)
     release = read_torch_release()
     with SimulatedDevice(card, lambda: tracer, share=1, torch_version=release, memory=memory, environment={}) as device:
-        plan = plan_on_device(PlanSetup(device, "gpt"), PlanRequest(1, Options(gpu=CARD, savers=("auto",))))
-    return tuple(plan.workload["savers"])
+        plan = plan_on_device(PlanSetup(device, "gpt"), PlanRequest(1, make_options(gpu=CARD, savers=("auto",))))
+    return tuple(plan.spec.savers)
 
 
 def main() -> None:

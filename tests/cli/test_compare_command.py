@@ -108,7 +108,7 @@ def test_savers_in_python(tmp_path: Path) -> None:
     assert len(sizes) == len(table.rows) > 1
     assert sizes == sorted(sizes, reverse=True)
     assert table.rows[-1].savers == ()
-    assert all(row.plan.workload["savers"] == row.savers for row in table.rows if row.plan)
+    assert all(row.plan.spec.savers == row.savers for row in table.rows if row.plan)
 
 
 @pytest.mark.slow

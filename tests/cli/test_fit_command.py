@@ -230,8 +230,8 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     result = invoke(*WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite")
     assert result.exit_code == 0
     given = numbers | texts | {"memory": parse_size("80%"), "reserve": parse_size("1GiB")}
-    reached = {name: getattr(asked[0], name, None) or getattr(asked[0].options, name, None) for name in given}
-    assert reached == given
+    reached = {**vars(asked[0].options), **asked[0].options.spec, **vars(asked[0])}
+    assert {name: reached[name] for name in given} == given
     assert (asked[0].clip_norm, asked[0].skip_nonfinite) == (float("inf"), True)
     assert asked[0].learning_rate == 0.01
     assert (asked[0].model_or_workload, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)

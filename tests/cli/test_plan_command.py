@@ -22,6 +22,7 @@ from autoaccum.cli import main
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
+from autoaccum.spec import WorkloadFacts
 
 SLOW = """
 import os, time
@@ -85,7 +86,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             peak_bytes=5,
             device={"name": "cpu"},
             environment={},
-            workload={},
+            workload=WorkloadFacts(),
             trials=(Trial(parts=(2,), outcome="ok"),),
             warnings=("BatchNorm is not exact",),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 from command_line import Command
+from factories import change_facts
 from pictured_plans import usual
 from small_classifier import LONG, MODEL
 from synthetic_traces import INSPECTION
@@ -76,10 +76,10 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
 
 def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
     files = PlanFiles({"--emit": str(tmp_path / "step.py")}, force=False)
-    running = dataclasses.replace(INSPECTION, batchnorm="running")
+    running = change_facts(INSPECTION, batchnorm="running")
     for seen, text in (
-        (dataclasses.replace(INSPECTION, coupled=True), "micro-batches need something of each other"),
-        (dataclasses.replace(INSPECTION, joining="lockstep"), "micro-batches need something of each other"),
+        (change_facts(INSPECTION, coupled=True), "micro-batches need something of each other"),
+        (change_facts(INSPECTION, joining="lockstep"), "micro-batches need something of each other"),
         (running, 'batchnorm is "running"'),
     ):
         with pytest.raises(UsageError, match=text):

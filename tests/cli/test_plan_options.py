@@ -88,9 +88,9 @@ def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> Non
     words = "--target-batch 8 --gpu 24GiB --memory 110MiB --savers auto --micro-batch 4"
     plan, done = planned(folder, command, WIDE, words)
     assert plan.micro_batch >= 4
-    assert plan.workload["savers"]
+    assert plan.spec.savers
     assert "micro-batch 4 with no savers: does not fit\n" in done.stderr
-    assert any(note.startswith(" + ".join(plan.workload["savers"]) + " chosen, since") for note in plan.notes)
+    assert any(note.startswith(" + ".join(plan.spec.savers) + " chosen, since") for note in plan.notes)
 
 
 def test_what_no_savers_make_fit_is_a_clear_no(folder: Path, command: Command) -> None:
@@ -125,7 +125,7 @@ def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder:
     budgets = ("24MiB", "26MiB")  # The workspaces of torch 2.11 take 2 MiB more.
     assert any(command(folder, *words.split(), budget).returncode == 0 for budget in budgets)
     plan = Plan.load(folder / "plan.json")
-    assert plan.workload["savers"], "no sample fits without"
+    assert plan.spec.savers, "no sample fits without"
     assert plan.throughput is not None
     assert (plan.throughput.kind, plan.throughput.knee) == ("estimated", plan.micro_batch)
     assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes)

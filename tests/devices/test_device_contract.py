@@ -147,10 +147,18 @@ def test_knows_its_budget_and_itself(case: Case, device: Device) -> None:
 
 def test_inspects_before_any_trial(device: Device) -> None:
     inspection = device.inspect()
-    assert (inspection.name, inspection.model, inspection.optimizer) == ("model", "Sequential", "AdamW")
-    assert inspection.parameters == 3 * 16 * 9 + 16 + 16 * 16 * 9 + 16 + 16 * 10 + 10
-    assert inspection.parameter_bytes == 4 * inspection.parameters
-    assert (inspection.precision, inspection.reduction, inspection.weight) == ("fp32", "mean", "samples")
+    assert (inspection.workload.name, inspection.workload.model, inspection.workload.optimizer) == (
+        "model",
+        "Sequential",
+        "AdamW",
+    )
+    assert inspection.workload.parameters == 3 * 16 * 9 + 16 + 16 * 16 * 9 + 16 + 16 * 10 + 10
+    assert inspection.workload.parameter_bytes == 4 * inspection.workload.parameters
+    assert (inspection.spec.precision, inspection.workload.reduction, inspection.workload.weight) == (
+        "fp32",
+        "mean",
+        "samples",
+    )
     assert {"python", "torch", "platform"} <= set(inspection.environment)
     assert inspection.warnings == ()
 

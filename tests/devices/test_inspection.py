@@ -14,7 +14,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 def linear() -> nn.Module:
@@ -35,12 +35,16 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
 
 def test_reports_what_will_be_trained() -> None:
     inspection = inspect_workload(make(name="small", optimizer="sgd"), share=8)
-    assert (inspection.name, inspection.model, inspection.optimizer) == ("small", "Linear", "SGD")
-    assert (inspection.parameters, inspection.parameter_bytes) == (10, 40)
-    assert inspection.reduction == "mean"
-    assert "MSELoss" in inspection.weight
-    assert inspection.loss == "criterion"
-    assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), share=8).loss == "loss"
+    assert (inspection.workload.name, inspection.workload.model, inspection.workload.optimizer) == (
+        "small",
+        "Linear",
+        "SGD",
+    )
+    assert (inspection.workload.parameters, inspection.workload.parameter_bytes) == (10, 40)
+    assert inspection.workload.reduction == "mean"
+    assert "MSELoss" in inspection.workload.weight
+    assert inspection.workload.loss == "criterion"
+    assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), share=8).workload.loss == "loss"
     assert inspection.warnings == ()
     assert inspection.environment["torch"] == torch.__version__
     assert inspection.environment["threads"] == torch.get_num_threads()
@@ -89,7 +93,9 @@ def test_reports_the_memory_of_an_update(write_workload: Any) -> None:
     with CpuDevice(make_settings(reference, 8)) as device:
         found = device.inspect()
     assert found.update_bytes is not None
-    assert found.update_bytes > 4 * found.parameter_bytes, "parameters, gradients and Adam's two moments at least"
+    assert found.update_bytes > 4 * (found.workload.parameter_bytes or 0), (
+        "parameters, gradients and Adam's two moments at least"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.devices.live_objects import make_batches, workload_of_objects
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import Options
+from autoaccum.options import make_options
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import resolve_objective
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 def live(model: Any, **given: Any) -> Workload:
     optimizer = given.pop("optimizer", None)
     sample = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
-    return workload_of_objects({"model": model, "batch": sample, **given}, Options(optimizer=optimizer))
+    return workload_of_objects({"model": model, "batch": sample, **given}, make_options(optimizer=optimizer))
 
 
 @pytest.mark.parametrize("model", [3, nn.DataParallel(nn.Linear(2, 2)), nn.LazyLinear(2)])

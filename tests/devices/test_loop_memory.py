@@ -16,7 +16,7 @@ from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.objective import resolve_objective
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 SIZE = 4
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 Seen = list[tuple[int, bool, int]]
 

@@ -15,7 +15,7 @@ import torch
 from autoaccum.api import plan
 from autoaccum.options import Options
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train

@@ -193,7 +193,7 @@ def train_with_accelerate(plan: Plan, data: Dataset[Any], **changes: Any) -> Upd
 
 
 def dtype_of(plan: Plan) -> torch.dtype:
-    return torch.bfloat16 if plan.workload["precision"] == "bf16" else torch.float32
+    return torch.bfloat16 if plan.spec.precision == "bf16" else torch.float32
 
 
 def test_transformers(plan: Plan, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_transformers(plan: Plan, tmp_path: Path) -> None:
     assert (even.samples, even.dtypes) == ([12, 12, 8], {dtype_of(plan)})
     uneven = train_with_transformers(plan, Net(), Rows(numbers(30)), tmp_path)
     assert uneven.samples == [12, 12, 6]
-    if plan.workload["precision"] == "fp32":
+    if plan.spec.precision == "fp32":
         assert even.ratios == [1, 1, 1]
         assert uneven.ratios == [1, 1, None]
 
@@ -211,7 +211,7 @@ def test_transformers_counts_tokens(tmp_path: Path, plan: Plan) -> None:
     """A model that takes the number of tokens is right in the short window, too."""
     updates = train_with_transformers(plan, llama(), Rows(texts(30)), tmp_path)
     assert updates.samples == [12, 12, 6]
-    if plan.workload["precision"] == "fp32":
+    if plan.spec.precision == "fp32":
         assert updates.ratios == [1, 1, 1]
 
 
@@ -220,7 +220,7 @@ def test_lightning(plan: Plan) -> None:
     updates = train_with_lightning(plan, Rows(numbers(32)))
     assert (updates.samples, updates.dtypes) == ([12, 12, 8], {dtype_of(plan)})
     assert train_with_lightning(plan, Rows(numbers(30))).samples == [12, 12, 4]  # The loader left out two.
-    if plan.workload["precision"] == "fp32":
+    if plan.spec.precision == "fp32":
         assert updates.ratios == [1, 1, 0.6667]
         whole = train_with_lightning(plan, Rows(numbers(32)), limit_train_batches=6)
         assert (whole.samples, whole.ratios) == ([12, 12], [1, 1])
@@ -230,7 +230,7 @@ def test_accelerate(plan: Plan) -> None:
     """A window goes on in the next epoch: each update has all of its samples, and the last ones have none."""
     updates = train_with_accelerate(plan, Rows(numbers(30)))
     assert (updates.samples, updates.left_over, updates.dtypes) == ([12, 12, 12, 12], 8, {dtype_of(plan)})
-    if plan.workload["precision"] == "fp32":
+    if plan.spec.precision == "fp32":
         assert updates.ratios == [1, 1, 1, 1]
         short = train_with_accelerate(plan, Rows(numbers(32)), sync_with_dataloader=True)
         assert (short.samples, short.ratios) == ([12, 12, 8] * 2, [1, 1, 0.6667] * 2), "as Lightning"

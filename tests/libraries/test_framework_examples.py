@@ -21,6 +21,7 @@ from autoaccum.accumulation.argument_checks import current_facts
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.sources.objective import resolve_objective
+from autoaccum.spec import TrainingSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
@@ -157,7 +158,7 @@ def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
 
 def check_plan_fits(net: Net, optimizer: Any) -> None:
     """A plan names the optimizer, not what a framework wraps it in."""
-    facts = current_facts(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
+    facts = current_facts(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), TrainingSpec())
     assert facts["optimizer"] == "SGD"
 
 

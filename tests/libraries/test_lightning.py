@@ -99,8 +99,9 @@ def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> N
     plan = autoaccum.plan(
         trainer=trainer, model=module, data=data, target_batch=8, max_micro_batch=4, memory="2GiB", device="cpu"
     )
-    recorded = {name: plan.workload[name] for name in ("precision", "optimizer", "keeps", "evaluation_batch")}
-    assert recorded == {"precision": "bf16", "optimizer": "AdamW", "keeps": ("ema",), "evaluation_batch": 12}
+    recorded = {name: getattr(plan.spec, name) for name in ("precision", "keeps", "evaluation_batch")}
+    assert recorded == {"precision": "bf16", "keeps": ("ema",), "evaluation_batch": 12}
+    assert plan.workload.optimizer == "AdamW"
     assert plan.micro_batches == (4, 4)
     assert not any("Python attributes" in warning for warning in plan.warnings)
     assert dict(vars(module)) == attributes
@@ -148,7 +149,8 @@ def test_a_file_is_planned_for_a_card_that_is_not_there(tmp_path: Path, command:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     recorded = {
-        name: plan["workload"][name] for name in ("name", "model", "precision", "optimizer", "evaluation_batch")
+        name: (plan["spec"] | plan["workload"])[name]
+        for name in ("name", "model", "precision", "optimizer", "evaluation_batch")
     }
     assert recorded == {
         "name": "train:trainer",

@@ -144,7 +144,7 @@ def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
     file = tmp_path / "llama.py"
     file.write_text(HEAD)
     plan = autoaccum.plan(file, target_batch=16, gpu="rtx3090", max_micro_batch=3)
-    assert (plan.workload["loss"], plan.workload["weight"]) == ("model", f"{SHIFTED} (LlamaForCausalLM)")
+    assert (plan.workload.loss, plan.workload.weight) == ("model", f"{SHIFTED} (LlamaForCausalLM)")
     assert any("was taken from the model's class" in note for note in plan.notes)
     assert not plan.warnings
     assert accumulator_line(plan) == "autoaccum.Accumulator(model, optimizer, micro_batch=3).step(batch)"

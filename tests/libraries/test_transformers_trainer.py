@@ -68,9 +68,10 @@ def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_
     before = picture(trainer)
     plan = autoaccum.plan(trainer=trainer, target_batch=16, max_micro_batch=4, device="cpu")
     assert plan.micro_batches == (4, 4, 4, 4)
-    found = {name: plan.workload[name] for name in ("precision", "optimizer", "evaluation_batch", "worst_of")}
-    assert found == {"precision": "bf16", "optimizer": "AdamW", "evaluation_batch": 8, "worst_of": 256}
-    assert plan.workload["recipe"]["checkpointing"]
+    found = {name: getattr(plan.spec, name) for name in ("precision", "evaluation_batch", "worst_of")}
+    assert found == {"precision": "bf16", "evaluation_batch": 8, "worst_of": 256}
+    assert plan.workload.optimizer == "AdamW"
+    assert plan.workload.recipe.checkpointing
     assert autoaccum.verify(trainer=trainer, target_batch=8).equivalent
     assert picture(trainer) == before
     trainer.train()
@@ -154,7 +155,7 @@ def test_the_command_plans_a_trainer_in_a_file(tmp_path: Path, command: Command)
     own = autoaccum.plan(trainer=make_trainer(tmp_path, bf16=True), target_batch=32, gpu="rtx4090")
     for name in ("micro_batches", "largest_fit", "peak_bytes", "least_bytes"):
         assert getattr(found, name) == getattr(own, name)
-    assert found.workload["optimizer"] == own.workload["optimizer"] == "AdamW"
+    assert found.workload.optimizer == own.workload.optimizer == "AdamW"
     (tmp_path / "train.py").write_text(FILE + "trainer.train()\n")
     done = command(tmp_path, "plan", *words)
     assert done.returncode == 2

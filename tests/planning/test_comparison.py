@@ -222,7 +222,7 @@ def test_rows_of_savers_are_what_a_plan_with_them_finds(path: str) -> None:
     assert last is not None
     alone = plan_on(device_with(path, 126 * MIB, savers=rows[-1].savers), SHARE, gpu="rtx3090")
     assert (last.micro_batches, last.peak_bytes) == (alone.micro_batches, alone.peak_bytes)
-    assert last.workload["savers"] == alone.workload["savers"] == rows[-1].savers
+    assert last.spec.savers == alone.spec.savers == rows[-1].savers
     assert Plan.from_json(json.dumps(json.loads(Comparison(tuple(rows), {}).to_json())["rows"][-1]["plan"])) == last
 
 

@@ -22,7 +22,7 @@ from autoaccum.devices.inspection import inspect_workload
 from autoaccum.planning.plan_messages import all_notes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.units import MIB, MemorySize
 
 pytestmark = pytest.mark.usefixtures("warm_children")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def make_plan(target: int, ceiling: int, world_size: int = 1, *, equal: bool = T
     made |= {"device": {"kind": "cuda"}, "environment": {}, "largest_fit": schedule.micro_batch}
     made |= {"trials": (Trial(parts=schedule.micro_batches, outcome="ok"),)}
     workload = WORKLOAD | fields.pop("workload", {})
-    return Plan.of_schedule(schedule, **made | fields, workload=workload)
+    return Plan.of_schedule(schedule, **made | fields, **recorded(workload))
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 8))

@@ -16,7 +16,7 @@ import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_events import Notice
 
 pytestmark = pytest.mark.usefixtures("warm_children")

@@ -68,8 +68,8 @@ def test_nothing_of_the_caller_s_changes(changed: dict[str, Any], ending: type[B
     try:
         if ending is None:
             made = plan(model, optimizer=optimizer, **changed)
-            assert (made.kind, made.workload["optimizer"]) == ("measured", "SGD")
-            assert made.workload["reference"] == "Counting (made in code)"
+            assert (made.kind, made.workload.optimizer) == ("measured", "SGD")
+            assert made.workload.reference == "Counting (made in code)"
             assert made.trials[-1].fresh
         else:
             with pytest.raises(ending):

@@ -99,7 +99,7 @@ def changed(plan: Plan, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 2, this one reads up to 1): upgrade"),
+        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 3, this one reads up to 2): upgrade"),
         ({"schema": "1"}, "is damaged: its schema is '1'"),
         ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
         ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),

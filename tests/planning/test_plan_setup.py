@@ -14,7 +14,7 @@ from autoaccum.api import plan
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_setup import make_setup
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
 
@@ -46,7 +46,7 @@ def test_what_is_made_in_code_is_tried_in_processes_of_its_own(
     assert (type(setup.device), setup.reference, setup.live) == (CpuDevice, reference, None)
     with setup.running() as device:
         inspection = device.inspect()
-    assert (inspection.precision, inspection.optimizer) == ("bf16", "SGD")
+    assert (inspection.spec.precision, inspection.workload.optimizer) == ("bf16", "SGD")
 
 
 @pytest.mark.parametrize(

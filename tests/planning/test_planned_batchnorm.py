@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import WorkloadError
-from autoaccum.options import BATCHNORM_MODES
+from autoaccum.spec import BatchNormMode
 from autoaccum.units import MIB, MemorySize
 
 pytestmark = pytest.mark.usefixtures("warm_children")
@@ -31,7 +31,7 @@ def workload(**fields: Any) -> autoaccum.Workload:
     return autoaccum.Workload(model=model, batch=batch, criterion=nn.CrossEntropyLoss(), **fields)
 
 
-@pytest.mark.parametrize("mode", BATCHNORM_MODES)
+@pytest.mark.parametrize("mode", get_args(BatchNormMode))
 def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> None:
     live = model()
     before = {name: value.clone() for name, value in live.state_dict().items()}
@@ -44,7 +44,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
         memory=LIMIT,
         batchnorm=mode,
     )
-    assert plan.workload["batchnorm"] == mode
+    assert plan.spec.batchnorm == mode
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     said = " ".join(plan.warnings)
     assert ('batchnorm="exact" corrects that' in said) is (mode in ("micro", "running"))
@@ -53,7 +53,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
 
 
 def test_only_frozen_and_exact_take_parts_of_one_sample() -> None:
-    sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in BATCHNORM_MODES}
+    sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in get_args(BatchNormMode)}
     assert sizes == {"micro": 2, "running": 2, "frozen": 1, "exact": 1}
 
 

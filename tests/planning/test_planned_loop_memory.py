@@ -34,7 +34,7 @@ def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> 
     memory = MemorySize(bytes=256 * MIB)
     along: dict[str, Any] = {"keeps": ["ema", "outputs"], "evaluation_batch": 6}
     plan = autoaccum.plan(reference, target_batch=8, memory=memory, device="cpu", **along)
-    recorded = {name: plan.workload[name] for name in ("keeps", "evaluation_batch", "worst_of")}
+    recorded = {name: getattr(plan.spec, name) for name in ("keeps", "evaluation_batch", "worst_of")}
     assert recorded == {"keeps": ("outputs", "ema"), "evaluation_batch": 6, "worst_of": None}
     plan.save(tmp_path / "plan.json")
     assert autoaccum.Plan.load(tmp_path / "plan.json") == plan
@@ -43,7 +43,7 @@ def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> 
 def test_an_evaluation_that_does_not_fit_a_simulated_card_is_told_as_such(reference: str) -> None:
     asked: Mapping[str, Any] = {"target_batch": 64, "gpu": "rtx3090", "memory": "256MiB"}
     plan = autoaccum.plan(reference, evaluation_batch=256, **asked)
-    assert plan.workload["evaluation_batch"] == 256
+    assert plan.spec.evaluation_batch == 256
     message = "the evaluation after an update of micro-batch 1 does not fit: it would take .* 256 MiB are available"
     with pytest.raises(DoesNotFitError, match=message) as refused:
         autoaccum.plan(reference, evaluation_batch=100_000, **asked)

@@ -66,8 +66,8 @@ def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: aut
     plan = autoaccum.plan(workload, target_batch=9, max_micro_batch=4, memory=LIMIT)
     assert plan.micro_batches == (3, 3, 3)
     assert [trial.parts for trial in plan.trials] == [(3, 3, 3)] * len(plan.trials)
-    assert plan.workload["joining"] == joining
-    assert plan.workload.get("coupled", False) == workload.coupled
+    assert plan.workload.joining == joining
+    assert plan.spec.coupled == workload.coupled
     assert not any("full batch's" in said for said in plan.warnings), plan.warnings
     assert plan.host_bytes is None  # On the CPU the peak has it.
     again = Plan.from_json(plan.to_json())

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import even_parts
-from autoaccum.options import OFFLOADS
 from autoaccum.planning.saver_trials import Parts, Words, choose_savers, find_front, list_sets, with_blocks
+from autoaccum.spec import OFFLOADS
 
 
 @dataclass

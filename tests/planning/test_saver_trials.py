@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from factories import change_facts
 from planned import plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
@@ -16,10 +17,10 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
-from autoaccum.options import OFFLOADS
 from autoaccum.planning.plan_events import SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.trace_records import Amount, UpdateCost
+from autoaccum.spec import OFFLOADS
 from autoaccum.units import GIB, MIB
 
 BLOCKS = 6
@@ -35,7 +36,7 @@ class SavingTracer(SyntheticTracer):
     """A tracer of a model, a part of whose activations each recomputed block saves, and each offload some weights."""
 
     def __init__(self, own: tuple[str, ...] = (), **fields: Any) -> None:
-        super().__init__(inspection=replace(INSPECTION, blocks=BLOCKS, **fields))
+        super().__init__(inspection=change_facts(replace(INSPECTION, **fields), blocks=BLOCKS))
         self._own = own
         self.traced_with: list[tuple[str, ...] | None] = []
 
@@ -64,7 +65,7 @@ def plan(tracer: Tracer, memory: int, target: int = 64, **asked: Any) -> Plan:
 
 
 def chosen(made: Plan) -> tuple[str, ...]:
-    return tuple(made.workload["savers"])
+    return tuple(made.spec.savers)
 
 
 def test_no_savers_are_taken_where_one_sample_fits() -> None:
@@ -151,7 +152,7 @@ class Card(ScriptedDevice):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         self.inspected_with.append(self.savers)
-        return replace(super().inspect(), savers=self.savers)
+        return cast("Inspection", change_facts(super().inspect(), savers=self.savers))
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         self.savers = savers or ()

@@ -75,7 +75,7 @@ def test_a_model_of_which_not_one_sample_fits_trains_to_the_same_weights(
     budget = int(TIGHTNESS * free)
     asked: dict[str, Any] = {"target_batch": 3, "device": "cpu", "memory": f"{budget}B"}
     plan = autoaccum.plan(reference, savers="auto", **asked)
-    savers = plan.workload["savers"]
+    savers = plan.spec.savers
     assert savers == ("recompute=2",)
     assert any("recompute=2 chosen, since micro-batch 1 ran out of memory without savers" in n for n in plan.notes)
     assert plan.peak_bytes is not None

@@ -12,7 +12,7 @@ from imported_files import import_file
 
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 MakePlan = Callable[..., Plan]
 Emit = Callable[..., ModuleType]

@@ -21,6 +21,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.sources.loading import load_workload
+from autoaccum.spec import TrainingSpec
 from autoaccum.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -102,25 +103,29 @@ def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"world_size": 2}, "the plan is for 2 ranks"),
+        ({}, "the plan is for 2 ranks"),
         ({"savers": ("recompute",)}, "the plan uses recompute"),
         ({"batchnorm": "frozen"}, 'batchnorm is "frozen"'),
-        ({"joins": True}, "micro-batches need something of each other"),
+        ({"coupled": True}, "micro-batches need something of each other"),
         ({"multiple_of": 2}, "micro-batches are multiples of 2"),
     ],
 )
 def test_refuses_what_takes_more_than_a_few_lines(changes: dict[str, Any], seen: str) -> None:
+    world_size = 1 if changes else 2
     with pytest.raises(UsageError, match=f"plain PyTorch, which cannot do this: {seen}.*: leave out --emit, and train"):
-        check_emittable(**changes)
+        check_emittable(TrainingSpec(**changes), world_size=world_size)
 
 
 @pytest.mark.parametrize(
     ("recipe", "seen"),
     [
-        ({"batch": "value", "call": None}, "more than tensors in tuples"),
-        ({"batch": {"dict": {"x": "tensor", "graph": "other"}}, "call": None}, "more than tensors in tuples"),
-        ({"batch": {"mapping": {"x": "tensor"}}, "call": None}, "more than tensors in tuples"),
-        ({"batch": "own", "call": None}, r"the workload's own split\(batch, sizes\)"),
+        ({"batch": "value", "calls_criterion": False}, "more than tensors in tuples"),
+        (
+            {"batch": {"dict": {"x": "tensor", "graph": "other"}}, "calls_criterion": False},
+            "more than tensors in tuples",
+        ),
+        ({"batch": {"mapping": {"x": "tensor"}}, "calls_criterion": False}, "more than tensors in tuples"),
+        ({"batch": "own", "calls_criterion": False}, r"the workload's own split\(batch, sizes\)"),
         ({"divisor": "class weights"}, "mean is over class weights"),
         ({"terms": ["a", "b"]}, "the loss has several terms"),
         ({"half": ["bfloat16"]}, "parameters are in bfloat16, whose gradients have to be summed in fp32"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 TARGET, CEILING = 30, 10
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 class Net(nn.Module):

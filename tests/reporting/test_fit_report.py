@@ -12,6 +12,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import fit_record, print_fit
+from autoaccum.spec import WorkloadFacts
 from autoaccum.training.fit_events import FitResult
 
 MODEL = nn.Linear(2, 1)
@@ -39,7 +40,7 @@ PLAN = Plan(
     peak_bytes=5,
     device={"name": "cpu"},
     environment={},
-    workload={},
+    workload=WorkloadFacts(),
     trials=(Trial(parts=(86, 85), outcome="ok"),),
 )
 COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]

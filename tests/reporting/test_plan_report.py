@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import factories
 import pytest
+from factories import change_facts
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.planning.plan_record import Plan
@@ -119,11 +119,9 @@ def test_names_what_was_written() -> None:
 
 
 def test_shows_what_was_planned_along() -> None:
-    along = {"keeps": ["ema", "what a later version keeps"], "evaluation_batch": 64, "worst_of": 1000}
+    along = {"keeps": ["ema"], "evaluation_batch": 64, "worst_of": 1000}
     said = draw(make_plan(workload=along), verbose=True, width=200)
-    phrases = (
-        "an average of the weights (EMA); what a later version keeps; an evaluation between updates, in batches of 64"
-    )
+    phrases = "an average of the weights (EMA); an evaluation between updates, in batches of 64"
     assert f"along with   {phrases}\n" in said
     assert "batches      made of the longest of 1000 samples of the dataset\n" in said
     assert "along with" not in draw(make_plan(), verbose=True)
@@ -145,13 +143,13 @@ def test_what_others_named_stays_on_its_line() -> None:
     ("workload", "options"),
     [
         ({}, "micro_batch=86"),
-        ({"weight": "the workload's weight()"}, "micro_batch=86, weight=weight"),
+        ({"has_weight": True}, "micro_batch=86, weight=weight"),
         ({"reduction": "sum", "precision": "bf16"}, 'micro_batch=86, reduction="sum", precision="bf16"'),
         ({"batchnorm": "frozen"}, 'micro_batch=86, batchnorm="frozen"'),
     ],
 )
 def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
-    line = accumulator_line(replace(make_plan(), workload=workload))
+    line = accumulator_line(change_facts(make_plan(), **workload))
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
 
 
@@ -178,5 +176,4 @@ MIXIN = "autoaccum.integrations.transformers.AccumulatorTrainer(..., "
     ],
 )
 def test_a_trainer_trains_by_what_its_file_has(trainer: str, precision: str, kept: Path | None, line: str) -> None:
-    workload = {"recipe": {"trainer": trainer}, "precision": precision}
-    assert accumulator_line(replace(make_plan(), workload=workload), kept) == line
+    assert accumulator_line(change_facts(make_plan(), recipe={"trainer": trainer}, precision=precision), kept) == line

@@ -5,26 +5,21 @@ import time
 from dataclasses import replace
 
 import pytest
+from factories import change_facts, make_inspection
 
-from autoaccum.devices.base import Inspection, Trial
-from autoaccum.planning.plan_events import Doing, Inspected, TrialFinished, TrialStarted
+from autoaccum.devices.base import Trial
+from autoaccum.planning.plan_events import (
+    Doing,
+    Inspected,
+    TrialFinished,
+    TrialStarted,
+)
 from autoaccum.reporting import progress as progress_lines
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.units import GIB, MIB
 
-INSPECTION = Inspection(
-    name="digits",
-    digest="d",
-    model="Net",
-    parameters=1_234_567,
-    parameter_bytes=4,
-    precision="bf16",
-    optimizer="AdamW",
-    reduction="mean",
-    weight="samples",
-    environment={},
-)
+INSPECTION = make_inspection(name="digits", parameters=1_234_567, precision="bf16")
 OK = Trial(parts=(64, 64), outcome="ok", peak_reserved_bytes=312 * MIB, seconds=1.24)
 OOM = Trial(parts=(128, 128), outcome="oom", phase="backward", seconds=0.5, peak_reserved_bytes=500 * MIB)
 PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0, fresh=True)
@@ -73,7 +68,7 @@ def test_one_line_per_trial() -> None:
 def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: str, words: str) -> None:
     file = io.StringIO()
     with PlanProgress(make_console(file=file, width=200)) as progress:
-        progress.notify(Inspected(replace(INSPECTION, dtypes=dtypes, precision=precision), "cpu", GIB, 256))
+        progress.notify(Inspected(change_facts(INSPECTION, dtypes=dtypes, precision=precision), "cpu", GIB, 256))
     assert words in file.getvalue()
 
 

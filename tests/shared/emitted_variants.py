@@ -6,17 +6,17 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from factories import make_plan
+from factories import change_facts, make_plan
 from torch import Tensor, nn
 
 from autoaccum.devices.inspection import describe_model
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.sources.spec import Workload
 from autoaccum.sources.step_recipe import describe_recipe
+from autoaccum.sources.workload import Workload
 from autoaccum.units import MIB
 
 
@@ -32,7 +32,7 @@ def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) 
         "batchnorm": workload.batchnorm,
         "loss": "loss" if workload.criterion is None else "criterion",
         "savers": workload.savers,
-        "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_model(workload, model)},
+        "recipe": describe_recipe(workload.objective, model, batch, terms, **describe_model(workload, model)),
     }
     return make_plan(target, ceiling, **{"limit_bytes": 128 * MIB, "peak_bytes": None, "workload": facts, **changes})
 
@@ -55,14 +55,13 @@ def workload(**changes: Any) -> Workload:
 
 
 def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
-    recorded = {**plan.workload, "precision": precision, "recipe": {**plan.workload["recipe"], **recipe}}
-    return dataclasses.replace(plan, workload=recorded)
+    return cast("Plan", change_facts(plan, precision=precision, recipe=recipe))
 
 
 def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     """A name and the text of every kind of file there is."""
     for name, form in FORMS.items():
-        yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, call=None, divisor="samples"))
+        yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, calls_criterion=False, divisor="samples"))
     inputs = {"tuple": [{"mapping": {"x": "tensor", "mask": "tensor"}}, "tensor"]}
     for name, form in (("nested", FORMS["nested"]), ("mapping", inputs)):
         yield f"criterion {name}", emit_wrapper(with_recipe(plan, divisor="samples", batch=form))
@@ -71,12 +70,12 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"{divisor} {precision}", emit_wrapper(with_recipe(plan, precision, divisor=divisor))
     for weight, divisor in (('(batch["y"][..., 1:] != -100).sum()', "weight"), (None, "samples"), (None, "weight")):
         own = {"loss": '["loss"]', "weight": weight}
-        recipe: dict[str, Any] = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
+        recipe: dict[str, Any] = {"calls_criterion": False, "batch": LABELS, "own": own, "divisor": divisor}
         yield f"own {divisor} {weight is None}", emit_wrapper(with_recipe(plan, **recipe))
     yield "one part", emit_wrapper(dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
-    named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
-    yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))
+    named = change_facts(plan, name='we"ir\\d', digest="")
+    yield "nasty", emit_wrapper(dataclasses.replace(named, warnings=("Careful.", nasty)))
 
 
 def write_variants(folder: Path) -> None:

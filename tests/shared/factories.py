@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.planning.plan_record import Plan
+from autoaccum.spec import SPEC_FIELDS, TrainingSpec, WorkloadFacts
 from autoaccum.units import GIB, MIB
 
 FEATURES, CLASSES = 6, 4
@@ -126,6 +129,41 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def recorded(facts: Mapping[str, Any], of: Plan | Inspection | None = None) -> dict[str, Any]:
+    """Return the fields `workload` and `spec` of a plan or an inspection, those of `of` but for some facts by name."""
+    of_spec = set(SPEC_FIELDS) - {"optimizer"}  # Its class is a fact of the workload.
+    spec = {name: value for name, value in facts.items() if name in of_spec}
+    others = {name: value for name, value in facts.items() if name not in of_spec}
+    workload = WorkloadFacts() if of is None else of.workload
+    if isinstance(recipe := others.get("recipe"), Mapping):
+        others["recipe"] = dataclasses.replace(workload.recipe, **recipe)
+    return {
+        "workload": dataclasses.replace(workload, **others),
+        "spec": dataclasses.replace(TrainingSpec() if of is None else of.spec, **spec),
+    }
+
+
+def make_inspection(environment: Mapping[str, Any] | None = None, **fields: Any) -> Inspection:
+    """Return the inspection of a workload, by default of a small net in float32."""
+    own = {field.name for field in dataclasses.fields(Inspection)}
+    facts = {
+        "name": "net",
+        "digest": "d1",
+        "model": "Net",
+        "parameters": 10,
+        "parameter_bytes": 40,
+        "dtypes": ("fp32",),
+    }
+    facts |= {"optimizer": "AdamW", "weight": "samples"}
+    facts |= {name: fields.pop(name) for name in list(fields) if name not in own}
+    return Inspection(**recorded(facts), environment=environment or {}, **fields)
+
+
+def change_facts(of: Any, **facts: Any) -> Any:
+    """Return a plan or an inspection with other facts of its workload or spec."""
+    return dataclasses.replace(of, **recorded(facts, of))
+
+
 def make_plan(
     target: int = 256, ceiling: int = 100, *, world_size: int = 1, equal: bool = False, **fields: Any
 ) -> Plan:
@@ -139,14 +177,14 @@ def make_plan(
         "peak_bytes": 900 * MIB,
         "device": {"name": "cpu", "kind": "cpu"},
         "environment": {},
-        "workload": {"weight": "samples", "reduction": "mean", "precision": "fp32"},
         "trials": (
             Trial(parts=(ceiling, ceiling), outcome="ok", seconds=1.0),
             Trial(parts=(ceiling + 1,) * 2, outcome="oom", phase="backward", seconds=1.0),
             Trial(parts=schedule.trial_parts, outcome="ok", seconds=1.0, fresh=True),
         ),
     }
-    return Plan.of_schedule(schedule, **defaults | fields)
+    facts = recorded(fields.pop("workload", {"weight": "samples"}))
+    return Plan.of_schedule(schedule, **defaults | facts | fields)
 
 
 class FakeClock:

@@ -5,26 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
+from factories import make_inspection
 from typing_extensions import Unpack
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Trial, TrialOptions
 from autoaccum.units import GIB, MIB
 
-INSPECTION = Inspection(
-    name="net",
-    digest="d1",
-    model="Net",
-    parameters=10,
-    parameter_bytes=40,
-    precision="fp32",
-    optimizer="AdamW",
-    reduction="mean",
-    weight="samples",
-    environment={"torch": "2.13.0", "threads": [1, 2]},
-)
+INSPECTION = make_inspection({"torch": "2.13.0", "threads": [1, 2]})
 
 
 class ScriptedDevice(Device):
@@ -57,7 +46,7 @@ class ScriptedDevice(Device):
     ) -> None:
         self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
         self._card, self._seconds, self._hangs_from = card, seconds, hangs_from
-        self._inspection = replace(INSPECTION, **facts)
+        self._inspection = make_inspection({"torch": "2.13.0", "threads": [1, 2]}, **facts)
         self.limit_bytes = limit_bytes
         self.asked: list[tuple[tuple[int, ...], bool]] = []
         self.limits: list[float | None] = []

@@ -17,7 +17,7 @@ from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
-from autoaccum.options import Options
+from autoaccum.options import make_options
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
@@ -51,7 +51,7 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
         children.append(child := SimulatedChild())
         path = tmp_path / "model.py"
         path.write_text(HEAD + lines)
-        card, options = find_card("rtx3090"), Options(precision=precision, **asked)
+        card, options = find_card("rtx3090"), make_options(precision=precision, **asked)
         load = LoadOnCard(
             card=card,
             device=card.name,

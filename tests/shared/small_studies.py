@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from factories import recorded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -189,7 +190,7 @@ def plan_of(setting: Setting) -> Plan:
         peak_bytes=2**20,
         device={"name": "cpu", "kind": "cpu"},
         environment={},
-        workload={"name": "line"},
+        workload=recorded({"name": "line"})["workload"],
         trials=(Trial(parts=(parts[0], parts[-1]), outcome="ok"),),
         warnings=(),
         learning_rate=setting.learning_rate,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from factories import make_inspection
+
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Change
@@ -27,23 +29,11 @@ from autoaccum.units import MIB
 Sizes = Callable[[int], int]
 
 LAYERS = 4
-INSPECTION = Inspection(
-    name="net",
-    digest="d1",
-    model="Net",
+INSPECTION = make_inspection(
+    {"torch": "2.13.0"},
     parameters=100 * MIB // 4,
     parameter_bytes=100 * MIB,
-    precision="fp32",
-    optimizer="AdamW",
-    reduction="mean",
-    weight="samples",
-    environment={"torch": "2.13.0"},
-    recipe={
-        "call": "one",
-        "divisor": "samples",
-        "batch": {"tuple": ["tensor", "tensor"]},
-        **dict.fromkeys(("terms", "weights", "half"), ()),
-    },
+    recipe={"calls_criterion": True, "batch": {"tuple": ["tensor", "tensor"]}},
 )
 
 

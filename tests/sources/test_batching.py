@@ -16,7 +16,7 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.batches import Batching
 from autoaccum.sources.loading import load_workload
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 class Detector(nn.Module):

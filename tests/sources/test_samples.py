@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.samples import apply_settings, longest_first, spread_indices, take_longest, take_small_batch
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.samples import apply_spec, longest_first, spread_indices, take_longest, take_small_batch
+from autoaccum.sources.workload import Workload
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -90,8 +90,8 @@ def test_length_counts_the_elements_of_tensors_arrays_and_lists_of_numbers(short
 
 def test_worst_of_replaces_the_workloads_own_batch() -> None:
     workload = make([torch.zeros(2), torch.zeros(5)], batch=lambda size: torch.zeros(size, 1), collate=padded)
-    assert apply_settings(workload).build_batch(2).shape == (2, 1)
-    assert apply_settings(workload, worst_of=2).build_batch(2).shape == (2, 5)
+    assert apply_spec(workload, {}).build_batch(2).shape == (2, 1)
+    assert apply_spec(workload, {"worst_of": 2}).build_batch(2).shape == (2, 5)
 
 
 def test_uneven_samples_need_a_collate() -> None:
@@ -137,7 +137,7 @@ def test_without_batch_there_must_be_a_dataset_and_worst_of() -> None:
         make(None)
     workload = make([torch.zeros(2)])
     with pytest.raises(WorkloadError, match="defines no 'batch': write def batch.*--worst-of N"):
-        apply_settings(workload)
+        apply_spec(workload, {})
     with pytest.raises(WorkloadError, match=r"there is no batch\(4\)"):
         workload.build_batch(4)
 

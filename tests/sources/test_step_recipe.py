@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum.serialization import read_record, to_plain
 from autoaccum.sources.batches import wrap_batch
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.step_recipe import describe_form, describe_recipe, find_divisor
+from autoaccum.spec import StepRecipe
 
 LABELS = (torch.zeros(3, 4), torch.tensor([0, 1, 2]))
 REAL = (torch.zeros(3, 4), torch.zeros(3, 4))
@@ -51,23 +53,23 @@ def test_divisors(given: dict[str, Any], batch: Any, divisor: str) -> None:
 
 def recipe(given: dict[str, Any], batch: Any = LABELS, model: nn.Module | None = None, terms: Any = ("loss",)) -> Any:
     found = describe_recipe(resolve_objective(**given), model or nn.Linear(4, 4), batch, terms)
-    assert json.loads(json.dumps(found)) == found
+    assert read_record(json.loads(json.dumps(to_plain(found))), StepRecipe) == found
     return found
 
 
 def test_describes_criteria() -> None:
     found = recipe({"criterion": nn.CrossEntropyLoss(ignore_index=7)})
-    assert (found["ignore_index"], found["call"]) == (7, "one")
+    assert (found.ignore_index, found.calls_criterion) == (7, True)
     found = recipe({"criterion": functools.partial(functional.cross_entropy, ignore_index=2)})
-    assert found["ignore_index"] == 2
-    assert recipe({"loss": mean})["call"] is None
+    assert found.ignore_index == 2
+    assert not recipe({"loss": mean}).calls_criterion
 
 
 def test_names_the_half_dtypes_of_trainable_parameters() -> None:
-    assert recipe({"loss": mean})["half"] == []
-    assert recipe({"loss": mean}, model=nn.Linear(4, 4).bfloat16())["half"] == ["bfloat16"]
+    assert recipe({"loss": mean}).half == ()
+    assert recipe({"loss": mean}, model=nn.Linear(4, 4).bfloat16()).half == ("bfloat16",)
     frozen = nn.Linear(4, 4).half().requires_grad_(False)
-    assert recipe({"loss": mean}, model=nn.Sequential(frozen, nn.Linear(4, 4)))["half"] == []
+    assert recipe({"loss": mean}, model=nn.Sequential(frozen, nn.Linear(4, 4))).half == ()
 
 
 X = torch.zeros(3, 2)

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.objective import match_weights
-from autoaccum.sources.spec import Workload
 from autoaccum.sources.weight_check import check_weighting
+from autoaccum.sources.workload import Workload
 
 LENGTHS = [9, 3, 7, 2, 5, 8, 4]
 WORDS = 11

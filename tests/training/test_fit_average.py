@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.run_folder import read_checkpoint
 
@@ -125,7 +125,7 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
     )
     result = fit(workload, keeps=None, ema_decay=None, micro_batch=None, steps=1)
     assert result.plan is not None
-    assert result.plan.workload["keeps"] == ("ema",)
+    assert result.plan.spec.keeps == ("ema",)
     assert result.ema_model is not None
     assert result.warnings == ()
     assert fit(workload, keeps=(), ema_decay=None, steps=1).ema_model is None

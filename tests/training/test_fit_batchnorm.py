@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 import autoaccum
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.options import BATCHNORM_MODES
+from autoaccum.spec import BatchNormMode
 from autoaccum.units import MIB, MemorySize
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)) * 2 + 1
@@ -36,7 +36,7 @@ def statistics(result: autoaccum.FitResult) -> tuple[torch.Tensor, torch.Tensor,
     return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
 
 
-@pytest.mark.parametrize("mode", BATCHNORM_MODES)
+@pytest.mark.parametrize("mode", get_args(BatchNormMode))
 def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)  # type: ignore[arg-type]
     for result in (fit(workload), fit(model(), data=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)):

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import RunFolder, read_checkpoint

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingSetup
 

@@ -227,7 +227,7 @@ def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None
     run: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
     result = autoaccum.fit(tmp_path / "many_layers.py", steps=1, memory="15MiB", **options, **run)
     planned = autoaccum.Plan.load(tmp_path / "run" / "plan.json")
-    (word,) = planned.workload["savers"]
+    (word,) = planned.spec.savers
     assert word.startswith("recompute=")
     assert (result.updates, result.warnings) == (1, ())
     again = autoaccum.fit(tmp_path / "many_layers.py", steps=2, **options, **run)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from factories import change_facts
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -214,6 +214,6 @@ def test_a_plan_of_a_coupled_loss_is_refused_for_an_uncoupled_one_and_the_other_
     given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "device": "cpu"}
     with pytest.raises(UsageError, match="a coupled loss of the whole batch; here is a loss of each micro-batch"):
         autoaccum.fit(own, LOADED, plan=plan, **given, coupled=False)
-    uncoupled = dataclasses.replace(plan, workload={**plan.workload, "coupled": False})
+    uncoupled = change_facts(plan, coupled=False)
     with pytest.raises(UsageError, match="a loss of each micro-batch; here is a coupled loss of the whole batch"):
         autoaccum.fit(own, LOADED, plan=uncoupled, **given)

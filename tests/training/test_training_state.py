@@ -109,10 +109,6 @@ def components(
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=scaler,
-        precision="fp32",
-        batchnorm="micro",
-        accumulate_in="fp32",
-        savers=(),
     )
 
 

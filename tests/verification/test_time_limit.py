@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.api import verify
 from autoaccum.devices.budget import Deadline, TimeIsOver
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import Ablation

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 from autoaccum.verification.verification_result import Compared, VerificationStarted
 
 

@@ -20,10 +20,10 @@ from autoaccum.accumulation.whole_batch.coupled_loss import output_gradients
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, Lockstep, RankMeetings, parts_run
 from autoaccum.errors import UsageError
-from autoaccum.options import BatchNormMode
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.objective import Weights
+from autoaccum.spec import BatchNormMode
 
 _Parts: TypeAlias = Sequence[Any]
 """The parts of the batch, each a nest of tensors."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.errors import UsageError, first_line
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
     ("dataset", "evaluation_dataset", "collate", "scheduler", "accumulate", "path")

@@ -27,7 +27,7 @@ from autoaccum.devices.inspection import (
     LAYOUT_SAMPLES,
     SAMPLES,
     collect_warnings,
-    describe_setup,
+    describe_workload,
     detect_multiple,
     find_advice,
     find_least_size,
@@ -47,7 +47,7 @@ from autoaccum.devices.simulated.workload_variants import apply_change, simulate
 from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_requests import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
-from autoaccum.options import Options, Parallel
+from autoaccum.options import Options, Parallel, make_options
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 from autoaccum.simulation.tracing.cost_counter import CostCounter
@@ -58,7 +58,7 @@ from autoaccum.simulation.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.simulation.tracing.recorder import Watcher
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import as_workload_error, reads_missing_host_value
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 T = TypeVar("T")
 
@@ -162,14 +162,14 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     model, optimizer = trial.run.made
     workload, found_multiple = detect_multiple(workload, model, share)
     samples = probe_size(workload, LAYOUT_SAMPLES, share)
-    fields = describe_setup(workload, model, optimizer, samples, list(trial.result.terms))
-    fields["recipe"]["misweighted"] = find_advice(messages)
+    facts = describe_workload(workload, model, optimizer, samples, list(trial.result.terms))
+    recipe = replace(facts.recipe, misweighted=find_advice(messages))
     random_notes = note_random_memory(workload, model, size) if trial.run.has_drawn else ()
     inspection = Inspection(
-        **fields,
+        workload=replace(facts, joining=trial.run.joining, recipe=recipe),
+        spec=workload.recorded(),
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model, share),
-        joining=trial.run.joining,
         found_multiple=found_multiple,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
@@ -219,7 +219,7 @@ class SimulatedChild:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             self._in_use, self._share = CardInUse(request.card, request.others), request.share
-            self._options = Options(**request.options)
+            self._options = make_options(**request.options)
             if self._options.world_size > 1:
                 prepare_ranks()
             self._mode = self._stack.enter_context(simulate(self._in_use))
@@ -259,7 +259,7 @@ class SimulatedChild:
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
             inspection, trace = inspect_simulated(request.replaced(workload), self._share, mode, mesh=self._mesh)
-            joined = inspection.joining is not None
+            joined = inspection.workload.joining is not None
             self._traces[TraceParts(parts=trace.parts, joined=joined, savers=request.savers)] = trace
             return replace(inspection, parallel=self._parallel)
 

@@ -137,7 +137,7 @@ class TraceCache:
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-        self.joined = inspection.joining is not None
+        self.joined = inspection.workload.joining is not None
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:

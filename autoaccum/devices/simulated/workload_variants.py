@@ -21,13 +21,13 @@ from autoaccum.checks import type_name
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import RECOMPUTE
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.known_values import mark_not_materialised
 from autoaccum.sources.optimizers import call_factory
 from autoaccum.sources.pytree import tensors
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import RECOMPUTE
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_LISTS, _PLAIN_SGD = "foreach=False", "SGD"

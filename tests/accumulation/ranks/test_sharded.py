@@ -23,6 +23,7 @@ from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import UsageError
 from autoaccum.options import Reduce
 from autoaccum.sources.objective import resolve_objective
+from autoaccum.spec import TrainingSpec
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accumulator.step(pairs(6 if dist.get_rank() else 2))
-    facts = current_facts(model, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
+    facts = current_facts(model, optimizer, resolve_objective(nn.CrossEntropyLoss()), TrainingSpec())
     assert (facts["model"], facts["parameters"]) == ("Net", sum(one.numel() for one in Net().parameters()))
     tracked.append(int(model.norm.num_batches_tracked))
     return tracked, before == settings(model), len(before)

@@ -13,7 +13,7 @@ from autoaccum import Accumulator
 from autoaccum.accumulation import savers as savers_module
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import DoesNotFitError
-from autoaccum.options import OFFLOADS
+from autoaccum.spec import OFFLOADS
 
 
 class Block(nn.Module):

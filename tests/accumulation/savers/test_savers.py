@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autoaccum import Accumulator
 from autoaccum.accumulation.host_storage import OffloadedActivations
 from autoaccum.errors import UsageError
-from autoaccum.options import OFFLOADS
+from autoaccum.spec import OFFLOADS
 
 WORDS = ("recompute", *OFFLOADS)
 EACH = [*((word,) for word in WORDS), WORDS]

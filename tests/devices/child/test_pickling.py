@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autoaccum.devices.child.pickling import pack, unpack
 from autoaccum.errors import UsageError
 from autoaccum.sources.optimizers import OptimizerLike
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 
 class Tied(nn.Module):

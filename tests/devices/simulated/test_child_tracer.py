@@ -37,7 +37,11 @@ def make() -> Iterator[Make]:
 def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
     tracer = make(EXAMPLES / "digits_cnn.py")
     inspection = tracer.call(Inspect())
-    assert (inspection.parameters, inspection.least_size, inspection.optimizer) == (19_658, 1, "AdamW")
+    assert (inspection.workload.parameters, inspection.least_size, inspection.workload.optimizer) == (
+        19_658,
+        1,
+        "AdamW",
+    )
     assert any("BatchNorm normalises by the micro-batch" in said for said in inspection.accumulation_warnings)
     small, large = tracer.call(TraceParts(parts=(2, 2))), tracer.call(TraceParts(parts=(8, 8)))
     assert (small.parts, large.parts) == ((2, 2), (8, 8))

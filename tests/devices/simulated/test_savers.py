@@ -11,7 +11,7 @@ from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.options import Options
+from autoaccum.options import make_options
 from autoaccum.simulation.cards import find_card
 
 WORKLOAD = """
@@ -57,7 +57,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, .
     @cache
     def trace(*words: str) -> tuple[int, ...]:
         """Return the bytes at the beginnings of the last backward and of the update, at the peak, and on the host."""
-        settings = TrialSettings(reference=str(path), share=2 * SIZE, options=Options(savers=words))
+        settings = TrialSettings(reference=str(path), share=2 * SIZE, options=make_options(savers=words))
         tracer = InProcessTracer(settings, find_card("rtx3090"))
         try:
             traced = tracer.call(TraceParts(parts=(SIZE, SIZE)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.trial_requests import Inspect
-from autoaccum.options import BATCHNORM_MODES
+from autoaccum.spec import BatchNormMode
 
 CHANNELS = 64
 MODEL = f"""
@@ -25,7 +25,7 @@ model = Net
 """
 
 
-@pytest.mark.parametrize("mode", BATCHNORM_MODES)
+@pytest.mark.parametrize("mode", get_args(BatchNormMode))
 def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     ask = simulated(MODEL, batchnorm=mode)
     seen = ask(Inspect())

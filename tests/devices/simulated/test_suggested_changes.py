@@ -15,7 +15,7 @@ from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.workload import Workload
 
 CARD = find_card("rtx3090")
 PARTS = (6, 5)

@@ -6,22 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.checks import check_function, check_word, describe_type, read_count, type_name
-from autoaccum.errors import WorkloadError
-from autoaccum.options import (
-    AccumulateIn,
-    BatchNormMode,
-    Precision,
-    read_accumulate_in,
-    read_batchnorm_mode,
-    read_keeps,
-    read_savers,
-)
+from autoaccum.checks import check_function, describe_type, type_name
+from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.sources.batches import BatchReader, read_batch, read_batching
 from autoaccum.sources.model_copies import copy_module
 from autoaccum.sources.model_loss import ModelLoss
@@ -34,6 +25,7 @@ from autoaccum.sources.objective import (
     with_coupling,
 )
 from autoaccum.sources.optimizers import check_optimizer, make_optimizer
+from autoaccum.spec import TrainingSpec
 
 
 def no_batch(size: int) -> Any:
@@ -42,8 +34,8 @@ def no_batch(size: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A model and how it is trained.
+class Workload(TrainingSpec):
+    """A model and how it is trained: a `TrainingSpec`, whose fields it has too, and what is trained.
 
     Attributes:
         model: A function that returns an `nn.Module`, an `nn.Module` class to call without arguments, or an instance.
@@ -52,28 +44,19 @@ class Workload:
         loss: `loss(model, batch)` or a criterion (see `resolve_objective`). Without loss and criterion, the model
             computes its own loss from a batch with labels (`model_loss.ModelLoss`).
         criterion: `criterion(outputs, targets)`, for batches `(inputs, targets)`.
-        optimizer: A function of the list of trainable parameters, a class, or a name in `torch.optim`; None: AdamW.
-        precision: Precision of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
         weight: `weight(batch)` returns the number that the mean in the loss divides by.
         reduction: `mean` or `sum`.
-        batchnorm: How BatchNorm treats a batch in parts: its mode (`options.BatchNormMode`).
-        coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch.
-            It is a `criterion`, or `coupled_loss`, with which it is True by default.
         outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.
-        coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`, of those outputs.
+        coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`, of those outputs; then `coupled` is True by
+            default.
         dataset: A map-style or iterable dataset, or None.
         collate: `collate(samples)` makes a batch of a list of samples; None: PyTorch's `default_collate`.
-        keeps: Tensors that the training loop keeps alive, one word or several (`options.Keep`).
-        evaluation_batch: Samples per batch of an evaluation between updates; None: no evaluation is planned.
         evaluate: `evaluate(model, batch)` evaluates one batch; it is called in eval mode, without gradients, in the
             workload's precision, and its result is kept until the next batch is done. None: the loss and the outputs.
         scheduler: `scheduler(optimizer)` returns a learning-rate scheduler, stepped once per update, or None.
         evaluation_dataset: The dataset of the evaluations between updates, of the same kinds as `dataset`, or None.
         accumulate: `accumulate(model, micro_batches)`, your own accumulation loop to verify: it runs the micro-batches
             of one update forward and backward and leaves the gradient in `.grad`.
-        accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`
-            (`options.AccumulateIn`).
-        savers: Ways to take less memory of the device for the same gradient (`options.read_savers`).
         modules: Further modules that are not trained, such as a teacher: one, a list or a dict. They are moved to the
             device with the model, as are modules that the loss refers to.
         parallelize: `parallelize(model, mesh)` shards the model over the ranks of `mesh` by `fully_shard` (FSDP2), for
@@ -82,10 +65,7 @@ class Workload:
         path: The file it was loaded from; None if made in code.
         split: `split(batch, sizes)` returns parts with these numbers of samples, if samples are not rows; needs `size`.
         size: `size(batch)` returns the number of samples.
-        multiple_of: Every micro-batch is a multiple of this many samples, as timm's Mixup and fixed shapes need; None:
-            1, unless planning finds that other sizes do not run.
         digest: SHA-256 of that file and the local modules it imports; empty if made in code.
-        worst_of: The number of samples of the dataset of which `batch` takes the longest; None if `batch` is given.
 
     Raises:
         WorkloadError: An attribute has a value that cannot be used.
@@ -95,38 +75,33 @@ class Workload:
     batch: Callable[[int], Any] = no_batch
     loss: Any = None
     criterion: Any = None
-    optimizer: Any = None
-    precision: Precision = "fp32"
     weight: Callable[[Any], Any] | None = None
     reduction: Reduction = "mean"
-    batchnorm: BatchNormMode = "micro"
     coupled: bool = None  # type: ignore[assignment]  # Resolved below.
     outputs: Callable[[nn.Module, Any], Any] | None = None
     coupled_loss: Callable[[Any, Any], Any] | None = None
     dataset: Any = None
     collate: Callable[[list[Any]], Any] | None = None
-    keeps: Sequence[str] = ()
-    evaluation_batch: int | None = None
     evaluate: Callable[[nn.Module, Any], Any] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
     evaluation_dataset: Any = None
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
     split: Callable[[Any, list[int]], Sequence[Any]] | None = None
     size: Callable[[Any], int] | None = None
-    multiple_of: int | None = None
-    accumulate_in: AccumulateIn = "fp32"
-    savers: Sequence[str] = ()
     modules: Any = ()
     parallelize: Callable[[nn.Module, Any], Any] | None = None
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
-    worst_of: int | None = None
+
+    error_type: ClassVar[type[AutoaccumError]] = WorkloadError
 
     def __post_init__(self) -> None:
+        if self.coupled is None:
+            object.__setattr__(self, "coupled", self.coupled_loss is not None)
+        super().__post_init__()
         _check_model(self.model)
         check_function(self.batch, "batch", "(size)")
-        check_word(self.precision, "precision", get_args(Precision), error=WorkloadError)
         if callable(self.weight):
             check_function(self.weight, "weight", "(batch)")
         if callable(self.split) and callable(self.size):
@@ -134,10 +109,6 @@ class Workload:
             check_function(self.size, "size", "(batch)")
         if self.parallelize is not None:
             check_function(self.parallelize, "parallelize", "(model, mesh)")
-        read_batchnorm_mode(self.batchnorm)
-        if self.coupled is None:
-            object.__setattr__(self, "coupled", self.coupled_loss is not None)
-        read_accumulate_in(self.accumulate_in)
         check_optimizer(self.optimizer)
         _check_dataset(self.dataset, "dataset")
         _check_dataset(self.evaluation_dataset, "evaluation_dataset")
@@ -145,12 +116,7 @@ class Workload:
             raise WorkloadError(
                 "there is neither batch nor dataset", hint="write def batch(size): return a batch of that many samples"
             )
-        object.__setattr__(self, "keeps", read_keeps(self.keeps))
-        object.__setattr__(self, "savers", read_savers(self.savers))
         object.__setattr__(self, "modules", _read_modules(self.modules))
-        for name in ("evaluation_batch", "multiple_of"):
-            if getattr(self, name) is not None:
-                read_count(getattr(self, name), name, error=WorkloadError)
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_function(self.evaluate, "evaluate", "(model, batch)")
         if self.loss is None and self.criterion is None and self.coupled_loss is None:

@@ -11,8 +11,8 @@ from torch.nn.utils import weight_norm
 
 import autoaccum
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.samples import apply_settings
-from autoaccum.sources.spec import Workload
+from autoaccum.sources.samples import apply_spec
+from autoaccum.sources.workload import Workload
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
@@ -99,10 +99,10 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], message: str
 
 def test_settings_replace_the_workloads_own() -> None:
     workload = make(keeps="outputs", evaluation_batch=4)
-    assert apply_settings(workload) == workload
-    changed = apply_settings(workload, keeps=("ema",), evaluation_batch=8, precision="bf16")
+    assert apply_spec(workload, {}) == workload
+    changed = apply_spec(workload, {"keeps": ("ema",), "evaluation_batch": 8, "precision": "bf16"})
     assert (changed.keeps, changed.evaluation_batch, changed.precision) == (("ema",), 8, "bf16")
-    assert apply_settings(workload, keeps=()).keeps == ()
+    assert apply_spec(workload, {"keeps": ()}).keeps == ()
 
 
 def test_an_invalid_scheduler_is_refused_when_it_is_built() -> None:
