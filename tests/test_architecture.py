@@ -165,7 +165,7 @@ LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') i
     "statement",
     [
         "import autoaccum; dir(autoaccum)",
-        "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.plan_record",
+        "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.planner",
         "import autoaccum; autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
         "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report",
         "from click.testing import CliRunner; from autoaccum.cli import main; "
