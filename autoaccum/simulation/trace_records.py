@@ -82,9 +82,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class OutputAllocated:
-    """The operator allocates its output at `index` now; without such steps, all outputs are allocated first."""
+    """The operator allocates its output at `index` now, or all of them."""
 
-    index: int = 0
+    index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,15 @@ class Freed:
     count: int = 1
 
 
-MemoryStep = Workspace | OutputAllocated | Freed
+@dataclass(frozen=True)
+class Kept:
+    """The operator takes memory that stays as long as its `output`; None: from the first call on, for all calls."""
+
+    workspace: Workspace
+    output: int | None = None
+
+
+MemoryStep = Workspace | OutputAllocated | Freed | Kept
 Role = Literal["plain", "recomputed", "summed", "workspace"]
 """How a block was allocated. `recomputed`: by a forward pass within backward, as in checkpointing. `summed`: as
 autograd accumulates a gradient into its parameter. `workspace`: by a kernel or a library, besides tensors."""

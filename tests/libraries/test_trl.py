@@ -9,7 +9,7 @@ from command_line import Command
 
 from autoaccum import Plan
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.simulation.operators.matmul import keeps_workspace
+from autoaccum.simulation.operators.layers import keeps_workspace
 from autoaccum.units import KIB
 
 # Of cuBLAS, as PyTorch gives it: up to 2.14, the thread of forward passes and autograd's keep their own.

@@ -19,8 +19,7 @@ from autoaccum.simulation.allocator.caching_allocator import (
 )
 from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.operators.workspace_rules import estimate
-from autoaccum.simulation.operators.workspaces import Estimate
+from autoaccum.simulation.operators.workspace_rules import Estimate, estimate
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
 
 _MAX_REPEATS = 8

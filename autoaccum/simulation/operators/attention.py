@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` as on a card: the kernel that CUDA would choose, and what it copies and saves.
 
 Source of the choice: sdp_utils.cpp and sdp_utils_cpp.h in ATen/native/transformers. A rule that came with a PyTorch
-release names it. Nested tensors are not modelled. Workspaces are in attention_workspace.py.
+release names it. Nested tensors are not modelled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.simulation.cards import Card, CardInUse
+from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, before_outputs, bytes_of
 from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
+from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
 
 Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]
 _KERNELS: tuple[Kernel, ...] = ("math", "flash", "efficient", "cudnn")
@@ -362,3 +364,70 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.where(mask.logical_not(), -math.inf, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
+
+
+def _flash_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, key = call["query"], call["key"]
+    if query.dim() != 4 or call["dropout_p"]:
+        return []
+    batch, heads, queries, size = query.shape
+    numbers = (batch, heads, queries, key.shape[2], size)
+    return [Workspace("flash_split_sums", numbers), Workspace("flash_splits", numbers)]
+
+
+def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    workspaces = before_outputs(_copies_of_rows(call["grad_out"], call["out"]))
+    workspaces.append(Workspace("flash_row_sums", (batch, heads, queries)))
+    workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(call.strictly_deterministic))))
+    if key.shape[1] != heads:
+        workspaces += [Workspace("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
+    return workspaces
+
+
+def _efficient_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, value = call["query"], call["value"]
+    batch, heads, queries, _ = query.shape
+    return [Workspace("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))]
+
+
+def _efficient_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    """The row sums of output times gradient come first if no kernel sums them; the rest is freed again."""
+    query, key, value = call["query"], call["key"], call["value"]
+    batch, heads, queries, size = query.shape
+    flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(call.strictly_deterministic))
+    numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
+    names = ("cast", "cast", "product", "product_sums")
+    products = [Workspace(f"efficient_{name}", numbers) for name in names]
+    sums = Workspace("efficient_row_sums", (batch, heads, queries))
+    copies = before_outputs(_copies_of_rows(call["grad_out_"]))
+    return [*copies, sums, *products, Freed(len(products)), Workspace("efficient_gradient", numbers)]
+
+
+def _cudnn_gradient_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    numbers = (batch, heads, key.shape[1], queries, key.shape[2], size, query.dtype.itemsize)
+    return [Workspace("cudnn_gradient", numbers)]
+
+
+def _copies_of_rows(*tensors: Tensor) -> list[Workspace]:
+    """Return a copy for each tensor (samples, heads, rows, size) that is not contiguous with rows before heads."""
+    return [Workspace("layout_copy", (bytes_of(tensor),)) for tensor in tensors if not _rows_come_first(tensor)]
+
+
+def _rows_come_first(tensor: Tensor) -> bool:
+    _, heads, rows, size = tensor.shape
+    wanted = (rows * heads * size, size, heads * size, 1)
+    dimensions = zip(tensor.shape, tensor.stride(), wanted, strict=True)
+    return all(extent == 1 or stride == right for extent, stride, right in dimensions)
+
+
+WORKSPACES: Mapping[str, Handler] = {
+    "_scaled_dot_product_flash_attention": _flash_workspaces,
+    "_scaled_dot_product_flash_attention_backward": _flash_gradient_workspaces,
+    "_scaled_dot_product_efficient_attention": _efficient_workspaces,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_gradient_workspaces,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient_workspaces,
+}

@@ -1,11 +1,12 @@
-"""Convolutions, norms and bags of embeddings as on a card: the kernels, their memory formats and workspaces.
+"""Matrix products, convolutions and norms as on a card: the kernels, their memory formats and workspaces.
 
-The sizes of workspaces are in workspace_rules.py. Layer, group and RMS norm have one kernel each on CUDA, with
+Layer, group and RMS norm have one kernel each on CUDA, with
 statistics like those of fake tensors. An instance norm is a batch norm.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -25,8 +26,7 @@ from autoaccum.simulation.operators.workspaces import (
     layout_copies,
 )
 from autoaccum.simulation.torch_patches import patched
-from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
-from autoaccum.simulation.unsupported import UnsupportedError
+from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
 
 _cudnn: Any = torch.backends.cudnn
 MIN_EPS = 0.0
@@ -34,6 +34,67 @@ MIN_EPS = 0.0
 _CUDNN, _NATIVE = 1, 0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+
+
+WITH_BIAS = ("addmm", "_addmm_activation")
+_OTHERS = ("mm", "bmm", "addmm_", "baddbmm_", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm")
+PRODUCTS = (*WITH_BIAS, *_OTHERS)
+_UNSET = -1
+
+
+class Cublas:
+    """The way in which cuBLAS takes workspaces, by the environment variable and the PyTorch release.
+
+    Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp. Up to 2.14, one workspace is kept for each
+    (handle, stream): one for the thread of forward passes, one for autograd's. From 2.15 on, it is allocated for each
+    product and freed again. cuBLASLt, which adds a bias, keeps a workspace of its own in 2.11. Later releases let it
+    use the one that cuBLAS keeps (pytorch/pytorch#168175). Other environment variables of theirs are taken to be unset.
+    """
+
+    def __init__(self, environment: Mapping[str, str], torch_version: tuple[int, int]) -> None:
+        self._keeps, self._shares = keeps_workspace(torch_version), torch_version >= (2, 12)
+        self._bytes = configured_bytes(environment)
+
+    def workspaces(self, args: Sequence[Any], *, with_bias: bool, thread: int) -> list[MemoryStep]:
+        """Return the workspaces of a product on a thread (0 forward, 1 backward)."""
+        copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]
+        uses_lt = with_bias and _uses_cublaslt(args)
+        if self._keeps:
+            kept = [Workspace("product", (thread, self._bytes))]
+            if uses_lt and not self._shares:
+                kept.append(Workspace("product_with_bias", (thread, _UNSET)))
+            return [*map(Kept, kept), *copies]
+        own = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, self._bytes))
+        return [*copies, own]
+
+
+def _needs_copy(tensor: Any) -> bool:
+    """Return whether cuBLAS cannot read its layout (`prepare_matrix_for_cublas` in ATen/native/cuda/Blas.cpp)."""
+    if not hasattr(tensor, "stride") or tensor.dim() < 2:
+        return False
+    (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
+    return not ((across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows)))
+
+
+def _uses_cublaslt(args: Sequence[Any]) -> bool:
+    """Return whether a product with a bias runs in cuBLASLt (`isInputCompliesAddmmCudaLt` in Blas.cpp)."""
+    bias, left, right = args[:3]
+    return bool(bias.dim() == 1 and bias.is_contiguous() and left.shape[1] > 1 and right.shape[1] > 1)
+
+
+def configured_bytes(environment: Mapping[str, str]) -> int:
+    """Return the bytes that `CUBLAS_WORKSPACE_CONFIG` sets; -1 if it is not set or has another form.
+
+    >>> configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), configured_bytes({})
+    (33554432, -1)
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else _UNSET
+
+
+def keeps_workspace(torch_version: tuple[int, int]) -> bool:
+    """Return whether a workspace stays allocated after its first use."""
+    return torch_version < (2, 15)
 
 
 def install(library: torch.library.Library, stack: ExitStack) -> None:
@@ -125,20 +186,8 @@ def _batch_norm(
     return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
 
 
-def _embedding_bag_backward(
-    grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, *rest: Any
-) -> Tensor:
-    """Run `_embedding_bag_backward` in ATen/native/EmbeddingBag.cpp."""
-    largest, num_weights, by_frequency, mode, sparse, *weights_and_padding = rest
-    if sparse:
-        raise UnsupportedError("an embedding has sparse gradients, which cannot be simulated", hint="use sparse=False")
-    options = largest, num_weights, by_frequency, mode, *weights_and_padding
-    out: Tensor = torch.ops.aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, *options)
-    return out
-
-
 def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
-    return before_outputs(layout_copies(call["input"]), call)
+    return before_outputs(layout_copies(call["input"]))
 
 
 def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
@@ -152,7 +201,7 @@ def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     copies = layout_copies(call["grad_out"], call["grad_output"], tensor)
     count = sum(map(bool, mask[1:]))
     each: list[MemoryStep] = [*summed, Freed(2)]
-    return [*before_outputs(copies, call), *[partial] * count, *each * count]
+    return [*before_outputs(copies), *[partial] * count, *each * count]
 
 
 def _group_norm(call: OperatorCall) -> list[MemoryStep]:
@@ -162,7 +211,7 @@ def _group_norm(call: OperatorCall) -> list[MemoryStep]:
     """
     tensor = call["input"]
     layout, each = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
-    steps = before_outputs(layout_copies(tensor, memory_format=layout), call)
+    steps = before_outputs(layout_copies(tensor, memory_format=layout))
     if tensor.dtype.itemsize < each and call.torch_version >= (2, 15):
         steps += [Workspace("group_norm", (call["N"] * call["group"], each))] * 2
     if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
@@ -173,7 +222,7 @@ def _group_norm(call: OperatorCall) -> list[MemoryStep]:
 def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     """Two sums for each channel; for the input's gradient also two factors for each group and one for each channel."""
     layout, each = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
-    steps = before_outputs(layout_copies(call["grad_out"], call["input"], memory_format=layout), call)
+    steps = before_outputs(layout_copies(call["grad_out"], call["input"], memory_format=layout))
     channels, groups = (Workspace("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
     plain = layout == torch.contiguous_format
     if call["HxW"] > 1 or not plain:
@@ -228,7 +277,6 @@ def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "_batch_norm_impl_index": _batch_norm,
-    "_embedding_bag_backward": _embedding_bag_backward,
 }
 WORKSPACES: Mapping[str, Handler] = {
     "convolution": _convolution,

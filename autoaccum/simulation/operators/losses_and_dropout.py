@@ -12,14 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.simulation.operators.reductions import reduction_workspaces
 from autoaccum.simulation.operators.workspaces import (
-    AttachedHandler,
     Handler,
     OperatorCall,
     accumulator_bytes,
     bytes_of,
     layout_copies,
 )
-from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated, Workspace
+from autoaccum.simulation.trace_records import Kept, MemoryStep, OutputAllocated, Workspace
 
 _aten: Any = torch.ops.aten
 
@@ -129,12 +128,13 @@ def _loss_with_logits(call: OperatorCall) -> list[Workspace]:
     return [Workspace("loss_elements", (bytes_of(call.first),)), *_loss(call)]
 
 
-def _loss_elements(call: OperatorCall) -> list[tuple[int, Workspace]]:
-    """The memory of one loss per element, which the reduced loss keeps: it is made so large and then resized.
+def _loss_keeping_elements(call: OperatorCall) -> list[MemoryStep]:
+    """The reduced loss keeps the memory of one loss per element: it is made so large and then resized.
 
     `TORCH_META_FUNC` of `mse_loss` and `smooth_l1_loss` in ATen/native/BinaryOps.cpp.
     """
-    return [(0, Workspace("loss_elements", (bytes_of(call.first),)))] if call["reduction"] else []
+    kept = [Kept(Workspace("loss_elements", (bytes_of(call.first),)), 0)] if call["reduction"] else []
+    return [*kept, *_loss(call)]
 
 
 def _softmax_copies(call: OperatorCall) -> list[Workspace]:
@@ -150,10 +150,10 @@ def _softmax_gradient(call: OperatorCall) -> list[Workspace]:
 
 WORKSPACES: Mapping[str, Handler] = {
     "native_dropout": _dropout_workspaces,
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), _loss),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_keeping_elements),
+    **dict.fromkeys(("huber_loss", "binary_cross_entropy"), _loss),
     "binary_cross_entropy_with_logits": _loss_with_logits,
     **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax_copies),
     "_softmax_backward_data": _softmax_gradient,
     "_ctc_loss_backward": lambda call: [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))],
 }
-ATTACHED: Mapping[str, AttachedHandler] = dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_elements)

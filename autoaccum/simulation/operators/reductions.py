@@ -1,7 +1,7 @@
 """Reductions (sums, means, norms): their workspaces, in which blocks of threads share their results.
 
 Sources: ATen/TensorIterator.cpp for the order in which a reduction walks over its input, and `setReduceConfig` in
-ATen/native/cuda/Reduce.cuh for its blocks of threads.
+ATen/native/cuda/Reduce.cuh for its blocks of threads. The process that replays traces needs this without torch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from math import prod
 
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspaces import (
-    Estimate,
     Handler,
-    Numbers,
     OperatorCall,
     Tensor,
     accumulator_bytes,
-    by_name,
     bytes_of,
     ceil_div,
     power_below,
-    product_rule,
 )
 from autoaccum.simulation.trace_records import Workspace
 
@@ -30,7 +26,6 @@ _HALF = ("torch.float16", "torch.bfloat16")
 _MAX_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-_CHUNK = 65_536
 _FAST_NORMS = (1, 2, float("inf"))
 """The norms that `_foreach_norm` computes for all tensors at once."""
 _MOST_32_BIT = 2**31 - 1
@@ -117,28 +112,14 @@ def _sorted(dimensions: list[_Dimension]) -> list[_Dimension]:
     return dimensions
 
 
-def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The staging area. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_staging_and_flags(numbers, card)[0])
-
-
-def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """One counter for each column of blocks. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_staging_and_flags(numbers, card)[1])
-
-
-def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """One partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
-    tensors, largest, norm_bytes = numbers
-    return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes)
-
-
-def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
+def reduction_numbers(
+    layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4
+) -> tuple[int, ...]:
     """Return the numbers: bytes of an accumulator and of an input, values read at once, the input's layout."""
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 
-def _staging_and_flags(numbers: Numbers, card: Card) -> tuple[int, int]:
+def staging_and_flags(numbers: Sequence[int], card: Card) -> tuple[int, int]:
     """Return the bytes of the staging area and of the counters."""
     accumulator, element, unroll, reduced, *rest = numbers
     shape, strides = list(rest[: len(rest) // 2]), rest[len(rest) // 2 :]
@@ -189,13 +170,6 @@ def _output_vector(layout: Layout) -> int:
     numbers = [layout.shape[layout.reduced]]
     numbers += [stride for dim, stride in enumerate(layout.strides) if dim != layout.reduced]
     return next(size for size in (4, 2, 1) if all(number % size == 0 for number in numbers))
-
-
-RULES = {
-    **by_name(reduction, reduction_flags, foreach_norm),
-    "cast_copy": product_rule(),  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
-    "difference": product_rule(),  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
-}
 
 
 def reduction_workspaces(

@@ -5,31 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoaccum.simulation.cards import CardInUse
-from autoaccum.simulation.operators import (
-    attention,
-    attention_workspace,
-    indexing,
-    layers,
-    losses_and_dropout,
-    matmul,
-    reductions,
-    rnn,
-    sparse_gradients,
-)
-from autoaccum.simulation.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
+from autoaccum.simulation.operators import attention, indexing, layers, losses_and_dropout, reductions, rnn
+from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, Signature
 from autoaccum.simulation.torch_patches import is_strictly_deterministic, patch_optimizers
-from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated, Workspace
+from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
 
 _PATCHING = (attention, layers, rnn)
-_WITH_WORKSPACES = (attention_workspace, layers, rnn, losses_and_dropout, indexing, reductions)
+_WITH_WORKSPACES = (attention, layers, rnn, losses_and_dropout, indexing, reductions)
 
 
 def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
@@ -39,7 +28,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
         **losses_and_dropout.KERNELS,
         **layers.KERNELS,
         **rnn.KERNELS,
-        **sparse_gradients.KERNELS,
+        **indexing.KERNELS,
     }
     register: Any = library.impl
     for name, kernel in kernels.items():
@@ -50,57 +39,33 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
     patch_optimizers(library, stack)
 
 
-@dataclass(frozen=True)
-class OperatorMemory:
-    """The memory of one operator in addition to its outputs.
-
-    Attributes:
-        transient: Memory until it returns, in order; with the outputs among it, if their place is known.
-        resident: Memory that its library takes at the first call and keeps.
-        attached: Memory that lives as long as one of its outputs: the index of the output, and the workspace.
-    """
-
-    transient: Sequence[MemoryStep] = ()
-    resident: Sequence[Workspace] = ()
-    attached: Sequence[tuple[int, Workspace]] = ()
-
-    @cached_property
-    def orders_outputs(self) -> bool:
-        """Return whether the steps say when the outputs are allocated; otherwise they come first."""
-        return any(isinstance(step, OutputAllocated) for step in self.transient)
-
-
-_NOTHING = OperatorMemory()
-
-
 class WorkspaceObserver:
     """Finds the memory of top-level operators on fake CUDA tensors."""
 
     def __init__(self, torch_version: tuple[int, int]) -> None:
         self._torch_version = torch_version
-        self._cublas = matmul.Cublas(os.environ, torch_version)
+        self._cublas = layers.Cublas(os.environ, torch_version)
         handlers = {name: handler for family in _WITH_WORKSPACES for name, handler in family.WORKSPACES.items()}
         self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
-        attached = {**rnn.ATTACHED, **losses_and_dropout.ATTACHED}
-        self._attached: Mapping[Any, AttachedHandler] = _by_operator(attached)
-        self._products = frozenset(_by_operator(dict.fromkeys(matmul.PRODUCTS)))
-        self._with_bias = frozenset(_by_operator(dict.fromkeys(matmul.WITH_BIAS)))
+        self._products = frozenset(_by_operator(dict.fromkeys(layers.PRODUCTS)))
+        self._with_bias = frozenset(_by_operator(dict.fromkeys(layers.WITH_BIAS)))
 
     def observe(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool
-    ) -> OperatorMemory:
-        """Return the memory of `func` in addition to its outputs `out`."""
+    ) -> Sequence[MemoryStep]:
+        """Return the steps in which `func` takes memory, its outputs `out` included; empty for outputs alone."""
         operator = func.overloadpacket
         handler = self._handlers.get(operator)
         if (handler is None and operator not in self._products) or not _on_card(args):
-            return _NOTHING
+            return ()
+        steps: Sequence[MemoryStep]
         if handler is None:
-            with_bias = operator in self._with_bias
-            return OperatorMemory(*self._cublas.workspaces(args, with_bias=with_bias, thread=int(in_backward)))
-        deterministic = torch.are_deterministic_algorithms_enabled(), is_strictly_deterministic()
-        call = OperatorCall(_signature(func), args, kwargs, out, self._torch_version, *deterministic)
-        attached = self._attached.get(operator)
-        return OperatorMemory(handler(call), attached=[] if attached is None else attached(call))
+            steps = self._cublas.workspaces(args, with_bias=operator in self._with_bias, thread=int(in_backward))
+        else:
+            deterministic = torch.are_deterministic_algorithms_enabled(), is_strictly_deterministic()
+            steps = handler(OperatorCall(_signature(func), args, kwargs, out, self._torch_version, *deterministic))
+        says_when = not steps or any(isinstance(step, OutputAllocated) for step in steps)
+        return steps if says_when else [OutputAllocated(), *steps]
 
 
 @cache

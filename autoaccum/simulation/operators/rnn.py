@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.simulation.operators.workspaces import AttachedHandler, Handler, OperatorCall, bytes_of
+from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, bytes_of
 from autoaccum.simulation.torch_patches import patched
-from autoaccum.simulation.trace_records import Workspace
+from autoaccum.simulation.trace_records import Kept, MemoryStep, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
@@ -274,17 +274,16 @@ def _dropout_state(options: RnnOptions, data: Tensor) -> Tensor | None:
     return kept.get(_STATE)
 
 
-def _recurrent(call: OperatorCall) -> list[Workspace]:
+def _recurrent(call: OperatorCall) -> list[MemoryStep]:
+    """The band of the reserve that a forward pass keeps, and the workspace."""
     tensor, directions = call["input"], 2 if call["bidirectional"] else 1
     rows = tensor.numel() // max(1, tensor.shape[-1])
     numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
-    return [Workspace("recurrent", numbers)]
-
-
-def _reserve_band(call: OperatorCall) -> list[tuple[int, Workspace]]:
-    """The band of the reserve, for as long as the reserve lives."""
+    workspace = Workspace("recurrent", numbers)
+    if not call["train"] or "reserve" in call.signature:
+        return [workspace]
     share = CudnnRnnCall(*(call[name] for name in CudnnRnnCall._fields)).band_percent()
-    return [(_RESERVE, Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
+    return [Kept(Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)), _RESERVE), workspace]
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
@@ -295,4 +294,3 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "_pack_padded_sequence": _pack,
 }
 WORKSPACES: Mapping[str, Handler] = dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent)
-ATTACHED: Mapping[str, AttachedHandler] = {"_cudnn_rnn": _reserve_band}

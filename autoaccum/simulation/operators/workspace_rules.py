@@ -1,141 +1,407 @@
-"""All workspace rules by name: the memory that kernels and libraries take in addition to their tensors.
+"""All workspace rules by name: how much memory kernels and libraries take in addition to their tensors.
 
-The rules of cuDNN, and of layer, batch and group norm, are here; others are beside their operators.
+A rule turns the numbers of a `Workspace`, its parameters here, into bytes on a card under a release of PyTorch; or into
+an `Estimate` where these are not certain. Which operators take which workspaces is said beside their kernels.
 
 cuDNN is closed and reports its workspaces only on a card, so each is a guess with a band: for a convolution
 (ATen/native/cudnn/Conv_v8.cpp) its copies into the other layout, for a batch norm (cudnn/BatchNorm.cpp) sums for each
-channel, for a recurrent network (cudnn/RNN.cpp) the gates of one layer. The reserve of a recurrent network is a tensor:
-see `CudnnRnnCall.reserve_bytes` in rnn.py. The workspace of cuDNN's attention is in attention_workspace.py.
+channel, for a recurrent network (cudnn/RNN.cpp) the gates of one layer, for attention (cudnn/MHA.cpp) as much as flash
+attention takes. The reserve of a recurrent network is a tensor: see `CudnnRnnCall.reserve_bytes` in rnn.py.
 
-Sources for PyTorch's own normalization kernels, in ATen/native/cuda: layer_norm_kernel.cu
-(`LaunchGammaBetaBackwardCUDAKernel`), Normalization.cuh (`flexible_launch_configs`), group_norm_kernel.cu.
+Sources in ATen/native/cuda: layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`), Normalization.cuh
+(`flexible_launch_configs`), group_norm_kernel.cu, EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`),
+Indexing.cu (`index_put_with_sort_kernel`), Sort.cpp (`launch_stable_sort_kernel`) with CUB's DeviceRadixSort,
+ScanUtils.cuh (`scan_dim`) with CUB's DeviceScan. In ATen/native/transformers/cuda: flash_attn/flash_api.cpp (`mha_bwd`,
+`set_params_splitkv`), mem_eff_attention/kernel_backward.h (`workspace_size`) and kernel_forward.h
+(`kNeedsOutputAccumulatorBuffer`), attention_backward.cu (`delta`, `kKernelComputesDelta`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.operators import attention_workspace, indexing, matmul, reductions
-from autoaccum.simulation.operators.workspaces import (
-    Estimate,
-    Numbers,
-    Rule,
-    by_name,
-    ceil_div,
-    power_below,
-    product_rule,
-)
+from autoaccum.simulation.operators.reductions import reduction_layout, reduction_numbers, staging_and_flags
+from autoaccum.simulation.operators.workspaces import ceil_div, power_below, round_up
 from autoaccum.simulation.trace_records import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The size of one workspace: memory that a kernel takes in addition to its tensors, as one block.
+
+    Attributes:
+        bytes: The bytes that are probably requested from the allocator; 0 if the kernel needs none at this size.
+        band_bytes: How far off `bytes` may be, in either direction.
+        measured: True if the bytes are certain. For most rules they follow from a formula in PyTorch's source, which
+            was worked out by hand and not compared with a card. False for a guess, which has a band.
+        optional: True if the kernel, or another one in its place, runs without this workspace where memory is short.
+    """
+
+    bytes: int
+    band_bytes: int = 0
+    measured: bool = True
+    optional: bool = False
+
+
+class Target(NamedTuple):
+    """Where a workspace is taken: the card, and the release of PyTorch such as (2, 15)."""
+
+    card: Card
+    torch_version: tuple[int, int]
+
+
+Rule = Callable[..., int | Estimate]
+
+
+def _guess(size: int, band_bytes: int | None = None) -> Estimate:
+    return Estimate(bytes=size, band_bytes=size if band_bytes is None else band_bytes, measured=False)
+
+
+def _product_of(_: Target, *numbers: int) -> int:
+    return prod(numbers)
+
+
+# --- matrix products ---------------------------------------------------------------------------------------------
+
+_CUBLAS_SMALL, _CUBLAS_LARGE = 8_519_680, 32 << 20
+
+
+def product(on: Target, thread: int, configured: int) -> int | Estimate:
+    """The workspace of cuBLAS: on a thread (0 forward, 1 backward), of `configured` bytes unless that is -1."""
+    if configured != -1:
+        return configured
+    major, version = on.card.capability[0], on.torch_version
+    if on.card.capability == (9, 0):
+        return _CUBLAS_LARGE
+    if major < 9 or version <= (2, 11):
+        return _CUBLAS_SMALL
+    if version >= (2, 15):
+        return _CUBLAS_LARGE if major <= 12 else _CUBLAS_SMALL
+    return _guess(_CUBLAS_LARGE, _CUBLAS_LARGE - _CUBLAS_SMALL)
+
+
+# --- convolutions, norms and recurrent networks ------------------------------------------------------------------
 
 _CONVOLUTION_LEAST_BAND = 32 << 20
 
 
-def convolution(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The workspace of a convolution.
+def convolution(
+    on: Target, read_bytes: int, written_bytes: int, element_bytes: int, channels_last: int, tf32: int, benchmark: int
+) -> Estimate:
+    """The workspace of a convolution that reads two tensors and writes one; three numbers are 0 or 1.
 
     Tensor cores work on channels-last data, so cuDNN copies contiguous operands of half precision. For TF32 it has
     kernels that read them as they are (NVIDIA in tensorflow/tensorflow#56744). `benchmark=True` tries plans of any
     size. If there is no memory for a plan's workspace, the next plan is taken and kept (`try_plans` in Conv_v8.cpp
     catches the allocator's error).
-
-    Numbers: bytes of the two tensors read, bytes of the tensor written, bytes of an element, channels last,
-    TF32 allowed, benchmark (0 or 1).
     """
-    read, written, element_bytes, channels_last, tf32, benchmark = numbers
-    copies = read + written
+    copies = read_bytes + written_bytes
     size = copies if element_bytes == 2 and not channels_last else 0
-    may_copy = size or (tf32 and not channels_last and card.capability[0] >= 8)
+    may_copy = size or (tf32 and not channels_last and on.card.capability[0] >= 8)
     band = (copies if may_copy else min(copies, _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
     return Estimate(bytes=size, band_bytes=band, measured=False, optional=True)
 
 
-def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
+def cudnn_batch_norm(on: Target, channels: int, channels_last: int) -> Estimate:
     """The workspace and reserve of a batch norm: only a band.
 
     Contiguous data needs a few fp32 numbers for each channel. The persistent kernels for channels-last data share the
     work between the card's multiprocessors, with two sums on each. A reserve of one bit per element belongs to a fused
     activation, which PyTorch does not use (`CUDNN_BATCHNORM_OPS_BN`).
-
-    Numbers: channels, channels last (0 or 1).
     """
-    channels, channels_last = numbers
-    shares = max(2, card.multiprocessors) if channels_last else 2
-    return Estimate(bytes=0, band_bytes=2 * 4 * channels * shares, measured=False)
+    shares = max(2, on.card.multiprocessors) if channels_last else 2
+    return _guess(0, 2 * 4 * channels * shares)
 
 
-def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The workspace of an RNN. Numbers: steps x samples, hidden size, gates, directions, bytes of an element."""
-    rows, hidden, gates, directions, element_bytes = numbers
-    size = rows * hidden * gates * directions * element_bytes
-    return Estimate(bytes=size, band_bytes=size, measured=False)
+def recurrent(_: Target, rows: int, hidden: int, gates: int, directions: int, element_bytes: int) -> Estimate:
+    """The workspace of an RNN; a row is a step of a sample."""
+    return _guess(rows * hidden * gates * directions * element_bytes)
 
 
-def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The band of an RNN's reserve. Numbers: bytes of the reserve, percent of them."""
-    reserve_bytes, percent = numbers
-    return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), measured=False)
+def recurrent_reserve(_: Target, reserve_bytes: int, percent: int) -> Estimate:
+    """The band of an RNN's reserve."""
+    return _guess(0, ceil_div(reserve_bytes * percent, 100))
 
 
-def layer_norm_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Partial sums for the weight (or the bias) of many narrow rows. Numbers: rows, columns, bytes of an element."""
-    rows, columns, element_bytes = numbers
-    return Estimate(bytes=_partial_rows(rows, columns, card) * columns * element_bytes)
+def layer_norm_gradient(on: Target, rows: int, columns: int, element_bytes: int) -> int:
+    """Partial sums for the weight (or the bias) of many narrow rows."""
+    return _partial_rows(on, rows, columns) * columns * element_bytes
 
 
-def layer_norm_staging(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The staging area in which those are added up. Numbers: as of `layer_norm_gradient`."""
-    return reductions.reduction(_partial_sums(numbers, card), card, torch_version)
+def layer_norm_staging(on: Target, rows: int, columns: int, element_bytes: int) -> int:
+    """The staging area in which those are added up."""
+    return reduction(on, *_partial_sums(on, rows, columns, element_bytes))
 
 
-def layer_norm_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The counters of that sum. Numbers: as of `layer_norm_gradient`."""
-    return reductions.reduction_flags(_partial_sums(numbers, card), card, torch_version)
+def layer_norm_flags(on: Target, rows: int, columns: int, element_bytes: int) -> int:
+    """The counters of that sum."""
+    return reduction_flags(on, *_partial_sums(on, rows, columns, element_bytes))
 
 
-def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The partial sums of PyTorch's own channels-last kernels.
-
-    Numbers: values per channel, channels, bytes of all sums of one channel.
-    """
-    values, channels, sums_bytes = numbers
-    width = min(power_below(channels), 32)
-    height = min(power_below(ceil_div(values, 16)), 512 // width)
-    blocks = min(ceil_div(values, height * 16), 128)
-    return Estimate(bytes=channels * blocks * sums_bytes if blocks >= 8 else 0)
-
-
-def _partial_rows(rows: int, columns: int, card: Card) -> int:
+def _partial_rows(on: Target, rows: int, columns: int) -> int:
     """Return the number of partial sums for each column; 0 if one kernel adds up everything."""
-    if rows <= 64 * 1024 or columns // 32 >= card.multiprocessors // 2:
+    if rows <= 64 * 1024 or columns // 32 >= on.card.multiprocessors // 2:
         return 0
     return min(32 * 1024 // ceil_div(columns, 32), ceil_div(rows, 32))
 
 
-def _partial_sums(numbers: Numbers, card: Card) -> Numbers:
+def _partial_sums(on: Target, rows: int, columns: int, element_bytes: int) -> tuple[int, ...]:
     """Return the numbers of the reduction that adds up partial sums over their rows, in fp32 at least."""
-    rows, columns, element_bytes = numbers
-    layout = reductions.reduction_layout((_partial_rows(rows, columns, card), columns), (columns, 1), (0,))
-    accumulator_bytes = max(4, element_bytes)
-    return reductions.reduction_numbers(layout, accumulator_bytes=accumulator_bytes, element_bytes=element_bytes)
+    layout = reduction_layout((_partial_rows(on, rows, columns), columns), (columns, 1), (0,))
+    return reduction_numbers(layout, accumulator_bytes=max(4, element_bytes), element_bytes=element_bytes)
 
 
+def batch_norm(_: Target, values: int, channels: int, sums_bytes: int) -> int:
+    """The partial sums of PyTorch's own channels-last kernels: values per channel, bytes of all sums of a channel."""
+    width = min(power_below(channels), 32)
+    height = min(power_below(ceil_div(values, 16)), 512 // width)
+    blocks = min(ceil_div(values, height * 16), 128)
+    return channels * blocks * sums_bytes if blocks >= 8 else 0
+
+
+# --- reductions, sorts and gathers -------------------------------------------------------------------------------
+
+_NORM_CHUNK = 65_536
+_SMALL_SORT = 4096
+"""The longest row that one block of threads sorts (ATen/native/cuda/Sort.cu)."""
+_ROWS_PER_THREAD = 10
+_SCAN_TILE = 15 * 128
+
+
+def reduction(on: Target, *numbers: int) -> int:
+    """The staging area in which blocks of threads share their results: `reduction_numbers`."""
+    return staging_and_flags(numbers, on.card)[0]
+
+
+def reduction_flags(on: Target, *numbers: int) -> int:
+    """One counter for each column of blocks: `reduction_numbers`."""
+    return staging_and_flags(numbers, on.card)[1]
+
+
+def foreach_norm(_: Target, tensors: int, largest: int, norm_bytes: int) -> int:
+    """One partial norm for each chunk; `largest` is the number of elements of the largest tensor."""
+    return tensors * ceil_div(largest, _NORM_CHUNK) * norm_bytes
+
+
+def embedding_sums(_: Target, indices: int, rows: int, columns: int, sum_bytes: int, least: int) -> int:
+    """The partial sums in fp32, for a table of rows and columns; fewer than `least` indices are not sorted."""
+    return _partials(indices, rows, least) * columns * sum_bytes
+
+
+def embedding_indices(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
+    """One number per index: the sorted indices, their positions, or their counts."""
+    return indices * index_bytes if indices >= least else 0
+
+
+def embedding_segments(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
+    """The starts of the runs of equal indices, or of their partial sums."""
+    return min(indices, rows) * index_bytes if indices >= least else 0
+
+
+def embedding_partials(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
+    """The start of each partial sum."""
+    return _partials(indices, rows, least) * index_bytes
+
+
+def _partials(indices: int, rows: int, least: int) -> int:
+    return indices // _ROWS_PER_THREAD + min(indices, rows) if indices >= least else 0
+
+
+def sorted_pairs(_: Target, pairs: int, pair_bytes: int, least: int) -> int | Estimate:
+    """A copy of keys and values, and the state of CUB's tiles: about 1,024 bytes for each 4,096 pairs.
+
+    Fewer than `least` pairs are sorted in another way.
+    """
+    if pairs < max(least, _SMALL_SORT):
+        return 0
+    between = pairs // 4 + 8192
+    return _guess(pairs * pair_bytes + between, between)
+
+
+def sort(_: Target, rows: int, columns: int, key_bytes: int) -> int | Estimate:
+    """The range of indices along the sorted dimension; for several long rows keys, indices and row numbers."""
+    if rows == 1 or columns <= _SMALL_SORT:
+        return 8 * columns
+    size = rows * columns * (16 + key_bytes)
+    return _guess(size, size // 2)
+
+
+def scan(_: Target, elements: int) -> Estimate:
+    """The state of each tile of a scan over one long row, and of 32 more."""
+    return _guess(round_up(8 * (ceil_div(elements, _SCAN_TILE) + 32), 256) + 511)
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def flash_gradient(on: Target, batch: int, heads: int, queries: int, head_size: int, deterministic: int) -> Estimate:
+    """The query's gradient in fp32 (`dq_accum`)."""
+    rounded = round_up(head_size, 32)
+    each = 4 * batch * heads * round_up(queries, 128)
+    copies = max(1, ceil_div(on.card.multiprocessors, max(1, batch * heads))) if deterministic else 1
+    band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
+    return Estimate(bytes=each * rounded * copies, band_bytes=band, measured=band == 0)
+
+
+def flash_row_sums(_: Target, batch: int, heads: int, queries: int) -> int:
+    """The row sums of the softmax's gradient (`softmax_d`)."""
+    return 4 * batch * heads * round_up(queries, 128)
+
+
+def flash_splits(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
+    """The partial outputs of a forward pass that is split over the keys to keep the card busy (no dropout)."""
+    return flash_split_sums(on, batch, heads, queries, keys, head_size) * round_up(head_size, 32)
+
+
+def flash_split_sums(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
+    """The logarithms of the row sums of partial outputs, in fp32; 0 if the forward pass is not split."""
+    key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
+    blocks = batch * heads * ceil_div(queries, 64)
+    splits = _flash_split_count(blocks, 2 * on.card.multiprocessors, ceil_div(keys, key_block))
+    return 4 * splits * batch * heads * queries if splits > 1 else 0
+
+
+def _flash_split_count(blocks: int, slots: int, most: int) -> int:
+    """Return the fewest splits that reach 85 % of the best use of the card (`num_splits_heuristic`)."""
+    if 10 * blocks >= 8 * slots:
+        return 1
+    counts = [n for n in range(1, min(128, slots, most) + 1) if n == 1 or ceil_div(most, n) != ceil_div(most, n - 1)]
+    waves = {count: blocks * count / slots for count in counts}
+    busy = {count: wave / ceil_div(blocks * count, slots) for count, wave in waves.items()}
+    best = max(busy.values(), default=0.0)
+    return next((count for count in counts if busy[count] >= 0.85 * best), 1)
+
+
+class EfficientCall(NamedTuple):
+    """A backward pass of memory-efficient attention; `dropout` and `deterministic` are 0 or 1."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+    value_size: int
+    element_bytes: int
+    dropout: int
+    deterministic: int
+
+    @property
+    def rows(self) -> int:
+        """Return the number of queries of all heads and samples."""
+        return self.batch * self.heads * self.queries
+
+
+def efficient_gradient(on: Target, *numbers: int) -> Estimate:
+    """The workspace of memory-efficient attention's backward pass, by the tile that fits in shared memory."""
+    call = EfficientCall(*numbers)
+    size = _efficient_bytes(call, _efficient_tile(call, on.card))
+    other = _efficient_bytes(call, _Tile(64, 64, call.element_bytes == 4))
+    band = abs(size - other) if max(call.head_size, call.value_size) > 64 else 0
+    return Estimate(bytes=size, band_bytes=band, measured=band == 0)
+
+
+def efficient_cast(on: Target, *numbers: int) -> int:
+    """Half-precision output or gradient in fp32, if no kernel sums its rows."""
+    call = EfficientCall(*numbers)
+    return efficient_product(on, *numbers) if call.element_bytes < 4 else 0
+
+
+def efficient_product(on: Target, *numbers: int) -> int:
+    """The output times its gradient in fp32, if no kernel sums its rows."""
+    return efficient_product_sums(on, *numbers) * EfficientCall(*numbers).value_size
+
+
+def efficient_product_sums(on: Target, *numbers: int) -> int:
+    """The row sums of that product, before they become `delta`.
+
+    The kernel itself sums (`kKernelComputesDelta`) the rows of halves, except for wide heads on Volta.
+    """
+    call, on_volta = EfficientCall(*numbers), (7, 0) <= on.card.capability < (7, 5)
+    kernel_sums = call.element_bytes < 4 and (_efficient_tile(call, on.card).in_registers or not on_volta)
+    return 0 if kernel_sums else 4 * call.rows
+
+
+def efficient_output(_: Target, batch: int, heads: int, queries: int, value_size: int, element_bytes: int) -> int:
+    """The output of half-precision heads above 128 in fp32."""
+    needed = element_bytes < 4 and value_size > 128
+    return 4 * batch * heads * queries * value_size if needed else 0
+
+
+class _Tile(NamedTuple):
+    """The queries and keys of one block of threads, and whether the gradients of keys stay in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def _efficient_tile(call: EfficientCall, card: Card) -> _Tile:
+    """Return the tile of the first kernel in `mem_eff_attention/kernels/cutlassB.h` that supports size and card."""
+    head_size = max(call.head_size, call.value_size)
+    half, major = call.element_bytes < 4, card.capability[0]
+    small = card.capability in ((8, 6), (8, 9)) or major in (11, 12)
+    if head_size <= 64:
+        return _Tile(64, 64, True)
+    if half and major >= 8 and head_size <= 128:
+        if head_size <= 96 and not call.dropout and card.capability in ((8, 6), (8, 9)):
+            return _Tile(128, 64, True)
+        return _Tile(64, 64, False) if small else _Tile(128, 128, True)
+    if half:
+        return _Tile(128, 64, head_size <= 128)
+    return _Tile(64, 64, True) if small or major < 8 else _Tile(128, 64, True)
+
+
+def _efficient_bytes(call: EfficientCall, tile: _Tile) -> int:
+    elements = ceil_div(call.queries, tile.queries) * ceil_div(call.head_size, tile.keys)
+    elements *= tile.queries * tile.keys + 4
+    if call.element_bytes < 4 and not tile.in_registers:
+        parallel = min(ceil_div(call.keys, tile.keys), 200 // max(1, call.batch * call.heads))
+        splits = 1 if call.deterministic else max(1, parallel)
+        width = round_up(call.head_size, tile.queries) + round_up(call.value_size, tile.queries)
+        elements += splits * tile.keys * width
+    return 4 * call.batch * call.heads * round_up(elements, 4)
+
+
+def cudnn_gradient(
+    _: Target, batch: int, heads: int, key_heads: int, queries: int, keys: int, head_size: int, element_bytes: int
+) -> Estimate:
+    """The workspace of cuDNN's attention."""
+    size = 4 * batch * heads * round_up(queries, 128) * (round_up(head_size, 32) + 1)
+    if key_heads != heads:
+        size += 2 * batch * heads * keys * head_size * element_bytes
+    return _guess(size)
+
+
+_RULES: tuple[Rule, ...] = (
+    *(product, convolution, cudnn_batch_norm, recurrent, recurrent_reserve),
+    *(layer_norm_gradient, layer_norm_staging, layer_norm_flags, batch_norm, reduction, reduction_flags, foreach_norm),
+    *(embedding_sums, embedding_indices, embedding_segments, embedding_partials, sorted_pairs, sort, scan),
+    *(flash_gradient, flash_row_sums, flash_splits, flash_split_sums, cudnn_gradient),
+    *(efficient_gradient, efficient_cast, efficient_product, efficient_product_sums, efficient_output),
+)
 RULES: Mapping[str, Rule] = {
-    "empty_cache": product_rule(),  # No workspace: see `trace_records.EMPTY_CACHE`.
-    "layout_copy": product_rule(),  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.
-    "loss_elements": product_rule(),  # ATen/native/Loss.cpp: the losses before they are averaged.
-    "softmax_product": product_rule(),  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
-    "ctc_gradient": product_rule(),  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
-    "group_norm": product_rule(),  # One number for each sample and channel, or group: count, bytes of one.
-    **by_name(convolution, cudnn_batch_norm, recurrent, recurrent_reserve),
-    **by_name(layer_norm_gradient, layer_norm_staging, layer_norm_flags, batch_norm),
-    **attention_workspace.RULES,
-    **matmul.RULES,
-    **reductions.RULES,
-    **indexing.RULES,
+    **{rule.__name__: rule for rule in _RULES},
+    "product_with_bias": lambda on, thread, _: 1 << 20,  # Of cuBLASLt.
+    "index_put": lambda on, count: 8 * count,  # Indices: linear, sorted, original ones, or their range.
+    "efficient_row_sums": lambda on, *rows: 4 * prod(rows),  # The rows' sums (`delta`): batch, heads, queries.
+    "flash_grouped": _product_of,  # For every query head: batch, heads, keys, head size, bytes of an element.
+    "empty_cache": _product_of,  # No workspace: see `trace_records.EMPTY_CACHE`.
+    "layout_copy": _product_of,  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.
+    "cast_copy": _product_of,  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
+    "difference": _product_of,  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
+    "loss_elements": _product_of,  # ATen/native/Loss.cpp: the losses before they are averaged.
+    "softmax_product": _product_of,  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
+    "ctc_gradient": _product_of,  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
+    "group_norm": _product_of,  # One number for each sample and channel, or group: count, bytes of one.
 }
+"""By name, as a `Workspace` refers to them."""
 
 
 def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Return the size of `workspace` on `card`, under a PyTorch release such as (2, 15)."""
-    return RULES[workspace.rule](workspace.numbers, card, torch_version)
+    found = RULES[workspace.rule](Target(card, torch_version), *workspace.numbers)
+    return found if isinstance(found, Estimate) else Estimate(bytes=found)

@@ -1,59 +1,15 @@
-"""Workspaces of operators: the calls that take them, and the rules for their sizes.
-
-The process that replays traces needs this module and the rules, so that they do not import torch.
-"""
+"""Calls of operators, and the workspaces that they take; sizes are in workspace_rules.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeAlias
 
-from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated, Workspace
 
 Tensor: TypeAlias = Any
-Numbers = tuple[int, ...]
 Signature = Mapping[str, tuple[int, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """The size of one workspace: memory that a kernel takes in addition to its tensors, as one block.
-
-    Attributes:
-        bytes: The bytes that are probably requested from the allocator; 0 if the kernel needs none at this size.
-        band_bytes: How far off `bytes` may be, in either direction.
-        measured: True if the bytes are certain. For most rules they follow from a formula in PyTorch's source, which
-            was worked out by hand and not compared with a card. False for a guess, which has a band.
-        optional: True if the kernel, or another one in its place, runs without this workspace where memory is short.
-    """
-
-    bytes: int
-    band_bytes: int = 0
-    measured: bool = True
-    optional: bool = False
-
-
-Rule = Callable[[Numbers, Card, tuple[int, int]], Estimate]
-"""Turns the numbers of a workspace into its size on a card under a PyTorch release such as (2, 15).
-
-The docstring of a rule says what the workspace holds, and what its numbers are."""
-
-
-def by_name(*rules: Rule) -> dict[str, Rule]:
-    """Return the rules by the names of their functions, which a `Workspace` refers to."""
-    return {rule.__name__: rule for rule in rules}
-
-
-def product_rule(factor: int = 1) -> Rule:
-    """Return the rule that multiplies all numbers, and the product by `factor`."""
-
-    def rule(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-        return Estimate(bytes=factor * prod(numbers))
-
-    return rule
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -96,16 +52,11 @@ class OperatorCall:
 
 Handler = Callable[[OperatorCall], Sequence[MemoryStep]]
 """Returns the workspaces of a call, in the order in which its kernels take and free them."""
-AttachedHandler = Callable[[OperatorCall], list[tuple[int, Workspace]]]
-"""Returns workspaces that live as long as an output: the index of the output, and the workspace."""
 
 
-def before_outputs(copies: Sequence[Workspace], call: OperatorCall) -> list[MemoryStep]:
+def before_outputs(copies: Sequence[Workspace]) -> list[MemoryStep]:
     """Return `copies`, then the outputs: the operator lays out its inputs first."""
-    if not copies:
-        return []
-    count = len(call.out) if isinstance(call.out, list | tuple) else 1
-    return [*copies, *map(OutputAllocated, range(count))]
+    return [*copies, OutputAllocated()] if copies else []
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -13,10 +13,10 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.accumulation.sharded_tensors import is_sharded
-from autoaccum.simulation.operators.registry import OperatorMemory, WorkspaceObserver
-from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.simulation.operators.indexing import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.simulation.operators.registry import WorkspaceObserver
 from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
-from autoaccum.simulation.trace_records import Phase
+from autoaccum.simulation.trace_records import MemoryStep, Phase
 from autoaccum.simulation.tracing.cpu_values import CpuValues
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.simulation.tracing.known_values import (
@@ -106,7 +106,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
         self._observer = WorkspaceObserver(torch_release())
-        self._memory: dict[Any, OperatorMemory] = {}
+        self._steps: dict[Any, Sequence[MemoryStep]] = {}
         self._attributes: dict[str, Any] | None = None
 
     @contextmanager
@@ -258,19 +258,15 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         in_backward = torch._C._current_autograd_node() is not None
-        memory = None if key is None else self._memory.get((key, in_backward))
-        if memory is None:
-            memory = self._observer.observe(func, args, kwargs, out, in_backward=in_backward)
+        steps = None if key is None else self._steps.get((key, in_backward))
+        if steps is None:
+            steps = self._observer.observe(func, args, kwargs, out, in_backward=in_backward)
             if key is not None:
-                self._memory[key, in_backward] = memory
-        if not memory.orders_outputs:
+                self._steps[key, in_backward] = steps
+        if steps:
+            self.recorder.record_steps(steps, out)
+        else:
             self.recorder.record_outputs(out)
-        for workspace in memory.resident:
-            self.recorder.record_resident(workspace)
-        for index, workspace in memory.attached:
-            self.recorder.record_attached(out[index] if isinstance(out, list | tuple) else out, workspace)
-        if memory.transient:
-            self.recorder.record_steps(memory.transient, out)
 
     def _make(
         self,

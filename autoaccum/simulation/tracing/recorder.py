@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.simulation.trace_records import EMPTY_CACHE, MemoryStep, OutputAllocated, Phase, Trace, Workspace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, Freed, MemoryStep, OutputAllocated, Phase, Trace, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 
 
@@ -44,7 +44,7 @@ class Recorder:
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
         self._live: dict[int, _Live] = {}
-        self._resident: dict[Workspace, int] = {}
+        self._resident: set[Workspace] = set()
         self.phase: Callable[[], Phase] = _no_phase
         self._watcher = Watcher()
         self.op: Any = None
@@ -83,27 +83,25 @@ class Recorder:
             if isinstance(step, Workspace):
                 blocks.append(self._allocate(step, is_workspace=True))
             elif isinstance(step, OutputAllocated):
-                self.record_outputs(out[step.index] if isinstance(out, list | tuple) else out)
-            else:
+                self.record_outputs(out if step.index is None else out[step.index])
+            elif isinstance(step, Freed):
                 self._free_latest(blocks, step.count)
-        self.record_outputs(out)
+            elif step.output is None:
+                if step.workspace not in self._resident:
+                    self._resident.add(step.workspace)
+                    self._allocate(step.workspace, is_workspace=True)
+            else:
+                tensor = out[step.output] if isinstance(out, list | tuple) else out
+                storage = tensor.untyped_storage()
+                key = ~id(storage)
+                block = self._allocate(step.workspace)
+                self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, step.workspace, None)
         self._free_latest(blocks, len(blocks))
 
     def record_empty_cache(self, *_: Any, **__: Any) -> None:
         """Record that the allocator releases the segments that are free."""
         self.op = None
         self.record_steps([Workspace("empty_cache", (EMPTY_CACHE,))])
-
-    def record_resident(self, workspace: Workspace) -> None:
-        """Record a workspace that a library allocates once and keeps."""
-        if workspace not in self._resident:
-            self._resident[workspace] = self._allocate(workspace, is_workspace=True)
-
-    def record_attached(self, tensor: Tensor, workspace: Workspace) -> None:
-        """Record memory that lives as long as the storage of `tensor`."""
-        storage = tensor.untyped_storage()
-        key = ~id(storage)
-        self._live[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(workspace), workspace, None)
 
     def block_of(self, tensor: Tensor) -> int | None:
         """Return the number of the block that holds `tensor`; None if none was recorded."""

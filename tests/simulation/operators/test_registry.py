@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.simulation.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.simulation.operators.registry import WorkspaceObserver
 from autoaccum.simulation.operators.workspace_rules import estimate
-from autoaccum.simulation.trace_records import Freed, OutputAllocated, Workspace
+from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.simulation import simulate
 
+OUTPUTS = OutputAllocated()
 H100 = make_card((9, 0), 132)
 _aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.observer = WorkspaceObserver(version)
         self.transient: list[Workspace] = []
-        self.resident: dict[Workspace, None] = {}
+        self.kept: list[Kept] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -38,8 +39,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         in_backward = torch._C._current_autograd_node() is not None
         seen = self.observer.observe(func, args, kwargs, out, in_backward=in_backward)
-        self.transient.extend(step for step in seen.transient if isinstance(step, Workspace))
-        self.resident.update(dict.fromkeys(seen.resident))
+        self.transient.extend(step for step in seen if isinstance(step, Workspace))
+        self.kept.extend(step for step in seen if isinstance(step, Kept))
         return out
 
     def of(self, rule: str) -> list[tuple[int, ...]]:
@@ -52,7 +53,7 @@ def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
         yield watch
 
 
-def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory:
+def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> Sequence[MemoryStep]:
     return WorkspaceObserver((2, 13)).observe(func, args, kwargs, out, in_backward=False)
 
 
@@ -63,7 +64,7 @@ def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_products_free_their_workspace_from_2_15() -> None:
     with watched((2, 15)) as watch:
         torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
-    assert watch.resident == {}
+    assert watch.kept == []
     assert watch.of("product_with_bias") == [(0, -1)]
     assert watch.of("product") == [(0, -1)]
 
@@ -86,11 +87,14 @@ def test_flash_attention() -> None:
         dropped = see(_aten._scaled_dot_product_flash_attention.default, query, key, key, 0.1)
         args = (query, query, key, key, rows_first)
         backward = see(_aten._scaled_dot_product_flash_attention_backward.default, *args, out=(query, key, key))
-    assert list(forward.transient) == [Workspace(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")]
-    assert list(dropped.transient) == []
-    assert list(backward.transient) == [
+    assert list(forward) == [
+        OUTPUTS,
+        *(Workspace(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")),
+    ]
+    assert list(dropped) == []
+    assert list(backward) == [
         Workspace("layout_copy", (2 * 8 * 100 * 64 * 2,)),
-        *map(OutputAllocated, range(3)),
+        OUTPUTS,
         Workspace("flash_row_sums", (2, 8, 100)),
         Workspace("flash_gradient", (2, 8, 100, 64, 0)),
         Workspace("flash_grouped", (2, 8, 50, 64, 2)),
@@ -112,9 +116,10 @@ def test_efficient_and_cudnn_attention() -> None:
             *(query, query, key, key, None, query, query, query, query, 0.0),
         )
         cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
-    assert list(forward.transient) == [Workspace("efficient_output", (2, 8, 100, 64, 4))]
+    assert list(forward) == [OUTPUTS, Workspace("efficient_output", (2, 8, 100, 64, 4))]
     numbers = (2, 8, 100, 50, 64, 64, 4, 1, 0)
-    assert list(backward.transient) == [
+    assert list(backward) == [
+        OUTPUTS,
         Workspace("efficient_row_sums", (2, 8, 100)),
         *[Workspace("efficient_cast", numbers)] * 2,
         Workspace("efficient_product", numbers),
@@ -122,8 +127,8 @@ def test_efficient_and_cudnn_attention() -> None:
         Freed(4),
         Workspace("efficient_gradient", numbers),
     ]
-    assert list(misaligned.transient)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
-    assert list(cudnn.transient) == [Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+    assert list(misaligned)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
+    assert list(cudnn) == [OUTPUTS, Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
 
 def requested(recorder: Recorder) -> list[int]:
