@@ -47,7 +47,6 @@ WITHOUT_TORCH = (
     "errors.py",
     "units.py",
     "accumulation/coupling.py",
-    "accumulation/interrupts.py",
     "accumulation/schedule.py",
     "planning/search.py",
     "planning/plan_record.py",
