@@ -32,7 +32,7 @@ They raise `UsageError` where an argument cannot be honoured, `WorkloadError` wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,7 @@ def compare(
     micro_batch: int | None = None,
     ceiling: bool = False,
     sort: str | None = None,
+    prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
     on_row: Callable[[ComparisonRow], None] = lambda row: None,
     on_event: PlanListener = lambda event: None,
     on_output: Callable[[str], None] | None = None,
@@ -173,6 +174,8 @@ def compare(
         max_micro_batch, micro_batch, ceiling: As of `plan`.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
             card, then by number of ranks; sets of savers with the fastest first.
+        prices: The price of an hour of each card, by its name, or a CSV file with the columns `name` and `per_hour`.
+            The cheapest rows come first then, by the cost of a million samples.
         on_row: Called with each row as it is found; also before an error.
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
@@ -188,6 +191,7 @@ def compare(
         micro_batch=micro_batch,
         ceiling=ceiling,
         sort=sort,
+        prices=prices,
         options=options,
     )
     return compare_plans(workload, request, on_row=on_row, on_event=on_event, on_output=on_output)

@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
     as_json="Print the table as JSON on stdout, with every plan whole.",
     output="Write that JSON to a file.",
-    force="Overwrite this file.",
+    force="Overwrite these files.",
 )
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
-def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **request: Any) -> None:
+@click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
+@click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
+def command(
+    workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **request: Any
+) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
@@ -41,7 +45,7 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
 
     Examples:
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed
-      autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --sort micro-batch
+      autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --prices prices.csv
       autoaccum compare model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
       autoaccum compare model.py --target-batch 256 --gpu rtx4090 --savers all
 
@@ -52,13 +56,18 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
       3  the trials gave no answer
     """
     from autoaccum.api import compare
-    from autoaccum.files import write_text
+    from autoaccum.files import write_bytes, write_text
     from autoaccum.planning.comparison import Comparison
     from autoaccum.reporting.comparison_table import comparison_warnings, row_line
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.progress import PlanProgress
 
     check_file("-o", output, force=force, workload=workload)
+    if plot is not None:
+        from autoaccum.reporting.figures import draw_comparison, picture_format  # With matplotlib.
+
+        picture_format(plot)
+        check_file("--plot", plot, force=force, workload=workload)
     rows: list[ComparisonRow] = []
 
     def listen(row: ComparisonRow) -> None:
@@ -83,6 +92,8 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
     _show(table, as_json=as_json)
     if output is not None:
         write_text(Path(output), table.to_json(), force=force)
+    if plot is not None:
+        write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)
     if not any(row.fits for row in table.rows):
         closest = max(table.rows, key=lambda row: (row.limit_bytes, row.world_size))
         raise DoesNotFitError(f"no row fits: {row_line(closest)}, since {closest.message}")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.checks import check_alone, check_word
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.device_choice import make_device, make_fleet
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
@@ -48,6 +52,7 @@ class ComparisonRow:
         limit_bytes: The budget of each rank.
         message: Why nothing fits.
         update_seconds: The estimated time of an update, without what ranks exchange; None: not estimated.
+        price_per_hour: The price of an hour of one card; None: not given.
         warnings: Those of the plan, and sentences on savers that cannot be used.
     """
 
@@ -58,6 +63,7 @@ class ComparisonRow:
     limit_bytes: int
     message: str | None = None
     update_seconds: float | None = None
+    price_per_hour: float | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -77,6 +83,13 @@ class ComparisonRow:
             None if self.plan is None or self.update_seconds is None else self.plan.target_batch / self.update_seconds
         )
 
+    @property
+    def cost_per_million(self) -> float | None:
+        """The price of a million samples by that estimate, on all ranks."""
+        if self.price_per_hour is None or self.samples_per_second is None:
+            return None
+        return self.price_per_hour * self.world_size * 1e6 / self.samples_per_second / 3600
+
 
 SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "card": lambda row: row.card,
@@ -86,6 +99,7 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "needed": lambda row: row.plan and row.plan.least_bytes,
     "peak": lambda row: row.plan and row.plan.peak_bytes,
     "headroom": lambda row: None if row.headroom_bytes is None else -row.headroom_bytes,
+    "cost": lambda row: row.cost_per_million,
     "speed": lambda row: None if row.samples_per_second is None else -row.samples_per_second,
 }
 """The columns that rows can be sorted by, each with what is less in a better row; None: not known."""
@@ -132,6 +146,7 @@ class ComparisonRequest:
     micro_batch: int | None = None
     ceiling: bool = False
     sort: str | None = None
+    prices: str | os.PathLike[str] | Mapping[str, float] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,13 +157,17 @@ class ComparisonRequest:
             )
         if self.sort is not None:
             check_word(self.sort, "column", SORT_KEYS)
-        if self.sort == "speed" and not self.estimates:
+        if self.sort == "cost" and self.prices is None:
+            raise UsageError("cost needs the prices of cards", hint="give them: --prices FILE")
+        if (self.sort == "speed" or self.prices is not None) and not self.estimates:
             raise UsageError(
                 "speed is estimated for several cards or sets of savers, since what ranks exchange is not counted, and"
                 f" this is one card, {self.gpu}",
-                hint="leave --sort out",
+                hint="leave --sort and --prices out",
             )
         self.plan_request()
+        if self.prices is not None and not self.price_by_card.keys() & {card.name for card in self.cards}:
+            raise UsageError(f"no price is of {self.gpu}", hint="name a card that the prices have, or all")
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
@@ -156,6 +175,13 @@ class ComparisonRequest:
         from autoaccum.simulation.cards import find_cards
 
         return find_cards(self.gpu)
+
+    @cached_property
+    def price_by_card(self) -> Mapping[str, float]:
+        """The price of an hour of a card, by its name."""
+        return (
+            self.prices if isinstance(self.prices, Mapping) else {} if self.prices is None else read_prices(self.prices)
+        )
 
     @property
     def world_sizes(self) -> list[int]:
@@ -201,6 +227,30 @@ def choose_world_sizes(within: range) -> list[int]:
     return sorted({within[0], within[-1], *(power for power in powers if power in within)})
 
 
+def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
+    """Read the price of an hour of each card from a CSV file with the columns `name` and `per_hour`.
+
+    Raises:
+        UsageError: The file cannot be read, or a line has no card or no price above 0.
+    """
+    from autoaccum.simulation.cards import find_card
+
+    hint = "write a line name,per_hour, then one for each card, such as rtx4090,0.69"
+    try:
+        rows = list(csv.DictReader(Path(path).read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True))
+        return {find_card(row["name"]).name: _positive(row["per_hour"]) for row in rows}
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}", hint=hint) from None
+    except (OSError, UnicodeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} has no prices ({first_line(error)})", hint=hint) from None
+
+
+def _positive(text: str) -> float:
+    if not 0 < (price := float(text)) < math.inf:
+        raise ValueError(f"per_hour is {text}")
+    return price
+
+
 def compare_plans(
     workload: Any,
     request: ComparisonRequest,
@@ -236,10 +286,13 @@ def compare_plans(
 
         (fleet,) = fleets
         with shared.running(), closing(fleet):
-            for _, rows in fleet.each([cards[name] for name in names], plan):
-                yield from map(_note_shared_traces, rows) if shares else rows
+            for card, rows in fleet.each([cards[name] for name in names], plan):
+                for row in map(_note_shared_traces, rows) if shares else rows:
+                    yield dataclasses.replace(row, price_per_hour=request.price_by_card.get(card.name))
 
-    return find_rows(plan_cards, list(cards), request.world_sizes, on_row).sorted_by(request.sort)
+    return find_rows(plan_cards, list(cards), request.world_sizes, on_row).sorted_by(
+        request.sort or (None if request.prices is None else "cost")
+    )
 
 
 def find_rows(

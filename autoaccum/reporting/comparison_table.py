@@ -18,7 +18,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
-_OPTIONAL = ("card", ">ranks", ">speed", "reduce", "savers")
+_OPTIONAL = ("card", ">ranks", ">speed", ">cost", "reduce", "savers")
 _MOST_NAMED = 5
 _LEGEND = (
     "GiB: what torch sees on Linux (~ estimated, not read from such a card); CC: compute capability; "
@@ -62,6 +62,7 @@ def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str |
         ">peak": None if plan is None else _size(plan.peak_bytes),
         ">headroom": None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB",
         ">speed": None if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}",
+        ">cost": None if row.cost_per_million is None else f"{row.cost_per_million:.3g}",
         "reduce": None if plan is None else plan.reduce,
         "savers": format_savers(row.savers) if has_savers else None,
     }
@@ -82,6 +83,8 @@ def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[st
             "speed: samples per second as a share of the fastest, an estimate from FLOPs, bytes and kernels; between"
             f" cards a ratio may be off by {RATIO_BAND:g} times{several_ranks}"
         )
+    if any(row.cost_per_million for row in rows):
+        yield "cost: of a million samples, by that estimate and the prices"
     if len({row.card for row in rows}) == 1 and len({row.world_size for row in rows}) > 1:
         for least in (comparison.least_world_sizes or {}).values():
             fewer = [row for row in rows if row.world_size < least]

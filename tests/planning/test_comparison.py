@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.card_fleet import CardFleet
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.comparison import (
     Comparison,
+    ComparisonRequest,
     ComparisonRow,
     choose_world_sizes,
     find_rows,
@@ -249,3 +252,33 @@ def test_what_fits_whole_or_not_at_all_is_one_row(path: str, budget: int, savers
     (row,), _ = compare_savers(path, budget)
     assert (row.savers, row.fits) == (savers, fits)
     assert fits == (row.message is None)
+
+
+def test_the_cost_of_a_million_samples() -> None:
+    plan = make_plan(200, 100)
+    row = ComparisonRow(card="t4", world_size=2, plan=plan, limit_bytes=1, update_seconds=2.0, price_per_hour=0.36)
+    assert row.cost_per_million == pytest.approx(0.36 * 2 * 1e6 / 100 / 3600)
+    assert dataclasses.replace(row, price_per_hour=None).cost_per_million is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("card,price\nt4,1\n", "has no prices"),
+        ("name,per_hour\nt4,-1\n", "per_hour is -1"),
+        ("name,per_hour\nt4\n", "has no prices"),
+        ("name,per_hour\nabacus,1\n", "abacus"),
+        ("name,per_hour\nl4,1\n", "no price is of t4,h100"),
+        (None, "No such file"),
+    ],
+)
+def test_prices_that_cannot_be_used(text: str | None, seen: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "prices.csv").write_text(text)
+    with pytest.raises(UsageError, match=seen):
+        ComparisonRequest(target_batch=8, gpu="t4,h100", prices=tmp_path / "prices.csv")
+
+
+def test_cost_needs_prices() -> None:
+    with pytest.raises(UsageError, match="cost needs the prices of cards: give them: --prices FILE"):
+        ComparisonRequest(target_batch=8, gpu="t4,h100", sort="cost")
