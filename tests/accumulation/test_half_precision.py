@@ -13,13 +13,9 @@ from small_training import CRITERION, batch_of, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum import plan
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, clip_gradients
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan_record import Plan
-from autoaccum.sources.workload import Workload
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -197,44 +193,3 @@ def test_sums_in_float32_are_closer_and_sums_in_bf16_raise_a_warning() -> None:
         gradient("parameters", parts=1)  # Nothing is summed.
     off = [float((found - true).norm() / true.norm()) for found in (wide, half)]
     assert off[0] < 0.005 < off[1] < 0.1
-
-
-def big() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).bfloat16()
-
-
-def rows(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 1024).bfloat16(), torch.randn(size, 1024).bfloat16()
-
-
-def predicted(accumulate_in: str | None) -> Plan:
-    workload = Workload(model=big, batch=rows, loss=loss, optimizer="sgd")
-    return plan(workload, target_batch=64, gpu="rtx4090", max_micro_batch=8, accumulate_in=accumulate_in)
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_the_plan_counts_the_bytes_and_the_step_follows_the_plan() -> None:
-    wide, half = predicted(None), predicted("parameters")
-    assert wide.peak_bytes is not None
-    assert half.peak_bytes is not None
-    saved = 8 * 1024 * 1024 * 2  # Two of the four bytes of each sum.
-    assert wide.peak_bytes - half.peak_bytes == pytest.approx(saved, rel=0.3)
-    assert [p.spec.accumulate_in for p in (wide, half)] == ["fp32", "parameters"]
-    warned = [text for text in half.warnings if "gradients are summed in bfloat16" in text]
-    assert len(warned) == 1
-    assert not any("summed in" in text for text in wide.warnings)
-    model, sgd = linear(), torch.optim.SGD
-    for given, other in ((wide, "parameters"), (half, "fp32")):
-        with pytest.raises(UsageError, match=r"the plan is for .*gradients summed in .*; here is .*gradients summed"):
-            Accumulator(model, sgd(model.parameters()), loss, plan=given, accumulate_in=other)  # type: ignore[arg-type]
-    assert Plan.from_json(half.to_json()).spec.accumulate_in == "parameters"
-
-
-def test_unknown_values_are_refused() -> None:
-    model = linear()
-    with pytest.raises(UsageError, match=r"no accumulate_in .bf16.: choose fp32 or parameters"):
-        Accumulator(model, torch.optim.SGD(model.parameters()), loss, micro_batch=1, accumulate_in="bf16")  # type: ignore[arg-type]
-    with pytest.raises(WorkloadError, match=r"no accumulate_in .bf16."):
-        Workload(model=linear, batch=half_batch, loss=loss, accumulate_in="bf16")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"no accumulate_in .bf16."):
-        plan("model.py", target_batch=2, accumulate_in="bf16")

@@ -136,22 +136,6 @@ def test_a_generator_of_the_model_s_is_rolled_back(stateful: Any) -> None:
     assert torch.equal(model.generator.get_state(), before)
 
 
-def test_without_recover_the_out_of_memory_error_is_raised() -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-
-    def give() -> BaseException:
-        return error
-
-    model, optimizer, accumulator = make(5, give, recover=False)
-    batch = batch_of(16)
-    before = state_digest(model, optimizer)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        accumulator.step(batch)
-    assert caught.value is error
-    assert state_digest(model, optimizer) == before
-    assert accumulator.micro_batch == 16
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -265,26 +265,3 @@ def test_what_raises_beside_the_loss_on_one_rank_leaves_all_alike() -> None:
     assert all(text.startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ") for text in mine[2:])
     assert theirs[1].startswith("UpdateInterrupted: ValueError within the update")
     assert all(text.startswith("UpdateInterrupted: an earlier update was interrupted") for text in theirs[2:])
-
-
-def die_while_another_is_busy() -> Any:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if dist.get_rank() == 2:
-            time.sleep(1.5)
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    accumulator, _, _ = make(loss=loss)
-    try:
-        accumulator.step(batch(4))
-    except RankLostError as error:
-        return str(error)
-    return None
-
-
-def test_a_busy_rank_is_not_taken_for_the_one_that_died() -> None:
-    first, dead, last = on_ranks(3, die_while_another_is_busy, patience=NEVER)
-    assert dead == Died()
-    for text in (first, last):
-        assert text.startswith("rank 1 of 3 ended or no longer answers: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from rank_updates import Net, check_updates, dealt, pairs, shard, shard_first, shard_on_host, whole
-from torch import Tensor, nn
+from torch import nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts
 from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
-from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import UsageError
 from autoaccum.options import Reduce
@@ -167,33 +165,6 @@ def test_running_statistics_are_those_of_one_process(shares: list[int]) -> None:
     alone = running_statistics()
     for found in on_ranks(2, running_statistics, shares):
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
-
-
-class SeenGradients(StepObserver):
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters, self.seen = list(parameters), list[bool]()
-
-    def phase(self, phase: StepPhase) -> None:
-        if phase == "forward":
-            self.seen.append(any(parameter.grad is not None for parameter in self._parameters))
-
-
-def seen_gradients(mesh: tuple[int, ...], reduce: Reduce) -> Any:
-    model = shard(Net().double(), mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    observer = SeenGradients(model.parameters())
-    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, reduce=reduce, observer=observer)
-    accumulator.step(pairs(6 if dist.get_rank() else 3))
-    return observer.seen
-
-
-@pytest.mark.parametrize(
-    ("mesh", "reduce", "seen"),
-    [((2,), "each", [False, True, True]), ((2,), "last", [False] * 3), ((2, 1), "each", [False] * 3)],
-    ids=["each", "last", "replicated too"],
-)
-def test_gradients_are_summed_when_they_are_asked_to(mesh: tuple[int, ...], reduce: Reduce, seen: list[bool]) -> None:
-    assert on_ranks(2, seen_gradients, mesh, reduce) == [seen, seen]
 
 
 def refusals() -> list[str]:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from autoaccum.accumulation.activation_checkpointing import (
     checkpoint_blocks,
-    describe_blocks,
     find_blocks,
 )
 
@@ -114,23 +113,6 @@ def test_the_gradient_is_the_same(form: str) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def saved_bytes(model: nn.Module, inputs: Tensor) -> int:
-    """Return the bytes that forward saves for backward outside of checkpointed blocks, without weights and inputs."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in [*model.parameters(), inputs]}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = model(inputs)
-    del alive
-    return sum(saved.values())
-
-
 class Wide(nn.Module):
     """Saves `tanh(up(x))` of 4 x width; its output is saved by the next one."""
 
@@ -140,16 +122,6 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.down(torch.tanh(self.up(x))))
-
-
-def test_saved_bytes_are_those_counted_by_hand() -> None:
-    model, inputs = nn.Sequential(Wide(), Wide(), Wide()), torch.randn(16, 8)
-    inside, between = 3 * 16 * 32 * 4, 2 * 16 * 8 * 4
-    assert saved_bytes(model, inputs) == inside + between
-    undo = checkpoint_blocks(model, find_blocks(model))
-    assert saved_bytes(model, inputs) == between
-    undo()
-    assert saved_bytes(model, inputs) == inside + between
 
 
 class Stage(nn.Module):
@@ -201,18 +173,3 @@ class Attributes(nn.Module):
 )
 def test_repeated_modules_are_blocks(model: Callable[[], nn.Module], names: tuple[str, ...]) -> None:
     assert find_blocks(model()) == names
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (["h.0"], "1 block h.0"),
-        (["h.0", "h.11"], "2 blocks h.*"),
-        (["m.2.h.0", "m.2.h.1"], "2 blocks m.2.h.*"),
-        (["down1", "down2", "up1", "up2"], "4 blocks down* and up*"),
-        (["1.up.0", "2.up.0", "1.up", "3.up"], "4 blocks *.up.0 and *.up"),
-        (["a.0", "b.0", "c.0", "d.0"], "4 blocks a.0, b.0 and 2 more kinds"),
-    ],
-)
-def test_blocks_are_named_by_their_numbers(names: list[str], text: str) -> None:
-    assert describe_blocks(names) == text

@@ -79,28 +79,6 @@ def test_the_update_is_the_same_with_dropout(words: tuple[str, ...]) -> None:
     torch.testing.assert_close(state["state"], own_state["state"], rtol=1e-10, atol=1e-10)
 
 
-def full_batch(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
-    """Return a copy of the model after one update of the whole batch, by hand."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
-    optimizer.step()
-    return model
-
-
-@pytest.mark.parametrize(("words", "micro_batch"), [*((words, 3) for words in EACH), (WORDS, 1), (WORDS, 10)], ids=str)
-def test_the_update_is_the_full_batchs(words: tuple[str, ...], micro_batch: int) -> None:
-    torch.manual_seed(0)
-    model, x, y = Net(), torch.randn(10, 16).double(), torch.randint(0, 3, (10,))
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    expected = full_batch(model, x, y)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=micro_batch, savers=words).step((x, y))
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("words", [("offload-gradients",), WORDS], ids="+".join)
 def test_half_precision_is_summed_and_updated_in_float32(words: tuple[str, ...]) -> None:
     """Updates too small for bf16 add up, where the optimizer has copies in float32; both sum gradients in float32."""

@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from whole_batches import Recorded, check_buffers, check_equal, cross_entropy, images
 
-from autoaccum.accumulation.schedule import windows
 from autoaccum.errors import UsageError, WorkloadError
 
 
@@ -161,15 +160,6 @@ def test_under_autocast_only_rounding_differs(precision: Any) -> None:
     exact = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact")
     exact.step(batch)
     assert any(not torch.equal(exact.gradients[name], one) for name, one in recorded.gradients.items())
-
-
-def test_windows_of_a_loader() -> None:
-    model, batch = net(), images(7)
-    recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact")
-    parts = list(zip(torch.split(batch[0], 3), torch.split(batch[1], 3), strict=True))
-    (window,) = windows(parts, 3)
-    assert recorded.accumulator.step_parts(window).micro_batches == (2, 1, 2, 1, 1)
-    check_equal(recorded, model, cross_entropy, batch)
 
 
 class Branching(nn.Module):

@@ -122,19 +122,3 @@ def test_parts_that_wait_when_another_fails_find_their_inputs_again() -> None:
     with pytest.raises(ValueError, match="the third part fails"):
         recorded.step(images(SAMPLES, side=4))
     assert found == [True] * 3
-
-
-def test_a_tensor_of_the_user_stays() -> None:
-    """A batch that is on the card is nobody's to free."""
-    model, batch = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 5)).double(), images(4, side=4)
-    window = [(batch[0][:2].clone(), batch[1][:2]), (batch[0][2:].clone(), batch[1][2:])]
-    seen: list[int] = []
-
-    class Looking(StepObserver):
-        def part(self, index: int) -> None:
-            seen.extend(one.untyped_storage().nbytes() for one, _ in window)
-
-    recorded = Recorded(model, cross_entropy, batchnorm="exact", micro_batch=2, observer=Looking())
-    recorded.accumulator.step_parts(window)
-    check_equal(recorded, model, cross_entropy, batch)
-    assert set(seen) == {2 * 3 * 16 * 8}
