@@ -243,34 +243,36 @@ def _concatenate(parts: list[Any], path: str) -> Any:
         ) from None
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
+def _lengths(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield the path and length of every leaf with a batch dimension; raise for an object that cannot be split."""
-    children = None if pytree.is_leaf(node) else pytree.children(node)
-    if pytree.has_batch_dimension(node):
-        yield path, int(node.shape[0])
-    elif children is None and not pytree.is_leaf(node) and pytree.contains_tensors(node):
+    if pytree.is_leaf(node):
+        if pytree.has_batch_dimension(node):
+            yield path, len(node)
+        return
+    children = pytree.children(node)
+    if children is None and pytree.contains_tensors(node):
         raise WorkloadError(
             f"{path} is {describe_type(node)}, which cannot be split into samples",
             hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
         )
-    elif children and isinstance(node, list) and path != "batch" and not agree(map(reading_sizes, node)):
+    if children and isinstance(node, list) and path != "batch" and not agree(map(reading_sizes, node)):
         yield path, len(node)
         return
     for step, child in children or ():
-        yield from _leaves(child, path + step)
+        yield from _lengths(child, path + step)
 
 
 def _disagreement(batch: Batch) -> WorkloadError:
-    leaves = list(_leaves(batch, "batch"))
-    lengths = [length for _, length in leaves]
-    usual = max(lengths, key=lengths.count, default=0)
-    odd = next((leaf for leaf in leaves if leaf[1] != usual), None)
+    lengths = dict(_lengths(batch, "batch"))
+    counted = list(lengths.values())
+    usual = max(counted, key=counted.count, default=0)
+    odd = next((path for path, length in lengths.items() if length != usual), None)
     if odd is None:
         return WorkloadError(
             "batch cannot be split into samples", hint="give samples as the first dimension everywhere"
         )
     return WorkloadError(
-        f"{odd[0]} has the length {odd[1]}, {leaves[lengths.index(usual)][0]} has {usual}",
+        f"{odd} has the length {lengths[odd]}, {list(lengths)[counted.index(usual)]} has {usual}",
         hint="give every tensor the samples as first dimension, and put what all samples share into the model or the"
         " loss; if samples are not rows, write split(batch, sizes) and size(batch)",
     )

@@ -100,15 +100,12 @@ def is_plain(node: Any) -> bool:
     return isinstance(node, _PLAIN)
 
 
-def is_value(node: Any) -> bool:
-    """Return whether `node` cannot be split: a plain value, a tensor without dimensions, an object without tensors."""
-    if is_plain(node) or is_leaf(node):
-        return not has_batch_dimension(node)
-    return children(node) is None and not contains_tensors(node)
+def is_record(node: Any) -> bool:
+    """Return whether `node` is a mapping, a dataclass or a named tuple."""
+    return isinstance(node, Mapping) or _is_dataclass(node) or _is_namedtuple(node)
 
 
-def is_namedtuple(node: Any) -> bool:
-    """Return whether `node` is a named tuple."""
+def _is_namedtuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, PackedSequence)
 
 
@@ -121,18 +118,8 @@ def is_sequence(node: Any) -> bool:
     return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "_fields") and not is_plain(node))
 
 
-def are_records(entries: Sequence[Any]) -> bool:
-    """Return whether all entries are mappings, dataclasses or named tuples."""
-    return all(isinstance(entry, Mapping) or _is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
-
-
-def same_structure(entries: Sequence[Any]) -> bool:
-    """Return whether the entries have the same dtype and rank, the same keys, or the same class, as samples have."""
-    return len({structure(entry) for entry in entries}) <= 1
-
-
 def structure(entry: Any) -> Any:
-    """Return what samples have in common: dtype and rank, keys, or the class."""
+    """Return what the samples of a batch have in common: dtype and rank, keys, or the class."""
     if isinstance(entry, Tensor | np.ndarray):
         return type_name(entry), str(entry.dtype), entry.ndim
     return frozenset(map(str, entry)) if isinstance(entry, Mapping) else type(entry)
@@ -148,12 +135,9 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", node[key]) for key in node]
     if _is_dataclass(node):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-        if contains_tensors(
-            {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}
-        ):
-            return None
-        return [(f".{name}", getattr(node, name)) for name in names]
-    if is_namedtuple(node):
+        others = [value for name, value in getattr(node, "__dict__", {}).items() if name not in names]
+        return None if contains_tensors(others) else [(f".{name}", getattr(node, name)) for name in names]
+    if _is_namedtuple(node):
         return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
     if is_sequence(node):
         return [(f"[{index}]", value) for index, value in enumerate(node)]
@@ -177,16 +161,22 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
     if isinstance(node, CustomBatch):
         return node.with_value(content[0])
     if isinstance(node, Mapping):
-        return _rebuild_mapping(node, dict(zip(node, content, strict=True)))
+        items = dict(zip(node, content, strict=True))
+        try:
+            if not isinstance(node, dict | UserDict):
+                return type(node)(items)  # type: ignore[call-arg]
+            made: Any = copy.copy(node)
+            for key, value in items.items():
+                made[key] = value
+        except Exception:  # The class is the user's and may raise anything.
+            return items
+        return made
     if _is_dataclass(node):
-        steps = children(node) or []
-        rebuilt = copy.copy(node)
-        for (step, _), value in zip(steps, content, strict=True):
-            object.__setattr__(rebuilt, step.removeprefix("."), value)
-        return rebuilt
-    if is_namedtuple(node):
-        return type(node)._make(content)
-    return rebuild_sequence(node, content)
+        made = copy.copy(node)
+        for (step, _), value in zip(children(node) or [], content, strict=True):
+            object.__setattr__(made, step.removeprefix("."), value)
+        return made
+    return type(node)._make(content) if _is_namedtuple(node) else rebuild_sequence(node, content)
 
 
 def rebuild_changed(node: Any, content: Sequence[Any]) -> Any:
@@ -237,25 +227,13 @@ def map_object_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
 
 
-def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    try:
-        if not isinstance(node, dict | UserDict):
-            return type(node)(items)  # type: ignore[call-arg]
-        rebuilt: Any = copy.copy(node)
-        for key, value in items.items():
-            rebuilt[key] = value
-    except Exception:  # The class is the user's and may raise anything.
-        return items
-    return rebuilt  # type: ignore[no-any-return]
-
-
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield an object and everything reachable in it, down to `depth` levels; tensors are not entered."""
     yield node
     if depth == 0 or is_plain(node) or isinstance(node, Tensor | type):
         return
     if isinstance(node, Mapping):
-        inside = list(node.values())
+        inside: Iterable[Any] = list(node.values())
     elif isinstance(node, list | tuple | Set):
         inside = list(node)
     else:

@@ -62,7 +62,7 @@ class Readings:
         found, shown, rows = dict[Any, bool](), dict[Any, bool](), dict[Any, Any]()
 
         def decide(key: Any, node: Any, top: bool) -> bool:
-            if pytree.are_records(node) and _reading_costs(node, top=top) == _ROWS:
+            if all(map(pytree.is_record, node)) and _reading_costs(node, top=top) == _ROWS:
                 rows[key] = node
             if (read := found.setdefault(key, is_samples(node, samples, top=top))) or len(node) != samples:
                 shown[key] = read  # Else as many rows as entries, which may be chance.
@@ -96,7 +96,8 @@ def _mark(node: Any, choose: _Choice, path: str = "batch", *, top: bool = True) 
         return node
     reading = None
     is_open = type(node) in (list, tuple) and None not in _reading_costs(node, top=top)
-    if is_open and (pytree.are_records(node) or (not top and all(map(pytree.has_batch_dimension, node)))):
+    may_vary = pytree.is_record if top else lambda entry: pytree.is_record(entry) or pytree.has_batch_dimension(entry)
+    if is_open and all(map(may_vary, node)):
         reading = choose((path, pytree.structure(node[0])), node, top)
     if reading:
         return pytree.MarkedList(node, type(node), samples=True)
@@ -156,11 +157,11 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int | None, int |
         return (None, 0) if node.samples else (0, None)
     if top and any(pytree.has_batch_dimension(entry) for entry in node):
         return 0, None  # [x, y], as a DataLoader yields it.
-    if all(pytree.is_value(entry) for entry in node):
+    if all(map(_is_value, node)):
         if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
             return 0, None  # (224, 224) is one value, not two samples.
         return (3, 0) if node else (0, 1)
-    if not pytree.same_structure(node):
+    if len({pytree.structure(entry) for entry in node}) > 1:
         return 0, None
     are_lists = isinstance(node, list) and all(isinstance(entry, list) for entry in node)
     if are_lists and all(isinstance(one, int | float) for entry in node for one in entry) and (any(node) or not top):
@@ -169,14 +170,14 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int | None, int |
         return 0, _UNLIKELY
     if _have_own_values(node) or (not top and all(map(_looks_like_image, node))):
         return 2, 0
-    return _ROWS if pytree.are_records(node) or not top else (0, _UNLIKELY)
+    return _ROWS if not top or all(map(pytree.is_record, node)) else (0, _UNLIKELY)
 
 
 def _have_own_values(entries: Sequence[Any]) -> bool:
     """Return whether the entries have what belongs to one sample: numbers, or texts that differ between records."""
     fields = [dict(pytree.children(entry) or ()) for entry in entries]
     texts = [{name: value for name, value in one.items() if isinstance(value, str)} for one in fields]
-    return (pytree.are_records(entries) and any(one != texts[0] for one in texts)) or any(
+    return (all(map(pytree.is_record, entries)) and any(one != texts[0] for one in texts)) or any(
         isinstance(value, int | float) or (pytree.is_leaf(value) and value.ndim == 0)
         for one in fields
         for value in one.values()
@@ -185,3 +186,10 @@ def _have_own_values(entries: Sequence[Any]) -> bool:
 
 def _looks_like_image(node: Any) -> bool:
     return pytree.has_batch_dimension(node) and node.ndim == 3 and node.shape[0] in _CHANNELS
+
+
+def _is_value(node: Any) -> bool:
+    """Return whether `node` cannot be split: a plain value, a tensor without dimensions, an object without tensors."""
+    if pytree.is_plain(node) or pytree.is_leaf(node):
+        return not pytree.has_batch_dimension(node)
+    return pytree.children(node) is None and not pytree.contains_tensors(node)
