@@ -84,39 +84,37 @@ def find_loss_module(model: nn.Module) -> nn.Module | None:
 
     Wrappers, such as those of peft and torch.compile, are searched too.
     """
-    return next((each for each in model.modules() if _computes_loss(each)), None)
+    return next((module for module in model.modules() if _computes_loss(module)), None)
 
 
 def infer_divisor(model: nn.Module) -> str:
     """Return the divisor of the loss of a transformers model; `samples` if its class is unknown."""
     computing = find_loss_module(model)
-    return (None if computing is None else _divisor_of_class(computing)) or "samples"
+    return "samples" if computing is None else _divisor_of_class(computing)
 
 
-def _divisor_of_class(model: nn.Module) -> str | None:
-    """Return the divisor that the code of the model's `forward` implies; None if unknown.
+def _divisor_of_class(model: nn.Module) -> str:
+    """Return the divisor that the code of the model's `forward` implies; `samples` if unknown.
 
     A `forward` either calls `self.loss_function`, whose name is known, or a cross-entropy directly. Only decoders shift
     the labels; encoder-decoders get shifted inputs instead (`decoder_input_ids`).
     """
     config, forward, name = getattr(model, "config", None), _forward_code(model), type_name(model)
     if sum("label" in argument for argument in forward.co_varnames[: forward.co_argcount]) > 1:
-        return None  # The loss is a sum of several means.
+        return "samples"  # The loss is a sum of several means.
     if "SemanticSegmentation" in name:
         return f"labels != {getattr(config, 'semantic_loss_ignore_index', 255)}"
-    if "Segmentation" in name or "Detection" in name:
-        return None
     regresses = getattr(config, "num_labels", 0) == 1 or getattr(config, "problem_type", None) == "regression"
-    if regresses and "Classification" in name:
+    if "Segmentation" in name or "Detection" in name or (regresses and "Classification" in name):
         return "samples"
     if "loss_function" in forward.co_names:
         function = getattr(getattr(model, "loss_function", None), "__name__", "")
         shifts = function in _SHIFTED and not getattr(config, "is_encoder_decoder", False)
-        is_known = function in _SHIFTED or function in _MARKED
+        is_known = function in _SHIFTED | _MARKED
     else:
-        is_known = any(each.endswith(("CrossEntropyLoss", "cross_entropy", "loss_fct")) for each in forward.co_names)
+        is_known = any(used.endswith(("CrossEntropyLoss", "cross_entropy", "loss_fct")) for used in forward.co_names)
         shifts = "shift_labels" in forward.co_varnames
-    return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}" if is_known else None
+    return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}" if is_known else "samples"
 
 
 def ignores_items(model: nn.Module) -> bool:
