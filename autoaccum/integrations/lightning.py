@@ -1,27 +1,21 @@
-"""Within the loop of a Lightning Trainer: a callback that watches the plan, and one for exact accumulation.
+"""Within the loop of a Lightning Trainer: exact accumulation.
 
-trainer = Trainer(accumulate_grad_batches=13, callbacks=[PlanCallback("plan.json"), ExactAccumulation()])
+trainer = Trainer(accumulate_grad_batches=13, callbacks=[ExactAccumulation()])
 
-They are for `lightning.pytorch` and `pytorch_lightning`: import the one that you train with first.
+It is for `lightning.pytorch` and `pytorch_lightning`: import the one that you train with first.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoaccum.checks import counted
 from autoaccum.errors import UsageError
-from autoaccum.integrations.lightning_trainer import PRECISIONS
-from autoaccum.integrations.plan_watch import PlanWatch, Running
-from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import read_weight
 
@@ -34,53 +28,7 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(import_module(name).Callback for name in names)
 
 
-class PlanCallback(*_callback_classes()):  # type: ignore[misc]  # Its bases are known where it is imported.
-    """Watches a plan: warns of what differs at the start and of a higher peak in the run; prints a line at the end.
-
-    Args:
-        plan: The plan, or its file.
-    """
-
-    def __init__(self, plan: Plan | str | Path) -> None:
-        self._watch = PlanWatch(plan)
-        self._updates = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Compare the plan with the training."""
-        micro_batch = getattr(trainer.train_dataloader, "batch_size", None)
-        accumulated, ranks, self._updates = trainer.accumulate_grad_batches, trainer.world_size, trainer.global_step
-        running = Running(
-            model=pl_module,
-            optimizer=next(iter(trainer.optimizers), None),
-            precision=PRECISIONS.get(trainer.precision_plugin.precision),
-            micro_batch=micro_batch,
-            batch=None if micro_batch is None else micro_batch * accumulated * ranks,
-            world_size=ranks,
-            checkpointing=None,
-            names=("batch_size of the DataLoader", "batch_size x accumulate_grad_batches x ranks"),
-        )
-        batches, cautions = trainer.num_training_batches, []
-        left = 0 if math.isinf(batches) else batches % accumulated
-        if left and not any(isinstance(one, ExactAccumulation) for one in trainer.callbacks):
-            cautions = [
-                f"the last update of an epoch has {counted(left, 'micro-batch')}, and the Trainer divides its gradient"
-                f" by {accumulated}: add ExactAccumulation() to the callbacks"
-            ]
-        self._watch.begin(running, *cautions)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the peak with the plan's after an update."""
-        if trainer.global_step != self._updates:
-            self._updates = trainer.global_step
-            self._watch.update()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Print the line."""
-        if trainer.is_global_zero:
-            print(self._watch.summary())
-
-
-class ExactAccumulation(*_callback_classes()):  # type: ignore[misc]
+class ExactAccumulation(*_callback_classes()):  # type: ignore[misc]  # Its bases are known where it is imported.
     """Makes the accumulated update of automatic optimisation that of the full batch.
 
     A Trainer divides the loss of every micro-batch by `accumulate_grad_batches`. That is the full batch's mean only if

@@ -1,6 +1,5 @@
-"""Within the loop of a `transformers.Trainer`: a callback that watches the plan, and exact accumulation.
+"""Within the loop of a `transformers.Trainer`: exact accumulation.
 
-trainer = Trainer(..., callbacks=[PlanCallback("plan.json")])
 trainer = AccumulatorTrainer(..., plan="plan.json")
 """
 
@@ -12,64 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_model, unwrap_optimizer
+from autoaccum.accumulation.argument_checks import check_plan, checked_micro_batch, model_facts, unwrap_optimizer
 from autoaccum.errors import UsageError
-from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
 from autoaccum.integrations.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
-from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
-from autoaccum.sources.model_loss import ignores_items
 from autoaccum.spec import RECOMPUTE
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""
 _UNDIVIDED: Any = {"size": lambda batch: 1, "split": lambda batch, sizes: [batch]}
 """How packed sequences are counted: the Trainer collated them, so that they are not split further."""
-
-
-class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types.
-    """Watches a plan: warns of what differs at the start and of a higher peak in the run; prints a line at the end.
-
-    Args:
-        plan: The plan, or its file.
-        runs_parts: Whether the Trainer runs the plan's own parts and savers, as `AccumulatorTrainer` does.
-    """
-
-    def __init__(self, plan: Plan | str | Path, *, runs_parts: bool = False) -> None:
-        self._watch = PlanWatch(plan)
-        self._runs_parts = runs_parts
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Compare the plan with the training."""
-        ran, steps = state.train_batch_size or args.train_batch_size, args.gradient_accumulation_steps
-        model, name = unwrap_model(objects["model"]), "per_device_train_batch_size"
-        smooths = bool(args.label_smoothing_factor)  # By a loss of the Trainer, which divides by the items.
-        adds = steps > 1 and not (self._runs_parts or smooths) and ignores_items(model)
-        self._watch.begin(
-            Running(
-                model=model,
-                optimizer=objects.get("optimizer"),
-                precision=PRECISIONS.get(args.mixed_precision, args.mixed_precision),
-                micro_batch=None if self._runs_parts else ran,
-                batch=ran * steps * args.world_size,
-                world_size=args.world_size,
-                checkpointing=bool(args.gradient_checkpointing),
-                names=(name, f"{name} x gradient_accumulation_steps x ranks"),
-            ),
-            *([ADDS_MEANS.format(model=type(model).__name__, parts=steps)] if adds else []),
-        )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Compare the peak with the plan's after an update."""
-        self._watch.update()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Print the line."""
-        if state.is_world_process_zero:
-            print(self._watch.summary())
 
 
 class AccumulatorMixin:
@@ -84,8 +38,8 @@ class AccumulatorMixin:
 
     Args:
         args: Those of the Trainer.
-        plan: A plan, or its file: its micro-batch, multiple, savers and way to sum gradients are used, and a
-            `PlanCallback` watches it. The file is read when training begins: the Trainer may be planned first.
+        plan: A plan, or its file: its micro-batch, multiple, savers and way to sum gradients are used. The file is read
+            when training begins: the Trainer may be planned first.
         micro_batch: The most samples to run at once, in place of a plan.
         kwargs: Those of the Trainer.
 
@@ -119,8 +73,6 @@ class AccumulatorMixin:
         self._settings = _settings_of(plan) if isinstance(plan, Plan) else {}
         if plan is None:
             self._settings["micro_batch"] = checked_micro_batch(micro_batch)
-        else:
-            self.add_callback(PlanCallback(plan, runs_parts=True))  # type: ignore[attr-defined]
         self._window: list[Any] = []
         self._gradients: _Gradients | None = None
         self._accumulator: Accumulator | None = None
@@ -130,11 +82,12 @@ class AccumulatorMixin:
 
         Raises:
             PlanFileError: There is no plan in the file.
-            UsageError: The plan has a saver that takes the Trainer's update over.
+            UsageError: The plan has a saver that takes the Trainer's update over, or is for another training.
         """
         self._window = []
         if self._plan is not None:
-            self._settings = _settings_of(read_plan(self._plan))
+            self._plan = self._plan if isinstance(self._plan, Plan) else Plan.load(self._plan)
+            self._settings = _settings_of(self._plan)
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -155,6 +108,9 @@ class AccumulatorMixin:
         """Return the Accumulator of this call of `train`, which has an optimizer and a prepared model of its own."""
         optimizer = unwrap_optimizer(self.optimizer)
         if self._accumulator is None or self._gradients is None or self._gradients.of != (model, optimizer):
+            if isinstance(self._plan, Plan):
+                precision = PRECISIONS.get(self.args.mixed_precision)
+                check_plan(self._plan, model_facts(model, optimizer, precision))
             loss = TrainerLoss(self, self.model)
             self._gradients = _Gradients(model, optimizer)
             settings = self._settings if counts_rows(batch) else {**self._settings, **_UNDIVIDED}

@@ -1,4 +1,4 @@
-"""Callbacks within Lightning's loop: a plan is watched, and accumulated updates are those of the full batch."""
+"""A callback within Lightning's loop: accumulated updates are those of the full batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from warm_children import WarmRanks
 
-import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 
 IMPORTED = ("lightning.pytorch", "pytorch_lightning")
@@ -142,39 +141,6 @@ def test_lightnings_own_are_not(tmp_path: Path) -> None:
     expected = full_batches()
     for callbacks in ([], [ExactAccumulation()]):
         assert difference(train(tmp_path, callbacks, gradient_clip_val=CLIP), expected) > 1e-3
-
-
-def plan(folder: Path, **settings: Any) -> autoaccum.Plan:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **settings)
-    data = DataLoader(sentences(), batch_size=MICRO_BATCH)
-    given = {"trainer": trainer, "model": module_of(pl), "data": data, "weight": counted_words}
-    return autoaccum.plan(**given, target_batch=16, max_micro_batch=4, memory="2GiB", device="cpu")
-
-
-def test_a_training_by_its_plan_is_watched_in_silence_and_ends_with_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    from autoaccum.integrations.lightning import ExactAccumulation, PlanCallback
-    from autoaccum.integrations.plan_watch import PlanWarning
-
-    plan(tmp_path).save(tmp_path / "plan.json")
-    train(tmp_path, [PlanCallback(tmp_path / "plan.json"), ExactAccumulation(counted_words)])
-    assert not [one for one in recwarn if issubclass(one.category, PlanWarning)]
-    assert "autoaccum: 4 updates of 16 samples planned; peak not measured on this device" in capsys.readouterr().out
-
-
-def test_differences_from_the_plan_are_told(tmp_path: Path) -> None:
-    from autoaccum.integrations.lightning import PlanCallback
-    from autoaccum.integrations.plan_watch import PlanWarning
-
-    with pytest.warns(PlanWarning) as caught:
-        train(tmp_path, [PlanCallback(plan(tmp_path, precision="bf16-mixed"))], accumulate_grad_batches=5)
-    said = [str(one.message) for one in caught if one.category is PlanWarning]
-    assert [sentence.partition(":")[0] for sentence in said] == [
-        "here is fp32, the plan is for bf16",
-        "an update has 20 samples (batch_size x accumulate_grad_batches x ranks), the plan's has 16",
-        "the last update of an epoch has 1 micro-batch, and the Trainer divides its gradient by 5",
-    ]
 
 
 class Manual(pl.LightningModule):  # type: ignore[misc]

@@ -1,11 +1,10 @@
-"""A Trainer of transformers is planned as it trains and stays as it was; within its loop the plan is watched."""
+"""A Trainer of transformers is planned as it trains and stays as it was; its accumulation can be made exact."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -323,24 +322,20 @@ class Sentences(Texts):
 
 def test_the_exact_trainer_averages_a_loss_that_ignores_the_number_of_items(tmp_path: Path) -> None:
     """The Trainer itself adds the means of micro-batches up: its gradient is `gradient_accumulation_steps` as large."""
-    from autoaccum.integrations.transformers import AccumulatorTrainer, PlanCallback
+    from autoaccum.integrations.transformers import AccumulatorTrainer
 
     norms = []
     for kind, size, steps, given in (
         (hf.Trainer, 8, 1, {}),
-        (hf.Trainer, 2, 4, {"callbacks": [PlanCallback(made_plan(2, 8, "BertForSequenceClassification"))]}),
+        (hf.Trainer, 2, 4, {}),
         (AccumulatorTrainer, 8, 1, {"micro_batch": 2}),
     ):
         torch.manual_seed(0)
         further = {"model": bert(**NO_DROPOUT), "train_dataset": Sentences(8), "data_collator": None, **given}
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 1}
         trainer = make_trainer(tmp_path, kind, further=further, **settings)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
+        trainer.train()
         norms.append(trainer.state.log_history[0]["grad_norm"])
-        told = any("BertForSequenceClassification ignores num_items_in_batch" in str(one.message) for one in caught)
-        assert told == (steps > 1)
     assert norms[1:] == [pytest.approx(4 * norms[0], rel=1e-4), pytest.approx(norms[0], rel=1e-4)]
 
 
@@ -350,35 +345,16 @@ def made_plan(micro_batch: int, target: int, model: str = "LlamaForCausalLM", **
     return plan(micro_batch, target, GIB, MIB, (trial(micro_batch, "ok", MIB),), **fields)
 
 
-def test_the_callback_tells_every_difference_and_prints_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from autoaccum.integrations.plan_watch import PlanWarning
-    from autoaccum.integrations.transformers import AccumulatorTrainer, PlanCallback
+def test_the_exact_trainer_takes_a_plan_of_its_own_training_only(tmp_path: Path) -> None:
+    from autoaccum.integrations.transformers import AccumulatorTrainer
 
-    PlanCallback(tmp_path / "plan.json")  # It is read when a training begins.
     made_plan(4, 8).save(tmp_path / "plan.json")
-    for settings, sentences in (
-        ({"gradient_accumulation_steps": 2}, []),
-        (
-            {"per_device_train_batch_size": 6, "bf16": True, "activation_checkpointing": True, "optim": "sgd"},
-            ["SGD", "bf16", "6 may not fit, take 4", "an update has 6 samples", "gradient checkpointing is on here"],
-        ),
-    ):
-        trainer = make_trainer(tmp_path, further={"callbacks": [PlanCallback(tmp_path / "plan.json")]}, **settings)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
-        told = [str(one.message) for one in caught if one.category is PlanWarning]
-        assert len(told) == len(sentences), told
-        assert all(any(sentence in one for one in told) for sentence in sentences), told
-        assert "autoaccum: 3 updates" in capsys.readouterr().out
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PlanWarning)
-        trainer = make_trainer(
-            tmp_path, AccumulatorTrainer, further={"plan": tmp_path / "plan.json"}, per_device_train_batch_size=8
-        )
-        trainer.train()
+    given: dict[str, Any] = {"further": {"plan": tmp_path / "plan.json"}, "per_device_train_batch_size": 8}
+    trainer = make_trainer(tmp_path, AccumulatorTrainer, **given)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    with pytest.raises(UsageError, match="the plan is for AdamW, fp32; here is SGD, bf16: plan again for what is here"):
+        make_trainer(tmp_path, AccumulatorTrainer, **given, bf16=True, optim="sgd").train()
 
 
 def test_the_exact_trainer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
