@@ -11,6 +11,9 @@ from math import prod
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
+_BRACES = {"{": "{left}", "}": "{right}"}
+"""How a pattern writes a brace that is part of a name."""
+
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
@@ -65,7 +68,10 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(names):
         by_text.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     pieces = (list(piece) for group in by_text.values() for piece in _pieces(group))
-    return [(_with_numbers(piece[0], map(_join_numbers, _columns(piece))), piece) for piece in pieces]
+    escaped = str.maketrans(_BRACES)
+    return [
+        (_with_numbers(piece[0].translate(escaped), map(_join_numbers, _columns(piece))), piece) for piece in pieces
+    ]
 
 
 def expand_name(pattern: str) -> list[str]:
@@ -119,8 +125,8 @@ def _join_numbers(column: Iterable[str]) -> str:
 
 def _numbers(listed: str) -> list[str]:
     """Return the numbers that `4..6,8` stands for; raise ValueError if it is no such list."""
-    found: list[str] = []
-    for each in listed.split(","):
+    found = [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]
+    for each in [] if found else listed.split(","):
         span = _SPAN.fullmatch(each)
         if span is None:
             raise ValueError(f"{each!r} of {{{listed}}} is no number and no range such as 4..6")
