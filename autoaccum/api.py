@@ -223,25 +223,24 @@ def verify(
         result = autoaccum.verify("model.py", target_batch=16)
         result.equivalent, result.causes
 
-    Both updates start from equal copies of model, criterion and optimizer and replay the same random numbers. The
-    loss, every gradient, every buffer and every parameter after the update are compared, for a whole window and for
-    a shorter one, such as the last of an epoch. Only copies are run, and random states are restored; but what the
-    caller's code counts or collects in globals and closures stays changed.
+    Both start from equal copies of model and criterion and replay the same random numbers. The loss, every gradient and
+    every buffer are compared, for a whole window and for a shorter one, such as the last of an epoch. Only copies are
+    run, and random states are restored; but what the caller's code counts or collects in globals and closures stays
+    changed.
 
     Args beside those of this module:
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
         accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
             `.grad`; it is compared with the full batch too. The workload's own when None.
-        options: Fields of `autoaccum.options.Options`: `optimizer` (a live one is copied with its state), `precision`
-            (when None float64, whatever the workload trains in, or float32 with a note where float64 does not run),
-            `batchnorm`, `coupled`, `multiple_of`, `worst_of`, `device` (the CPU by default) and `time_limit`: seconds
-            to search for the causes of a difference (60 when None), once the answer is known; when they are over, the
-            cause is `unknown`. `world_size`: compare
-            an update of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each
-            rank with the bare model and its own micro-batches, and wraps or shards the model as your script does.
+        options: Fields of `autoaccum.options.Options`: `precision` (when None float64, whatever the workload trains in,
+            or float32 with a note where float64 does not run), `batchnorm`, `coupled`, `multiple_of`, `worst_of`,
+            `device` (the CPU by default) and `time_limit`: seconds to search for the causes of a difference (60 when
+            None), once the answer is known; when they are over, the cause is `unknown`. `world_size`: compare an update
+            of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each rank with
+            the bare model and its own micro-batches, and wraps or shards the model as your script does.
     """
-    from autoaccum.verification.verification_setup import run_verification
+    from autoaccum.verification.verifier import run_verification
 
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"split": split, "size": size, "reduction": reduction, "outputs": outputs, "coupled_loss": coupled_loss}

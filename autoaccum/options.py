@@ -37,7 +37,7 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "fit": _SEARCHING,
     "verify": (_SEARCHING - {"world_size", "time_limit"})
     | _SHARDING
-    | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
+    | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch", "optimizer"},
     "tune": _SHARDING
     | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of", "trial_limit"},
     "guard": frozenset({"device", "trial_limit", "accumulate_in", "multiple_of"}),

@@ -42,9 +42,9 @@ def command(
 ) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
-    WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it
-    compares the loss, every gradient, every buffer, and every parameter after one update, for a whole window and
-    for a shorter one, such as the last of an epoch. A loop of your own is compared as well: define
+    WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,
+    every gradient and every buffer, for a whole window and for a shorter one, such as the last of an epoch. A loop of
+    your own is compared as well: define
     `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.
 
     Where something differs, experiments find the cause: BatchNorm, a loss or model that compares samples, a wrong

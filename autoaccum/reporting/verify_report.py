@@ -81,7 +81,7 @@ def difference_line(comparison: Comparison) -> Text:
     """Return the verdict on a comparison that is not equal."""
     worst = max((one for one in comparison.differences if not one.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
-    verb = "is" if worst.quantity in ("loss", "update") else "are"
+    verb = "is" if worst.quantity == "loss" else "are"
     how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
@@ -148,7 +148,7 @@ def _how_equal(found: Verification) -> str:
 
 def _urgency(difference: Difference) -> tuple[int, float]:
     """Return a sort key that puts gradients first: other differences usually follow from them."""
-    return ("buffers", "update", "loss", "gradients").index(difference.quantity), difference.error
+    return ("buffers", "loss", "gradients").index(difference.quantity), difference.error
 
 
 def _where(difference: Difference) -> str:
@@ -161,7 +161,6 @@ def _of(difference: Difference) -> str:
         "loss": " of the loss",
         "gradients": " of the largest entry",
         "buffers": " of its largest entry",
-        "update": " of the largest move",
     }[difference.quantity]
 
 
@@ -185,7 +184,7 @@ class VerificationProgress(Progress):
     def notify(self, event: Any) -> None:
         """Show one event."""
         if isinstance(event, VerificationStarted):
-            about = f": {event.model}, {event.parameters:,} parameters, {event.optimizer}"
+            about = f": {event.model}, {event.parameters:,} parameters"
             self.say(Text.assemble((event.name, "bold"), f"{about}; compared in {event.precision} on {event.device}"))
             self.show("comparing with the full batch (faster with --target-batch 4 --micro-batch 2) ...")
         elif isinstance(event, Compared):

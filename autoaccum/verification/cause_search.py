@@ -19,7 +19,7 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.sources.weight_check import LossComparison, advise, find_weights
 from autoaccum.verification.loop_causes import explain_loop
 from autoaccum.verification.paired_runs import PairedRuns
-from autoaccum.verification.update_comparison import Tolerances, compare
+from autoaccum.verification.update_comparison import compare
 from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Cause, Comparison
 
@@ -27,15 +27,15 @@ _SLACK = 16.0
 """The rounding in a combination of several runs, in units of that in one comparison."""
 
 
-def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
-    """Find out by experiment why `comparison`, made of these runs and with these tolerances, is not equal.
+def find_causes(runs: PairedRuns, comparison: Comparison, tolerance: float) -> tuple[Cause, ...]:
+    """Find out by experiment why `comparison`, made of these runs and with this tolerance, is not equal.
 
     What makes both updates equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights,
     the loss computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds
     what each part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a
     search that reaches the deadline of the runs' fixture.
     """
-    search = _Search(runs, comparison, tolerances)
+    search = _Search(runs, comparison, tolerance)
     try:
         return search.run()
     except TimeIsOver:
@@ -44,21 +44,19 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
 
 
 class _Search:
-    """Repeats an unequal comparison under ablations, with the same tolerances."""
+    """Repeats an unequal comparison under ablations, with the same tolerance."""
 
-    def __init__(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
-        self._runs, self._comparison, self._tolerances = runs, comparison, tolerances
+    def __init__(self, runs: PairedRuns, comparison: Comparison, tolerance: float) -> None:
+        self._runs, self._comparison, self._tolerance = runs, comparison, tolerance
         self._is_loop = comparison.method == "accumulate"
         self._is_coupled = bool(runs.objective.coupled) and not self._is_loop
-        self._rounding = _SLACK * tolerances.relative
+        self._rounding = _SLACK * tolerance
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
         again = self._runs.full_again()
         if again is None or not self._are_equal(self._runs.full(), again):
             return (_NON_DETERMINISM,)
-        if {difference.quantity for difference in self._comparison.differences if not difference.equal} == {"update"}:
-            return (self.unknown("gradients are equal, but the update differs"),)
         for ablation in self._ablations():
             explained = self._explain(ablation)
             if explained is not None:
@@ -105,15 +103,12 @@ class _Search:
         """Return whether both updates are equal under `ablation`; False where the user's code raises."""
         try:
             accumulate = self._runs.user_loop if self._is_loop else self._runs.accumulated
-            full, other = self._runs.full(ablation), accumulate(ablation)
+            return self._are_equal(self._runs.full(ablation), accumulate(ablation))
         except AutoaccumError:
             return False
-        if ablation != UNCHANGED:  # The tolerances of an update are for the unchanged gradient.
-            full, other = replace(full, parameters={}), replace(other, parameters={})
-        return self._are_equal(full, other)
 
     def _are_equal(self, full: UpdateResult, other: UpdateResult) -> bool:
-        return all(difference.equal for difference in compare(full, other, self._tolerances))
+        return all(difference.equal for difference in compare(full, other, self._tolerance))
 
     @cached_property
     def _batchnorms(self) -> tuple[str, ...]:

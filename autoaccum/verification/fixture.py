@@ -1,8 +1,7 @@
-"""Equal fresh copies of a workload's model, criterion and optimizer; in float64 on request."""
+"""Equal fresh copies of a workload's model and criterion; in float64 on request."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -40,11 +38,10 @@ _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex
 
 @dataclass(frozen=True)
 class TrainingCopy:
-    """One copy for one run: a model in training mode on its device, its loss, and its optimizer."""
+    """One copy for one run: a model in training mode on its device, and its loss."""
 
     model: nn.Module
     objective: Objective
-    optimizer: Optimizer
 
     @property
     def roots(self) -> dict[str, nn.Module]:
@@ -68,33 +65,21 @@ class Fixture:
         keeps_generators: Whether modules of the model keep generators, which are copied with them.
         deadline: When runs raise TimeIsOver; None by default.
 
-    Args:
-        optimizer: A live optimizer of the workload's model, copied with its state; None: each copy gets a new one.
-
     Raises:
-        WorkloadError: The model cannot be copied, or no optimizer can be made for it.
+        WorkloadError: The model cannot be copied.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        *,
-        precision: Precision = "fp64",
-        device: torch.device | str = "cpu",
-        optimizer: Optimizer | None = None,
+        self, workload: Workload, *, precision: Precision = "fp64", device: torch.device | str = "cpu"
     ) -> None:
         self.workload, self.precision, self.device = workload, precision, torch.device(device)
         self.deadline = Deadline(None)
-        memo: dict[int, Any] = {}
         model = workload.model if isinstance(workload.model, nn.Module) else workload.build_model()
         check_unsharded(model)
         model = unwrap_model(model)
-        self._model = self._on_device(_copy_model(model, memo))
+        self._model = self._on_device(_copy_model(model))
         if not self._model.training:
             self._model.train()
-        self._optimizer = None if optimizer is None else _copy_optimizer(optimizer, memo)
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.
         self.outside, generators = _find_outside(workload, model)
         self.generators = host_generators(generators)
         self._restored = ModulesCopy(inner for module in self.outside.values() for inner in module.modules())
@@ -102,12 +87,8 @@ class Fixture:
 
     def fresh(self) -> TrainingCopy:
         """Return a copy in its initial state."""
-        memo: dict[int, Any] = {}
-        model = _copy_model(self._model, memo)
         objective = copy_objective(self.workload.objective, self._on_device, self.prepare_batch)
-        if self._optimizer is not None:
-            return TrainingCopy(model, objective, _copy_optimizer(self._optimizer, memo))
-        return TrainingCopy(model, objective, self.workload.build_optimizer(model))
+        return TrainingCopy(_copy_model(self._model), objective)
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch on the fixture's device, in float64 if that is its precision."""
@@ -162,9 +143,9 @@ def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Mo
     return {f"{OUTSIDE}{name}>": module for name, module in found.items()}, generators
 
 
-def _copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     try:
-        made = copy_module(model, memo)
+        made = copy_module(model, {})
     except (TypeError, RuntimeError, AttributeError) as error:
         raise WorkloadError(
             f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
@@ -176,15 +157,6 @@ def _copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             own.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in list((accumulation_hooks or {}).values()):
             own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return made
-
-
-def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer for the copied model, with extra attributes that `deepcopy` leaves out."""
-    made = copy.deepcopy(optimizer, memo)
-    for name, value in vars(optimizer).items():
-        if name not in vars(made) and not callable(value):  # A patched `step` is bound to the original.
-            setattr(made, name, copy.deepcopy(value, memo))
     return made
 
 

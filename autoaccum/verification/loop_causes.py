@@ -12,7 +12,7 @@ from autoaccum.accumulation.backpropagation import make_shares
 from autoaccum.errors import AutoaccumError
 from autoaccum.sources.objective import match_weights
 from autoaccum.verification.paired_runs import PairedRuns
-from autoaccum.verification.update_run import Ablation, UpdateResult
+from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import Cause, Window
 
 LoopMistake = Literal["undivided", "divided twice", "mean of means", "last window", "weights"]
@@ -43,8 +43,9 @@ def explain_loop(runs: PairedRuns, window: Window, ablation: Ablation, rounding:
     """
     try:
         shares = _read_shares(runs, list(runs.full(ablation).terms))
-        parts = [_flatten(runs.part(index, ablation)) for index in range(len(runs.sizes))]
-        full, looped = (_flatten(run(ablation)) for run in (runs.full, runs.user_loop))
+        results = [runs.full(ablation), runs.user_loop(ablation)]
+        results += [runs.part(index, ablation) for index in range(len(runs.sizes))]
+        full, looped, *parts = _flatten([result.gradients for result in results])
         if shares is None or _residual(full, parts, shares) > rounding:
             return None
         factors = find_factors(looped, parts)
@@ -108,15 +109,19 @@ def _residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float])
     return float(left.abs().max()) / max(float(target.abs().max()), 1e-300)
 
 
-def _flatten(result: UpdateResult) -> Tensor:
-    """Return the gradients as one row in float64 on the CPU; None counts as zeros."""
-    stride = max(1, -(-sum(parameter.numel() for parameter in result.parameters.values()) // _MOST_ENTRIES))
-    rows = [torch.zeros(1, dtype=torch.float64)]
-    for name, parameter in result.parameters.items():
-        gradient = result.gradients.get(name)
-        dense = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
-        rows.append(dense.reshape(-1)[::stride].to("cpu", torch.float64))
-    return torch.cat(rows)
+def _flatten(results: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Return the gradients of each result as one row in float64 on the CPU; a missing one is zeros."""
+    known = {name: gradient for result in results for name, gradient in result.items()}
+    stride = max(1, -(-sum(gradient.numel() for gradient in known.values()) // _MOST_ENTRIES))
+    return [
+        torch.cat(
+            [
+                result.get(name, torch.zeros_like(other)).to_dense().reshape(-1)[::stride].to("cpu", torch.float64)
+                for name, other in known.items()
+            ]
+        )
+        for result in results
+    ]
 
 
 def _read_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -61,11 +61,11 @@ class Pair:
 
 
 class PairedRuns:
-    """Makes the runs of one batch, each from a fresh copy and the same seeds; every update is made once.
+    """Makes the runs of one batch, each from a fresh copy and the same seeds.
 
     Random numbers are recorded in the accumulated run and replayed in the full one. Where their shapes do not allow
     that, both runs use neutral values, and `mismatch` says why. Python's and NumPy's generators are reset for each
-    part; where that makes a difference, parts continue from where the part before ended.
+    part; where only that makes both equal, parts continue from where the part before ended.
 
     Attributes:
         batch: The whole batch as it is passed to runs.
@@ -84,7 +84,6 @@ class PairedRuns:
         self.parts: list[Any] = split_batch(self.batch, self.sizes)
         self.mismatch = held
         self._pairs: dict[Ablation, Pair] = {}
-        self._user_loops: dict[Ablation, UpdateResult] = {}
 
     @property
     def parts_by_rank(self) -> tuple[int, ...]:
@@ -107,6 +106,11 @@ class PairedRuns:
         """True if random numbers mix samples, None if that is unknown; see the function `rng_mixes_samples`."""
         return rng_mixes_samples(self.fixture, self.batch)
 
+    @property
+    def uses_host_rng(self) -> bool:
+        """Whether the full batch may draw other numbers from Python's or NumPy's generators than the parts."""
+        return self._pair(UNCHANGED).uses_host_rng
+
     def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         """Return the update by the whole batch."""
         return self._pair(ablation).full
@@ -128,130 +132,96 @@ class PairedRuns:
     def user_loop(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         """Return the update by the workload's own `accumulate`; see `for_user_loop`."""
         pair = self._pair(ablation)
-        if ablation not in self._user_loops:
-            seed_everything()
-            with pair.held():
-                self._user_loops[ablation] = self._loop(ablation)
-        return self._user_loops[ablation]
-
-    def _loop(self, ablation: Ablation) -> UpdateResult:
-        return UpdateRun(self.fixture, ablation).user_loop(self.parts, lambda: None)
+        seed_everything()
+        with pair.held():
+            return self._loop(ablation)
 
     def for_user_loop(self) -> PairedRuns:
         """Return runs for the user's loop: with neutral random numbers if any are drawn, as their order is unknown."""
         draws = self._pair(UNCHANGED).draws
         return PairedRuns(self.fixture, self._given, self.sizes, _ANY_ORDER) if draws.sites else self
 
-    @property
-    def uses_host_rng(self) -> bool:
-        """Whether the full batch may draw other numbers from Python's or NumPy's generators than the parts."""
-        return self._pair(UNCHANGED).uses_host_rng
-
     def part(self, index: int, ablation: Ablation = UNCHANGED) -> UpdateResult:
         """Run one part alone as in a user's loop, and return its loss and gradient, not weighted."""
+        pair = self._pair(ablation)
         seed_everything()
-        with self._pair(ablation).held():
+        with pair.held():
             return UpdateRun(self.fixture, ablation).part(self.parts[index])
-
-    def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
-        """Return the parameters after one optimizer step with these gradients."""
-        seed_everything()
-        return UpdateRun(self.fixture).update(gradients)
-
-    def initial(self) -> Mapping[str, Tensor]:
-        """Return the parameters before any update."""
-        return {name: parameter.detach() for name, parameter in self.fixture.fresh().model.named_parameters()}
 
     def _pair(self, ablation: Ablation) -> Pair:
         if ablation not in self._pairs:
             self.fixture.deadline.check()
-            if ablation.neutral_rng or self.mismatch:
-                made = self._run_neutral(ablation)
-            else:
-                made, self.mismatch = self._run_replayed(ablation)
-            while len(self._pairs) > _KEPT:
-                oldest = next(ablation for ablation in self._pairs if ablation != UNCHANGED)
-                del self._pairs[oldest]
-                self._user_loops.pop(oldest, None)
+            is_neutral = ablation.neutral_rng or self.mismatch is not None
+            made = self._run(ablation, neutral=True) if is_neutral else self._replayed(ablation)
+            if len(self._pairs) > _KEPT:
+                del self._pairs[next(known for known in self._pairs if known != UNCHANGED)]
             self._pairs[ablation] = made
         return self._pairs[ablation]
 
-    def _run_neutral(self, ablation: Ablation) -> Pair:
-        """Make both updates with neutral random numbers; host generators continue over parts if only that is equal."""
-        made: list[Pair] = []
-        for sequential in (False, True):
-            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, sequential=sequential))
-            seed_everything()
-            with neutral_rng():
-                accumulated = self._accumulate(ablation, draws)
-            seed_everything()
-            with neutral_rng():
-                full, uses_host_rng = self._full(ablation, draws)
-            made.append(Pair(full, accumulated, draws, is_neutral=True, uses_host_rng=uses_host_rng))
-            if not uses_host_rng or not self._differ(full, accumulated):
-                return made[-1]
-        return made[0]
-
-    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
-        run, host = UpdateRun(self.fixture, ablation), draws.host
-        return run.accumulated(self.batch, self.parts, host.begin, host.go_on, draws.end_part)
-
-    def _run_replayed(self, ablation: Ablation) -> tuple[Pair, ReplayMismatch | None]:
-        """Make both updates with replayed random numbers; with neutral ones, and the reason, where that fails."""
-        pair = self._try_replay(ablation)
-        if not isinstance(pair, Pair):
-            return self._run_neutral(ablation), pair
-        if not self._differ(pair.full, pair.accumulated) or not (pair.draws.sites or pair.uses_host_rng):
-            return pair, None
-        other = self._try_replay(ablation, sequential=True) if pair.uses_host_rng else None
-        if isinstance(other, Pair) and not self._differ(other.full, other.accumulated):
-            return other, None
-        held = self._run_neutral(ablation) if pair.draws.sites else pair
+    def _replayed(self, ablation: Ablation) -> Pair:
+        """Make both updates with replayed random numbers; with neutral ones where that fails, which `mismatch` says."""
+        try:
+            pair = self._run(ablation, neutral=False)
+        except ReplayMismatch as error:
+            self.mismatch = error
+            return self._run(ablation, neutral=True)
+        if not pair.draws.sites or not self._differs(pair):
+            return pair
+        held = self._run(ablation, neutral=True)
         is_known = math.isfinite(held.full.loss)  # Neutral values may mask all words: a mean over nothing.
         mixes = pair.draws.is_per_sample if self.rng_mixes_samples is None else self.rng_mixes_samples
-        if not is_known or self._differ(held.full, held.accumulated) or mixes:
-            return pair, None
+        if not is_known or mixes or self._differs(held):
+            return pair
         sites = ", ".join(pair.draws.sites)
-        return held, ReplayMismatch(f"the shapes drawn in {sites} do not show which sample each row belongs to")
+        self.mismatch = ReplayMismatch(f"the shapes drawn in {sites} do not show which sample each row belongs to")
+        return held
 
-    def _try_replay(self, ablation: Ablation, *, sequential: bool = False) -> Pair | ReplayMismatch:
-        """Make both updates with replayed random numbers; return the mismatch where they cannot be replayed."""
+    def _run(self, ablation: Ablation, *, neutral: bool) -> Pair:
+        """Make both updates; host generators continue over parts if only that makes them equal.
+
+        Raises:
+            ReplayMismatch: Random numbers cannot be replayed in the full batch.
+        """
+        pair = self._run_once(ablation, neutral, sequential=False)
+        if pair.uses_host_rng and self._differs(pair):
+            with suppress(ReplayMismatch):
+                other = self._run_once(ablation, neutral, sequential=True)
+                return pair if self._differs(other) else other
+        return pair
+
+    def _run_once(self, ablation: Ablation, neutral: bool, *, sequential: bool) -> Pair:
         host = HostRngReplay(self.fixture.generators, sequential=sequential)
         draws = RngRecording(self.sizes, host=host)
         seed_everything()
-        with draws.record():
-            run = UpdateRun(self.fixture, ablation)
-            accumulated = run.accumulated(
-                self.batch, self.parts, draws.begin_part, draws.go_on_with_part, draws.end_part
-            )
-            for index, part in enumerate(self.parts):
-                if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it.
-                    draws.begin_part(index)
-                    UpdateRun(self.fixture, replace(ablation, weights=())).part(part)
+        with neutral_rng() if neutral else draws.record():
+            accumulated = self._accumulate(ablation, draws)
+            for index in () if neutral else sorted(set(range(len(self.parts))) - draws.calls_by_part.keys()):
+                draws.begin_part(index)  # It has no weight and did not run; the full batch draws for it.
+                UpdateRun(self.fixture, replace(ablation, weights=())).part(self.parts[index])
         ends = set(host.ends.values())
         seed_everything()
-        try:
-            with draws.replay_whole():
-                full, uses_host_rng = self._full(ablation, draws)
-        except ReplayMismatch as error:
-            return error
+        with neutral_rng() if neutral else draws.replay_whole():
+            before = pickle.dumps(host_rng_states(()))
+            full = UpdateRun(self.fixture, ablation).full(self.batch, draws.end_part)
+            keeps = self.fixture.keeps_generators
+            uses = bool(self.fixture.generators) or keeps or pickle.dumps(host_rng_states(())) != before
         # If generators continue over parts, a shuffle of all samples takes as many numbers as those of the parts.
-        is_matched = not sequential and ends == {host.ends[0]} and not self.fixture.keeps_generators
-        return Pair(full, accumulated, draws, is_neutral=False, uses_host_rng=uses_host_rng and not is_matched)
+        is_matched = not neutral and not sequential and ends == {host.ends[0]} and not keeps
+        return Pair(full, accumulated, draws, neutral, uses_host_rng=uses and not is_matched)
 
-    def _full(self, ablation: Ablation, draws: RngRecording) -> tuple[UpdateResult, bool]:
-        """Return the full update, and whether Python's or NumPy's generators may have been used."""
-        before = pickle.dumps(host_rng_states(()))
-        full = UpdateRun(self.fixture, ablation).full(self.batch, draws.end_part)
-        may_draw = bool(self.fixture.generators or self.fixture.keeps_generators)
-        return full, may_draw or pickle.dumps(host_rng_states(())) != before
+    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+        run = UpdateRun(self.fixture, ablation)
+        return run.accumulated(self.batch, self.parts, draws.begin_part, draws.go_on_with_part, draws.end_part)
 
-    def _differ(self, full: UpdateResult, other: UpdateResult) -> bool:
-        """Return whether gradients differ by more than rounding."""
+    def _loop(self, ablation: Ablation) -> UpdateResult:
+        return UpdateRun(self.fixture, ablation).user_loop(self.parts)
+
+    def _differs(self, pair: Pair) -> bool:
+        """Return whether the gradients of a pair differ by more than rounding."""
         bound = _GRADIENT_TOLERANCE if self.fixture.precision == "fp64" else _NARROW_GRADIENT_TOLERANCE
-        allowed = bound * largest_entry(full.gradients.values())
-        known = [(one, other.gradients[name]) for name, one in full.gradients.items() if one is not None]
-        return any(two is None or distance(one, two) > allowed for one, two in known)
+        full, other = pair.full.gradients, pair.accumulated.gradients
+        allowed = bound * largest_entry(full.values())
+        return any(name not in other or distance(one, other[name]) > allowed for name, one in full.items())
 
 
 def rng_mixes_samples(fixture: Fixture, batch: Any) -> bool | None:

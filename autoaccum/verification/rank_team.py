@@ -8,36 +8,129 @@ import os
 import pickle
 import signal
 import tempfile
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from autoaccum.accumulation.random_ops import RandomCallMode
-from autoaccum.accumulation.rng_replay import ReplayMismatch, RngRecording
-from autoaccum.accumulation.schedule import even_parts
+import torch
+import torch.distributed as dist
+
+from autoaccum.accumulation.random_ops import RandomCallMode, neutral_rng
+from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording
+from autoaccum.accumulation.schedule import even_parts, slices
 from autoaccum.devices.budget import Deadline
-from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
+from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed, death_error, describe_failure, failure_error
 from autoaccum.devices.child.pickling import pack_whole
 from autoaccum.devices.child.process import ChildProcess, start_child
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.trial_run import seed_everything
+from autoaccum.sources.batches import split_batch
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.paired_runs import Pair, PairedRuns
-from autoaccum.verification.rank_child import RankTask, RunOnRank
 from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Method
 
 _LIMIT_SECONDS = 3600.0
 _GRACE_SECONDS = 3.0
 """How long ranks have, after one has failed, to say why they failed too."""
+_PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others within a collective."""
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
 """Fields of a workload that an update does not need."""
 
 _OWN_DRAWS = ReplayMismatch("each rank draws its own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOnRank(Request[None]):
+    """Make the update of a `RankTask`, as one of `size` ranks.
+
+    Attributes:
+        folder: Where the tasks are; the result of the last rank is written beside its task.
+        task: The name of the task's file.
+        rank: The rank of this process, from its first request on.
+        size: The number of ranks.
+    """
+
+    folder: str
+    task: str
+    rank: int
+    size: int
+
+    doing = "an update over ranks"
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """An update of one batch: the fixture, the way it is made, and which parts each rank has.
+
+    Attributes:
+        fixture: What is trained.
+        method: By the Accumulator, or by the workload's own loop.
+        ablation: The change to training.
+        batch: The whole batch.
+        sizes: Its parts, in samples.
+        parts_by_rank: How many of them each rank runs, in their order.
+    """
+
+    fixture: Fixture
+    method: Method
+    ablation: Ablation
+    batch: Any
+    sizes: tuple[int, ...]
+    parts_by_rank: tuple[int, ...]
+
+
+class RankChild:
+    """The process of one rank: it makes updates with its own parts, together with the others."""
+
+    @staticmethod
+    def prepare() -> None:
+        """Have PyTorch import what it puts off until the first optimizer."""
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    def handle(self, request: RunOnRank) -> Failure | None:
+        """Make the update, or return why it failed."""
+        folder = Path(request.folder)
+        try:
+            if not dist.is_initialized():
+                # Ranks share the processors; threads that spin for one another take a hundred times as long.
+                torch.set_num_threads(max(1, torch.get_num_threads() // request.size))
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder / 'meeting'}",
+                    rank=request.rank,
+                    world_size=request.size,
+                    timeout=_PATIENCE,
+                )
+            task: RankTask = pickle.loads((folder / request.task).read_bytes())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = _make_update(task, request.rank)
+            if request.rank == request.size - 1:
+                (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
+        except BaseException as error:
+            return describe_failure(error, request.doing)
+        return None
+
+
+def _make_update(task: RankTask, rank: int) -> UpdateResult:
+    parts = split_batch(task.batch, task.sizes)[slices(task.parts_by_rank)[rank]]
+    seed_everything()
+    host = HostRngReplay(task.fixture.generators)
+    with neutral_rng():
+        run = UpdateRun(task.fixture, task.ablation)
+        if task.method == "accumulate":
+            return run.user_loop(parts)
+        return run.accumulated(None, parts, host.begin, host.go_on, host.finish, micro_batch=max(task.sizes))
 
 
 class RankTeam:
@@ -75,7 +168,7 @@ class RankTeam:
         if not self._children:
             (folder / "meeting").unlink(missing_ok=True)
             self._children = [
-                start_child("autoaccum.verification.rank_child:RankChild", measured=False) for _ in range(self.size)
+                start_child("autoaccum.verification.rank_team:RankChild", measured=False) for _ in range(self.size)
             ]
         self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)], left)
         result: UpdateResult = pickle.loads((folder / f"{name}-result").read_bytes())
@@ -142,12 +235,12 @@ class RankRuns(PairedRuns):
             UpdateRun(self.fixture).full(self.batch, lambda: None)
         return bool(calls)
 
-    def _run_replayed(self, ablation: Ablation) -> tuple[Pair, ReplayMismatch | None]:
-        return self._run_neutral(ablation), _OWN_DRAWS if self._draws else None
+    def _replayed(self, ablation: Ablation) -> Pair:
+        self.mismatch = _OWN_DRAWS if self._draws else None
+        return self._run(ablation, neutral=True)
 
     def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
         return self._team.run(self, "accumulator", ablation)
 
     def _loop(self, ablation: Ablation) -> UpdateResult:
-        made = self._team.run(self, "accumulate", ablation)
-        return dataclasses.replace(made, parameters=self.update_from(made.gradients))
+        return self._team.run(self, "accumulate", ablation)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,29 +12,8 @@ from torch import Tensor
 from autoaccum.verification.update_run import UpdateResult
 from autoaccum.verification.verification_result import Difference, Quantity
 
-if TYPE_CHECKING:
-    from autoaccum.verification.paired_runs import PairedRuns
-
 _FLOOR = 1e-3
 """The least scale of a buffer, relative to its module's largest (at least 1): a mean that is 0 is all rounding."""
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """The largest differences with which two runs of one batch count as equal.
-
-    Attributes:
-        relative: For loss terms, gradients and floating buffers, relative to their scale.
-        update: What the optimizer makes of rounding in each entry of a parameter, by name.
-        largest_move: The most that the full batch's update changes a parameter: the scale of errors of the update.
-            None: the largest parameter is the scale.
-        rounding: Where the tolerances come from, as a sentence.
-    """
-
-    relative: float
-    update: Mapping[str, Tensor] = field(default_factory=dict)
-    largest_move: float | None = None
-    rounding: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,28 +30,25 @@ class _Gap:
         return (self.error / self.tolerance if self.tolerance > 0 else beyond), self.error
 
 
-def compare(full: UpdateResult, other: UpdateResult, tolerances: Tolerances) -> tuple[Difference, ...]:
-    """Compare loss, gradients, buffers and parameters of two runs of one batch; scales are those of the first.
+def compare(full: UpdateResult, other: UpdateResult, tolerance: float) -> tuple[Difference, ...]:
+    """Compare loss, gradients and buffers of two runs of one batch; scales are those of the first.
 
     Errors are relative: of loss terms to the largest term, of gradients to the largest entry of the whole model, of a
-    floating buffer to its own largest entry (or a thousandth of its module's), of parameters after the update to the
-    largest move. Integers and booleans must be equal. NaN and infinity are equal where both runs have them. A gradient
-    of None counts as zeros. What only one run has, or has in another shape, is infinitely far off. A user's loop has no
-    loss to compare.
+    floating buffer to its own largest entry (or a thousandth of its module's). Integers and booleans must be equal. NaN
+    and infinity are equal where both runs have them. A missing gradient counts as zeros. What only one run has, or has
+    in another shape, is infinitely far off. A user's loop has no loss to compare.
     """
-    relative = tolerances.relative
     gaps: dict[Quantity, Iterator[_Gap]] = {
-        "loss": _losses(full.terms, other.terms, relative),
-        "gradients": _gradients(full.gradients, other.gradients, relative),
-        "buffers": _buffers(full.buffers, other.buffers, relative),
-        "update": _update(full.parameters, other.parameters, tolerances),
+        "loss": _losses(full.terms, other.terms, tolerance),
+        "gradients": _gradients(full.gradients, other.gradients, tolerance),
+        "buffers": _buffers(full.buffers, other.buffers, tolerance),
     }
-    return tuple(_worst(quantity, list(found), relative) for quantity, found in gaps.items())
+    return tuple(_worst(quantity, list(found), tolerance) for quantity, found in gaps.items())
 
 
-def largest_entry(tensors: Iterable[Tensor | None]) -> float:
+def largest_entry(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite absolute entry of all tensors; 0 where there is none."""
-    return max((_largest(tensor) for tensor in tensors if tensor is not None), default=0.0)
+    return max(map(_largest, tensors), default=0.0)
 
 
 def distance(one: Tensor, two: Tensor) -> float:
@@ -106,15 +80,11 @@ def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: fl
         yield _Gap(name, distance(one, two) / scale if known else math.inf, tolerance)
 
 
-def _gradients(
-    full: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float
-) -> Iterator[_Gap]:
+def _gradients(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
     scale = largest_entry(full.values()) or largest_entry(other.values()) or 1.0
     for name in {**full, **other}:
-        found = [one for one in (full.get(name), other.get(name)) if one is not None]
-        if found:
-            one, two = found if len(found) == 2 else (found[0], torch.zeros_like(found[0]))
-            yield _Gap(name, distance(one, two) / scale, tolerance)
+        one = full[name] if name in full else torch.zeros_like(other[name])
+        yield _Gap(name, distance(one, other.get(name, torch.zeros_like(one))) / scale, tolerance)
 
 
 def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
@@ -127,30 +97,9 @@ def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance:
         one, two = full.get(name), other.get(name)
         rounded = any(buffer is not None and _is_rounded(buffer) for buffer in (one, two))
         floor = floors.get(name.rpartition(".")[0], _FLOOR) if rounded else 0.0
-        scale = max(largest_entry([one]), floor) or 1.0
+        scale = max(0.0 if one is None else _largest(one), floor) or 1.0
         error = math.inf if one is None or two is None else distance(one, two) / scale
         yield _Gap(name, error, tolerance if rounded else 0.0)
-
-
-def _update(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerances: Tolerances) -> Iterator[_Gap]:
-    scale = tolerances.largest_move or _scale(map(_largest, full.values()))
-    for name in {**full, **other}:
-        one, two = full.get(name), other.get(name)
-        if one is None or two is None or one.shape != two.shape:
-            yield _Gap(name, math.inf, tolerances.relative)
-        else:
-            yield _worst_entry(name, _apart(one, two), tolerances.update.get(name), scale, tolerances.relative)
-
-
-def _worst_entry(name: str, apart: Tensor, allowed: Tensor | None, scale: float, tolerance: float) -> _Gap:
-    """Return the entry of a parameter with the largest error relative to its tolerance."""
-    if not apart.numel():
-        return _Gap(name, 0.0, tolerance)
-    bound = torch.full_like(apart, tolerance * scale) if allowed is None else allowed.to(apart).reshape(-1)
-    limits = torch.finfo(apart.dtype)
-    bound = bound.nan_to_num(0.0).clamp(limits.tiny, limits.max)
-    index = int((apart / bound).argmax())
-    return _Gap(name, apart[index].item() / scale, bound[index].item() / scale)
 
 
 def _scale(sizes: Iterable[float]) -> float:
@@ -182,69 +131,30 @@ def _apart(one: Tensor, two: Tensor) -> Tensor:
 
 def _entries(tensor: Tensor) -> Tensor:
     """Return the entries flat and dense in float64, or complex128."""
-    return exact(tensor.to_dense() if tensor.layout != torch.strided else tensor).reshape(-1)
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return dense.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, or complex128."""
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def is_finite(gradient: Tensor | None) -> bool:
-    """Return whether all entries are finite; True where there is no gradient."""
-    return gradient is None or bool(_entries(gradient).isfinite().all())
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all entries are finite."""
+    return bool(_entries(gradient).isfinite().all())
 
 
 _TOLERANCE, _NARROW_TOLERANCE, _CARD_TOLERANCE, _HALF_TOLERANCE = 1e-10, 1e-4, 5e-3, 5e-2
 """Tolerances in float64; in float32; on a card, which may round products to 10 bits (TF32); of a model in bf16 or fp16.
 A mistake is larger than these."""
 
-_MARGIN = 4
 
+def find_tolerance(precision: str, parameters: Iterable[Tensor]) -> tuple[float, str]:
+    """Return how much the runs of a batch may differ by rounding alone, with these parameters of the model.
 
-def find_tolerances(precision: str, parameters: Iterable[Tensor]) -> Tolerances:
-    """Return how much the runs of a batch may differ by rounding alone, with these parameters of the model."""
+    It is relative to the largest entry, and comes with a sentence.
+    """
     if precision == "fp64":
-        words = "1e-10 of the largest entry, in float64; for the update also what the optimizer makes of rounding"
-        return Tolerances(relative=_TOLERANCE, rounding=words)
+        return _TOLERANCE, "1e-10 of the largest entry, in float64"
     floating = [parameter for parameter in parameters if parameter.is_floating_point()]
     relative = _CARD_TOLERANCE if any(parameter.is_cuda for parameter in floating) else _NARROW_TOLERANCE
     if any(parameter.element_size() < torch.float32.itemsize for parameter in floating):
         relative = _HALF_TOLERANCE
     words = f"an error below {relative:.0e} of the largest gradient entry goes unnoticed, --precision fp64 shows it"
-    return Tolerances(relative=relative, rounding=words)
-
-
-def with_move(tolerances: Tolerances, runs: PairedRuns) -> Tolerances:
-    """Return `tolerances` with the largest move of a parameter in the update of `runs` as its scale."""
-    initial = runs.initial()
-    moves = (exact(after) - exact(initial[name]) for name, after in runs.full().parameters.items())
-    return dataclasses.replace(tolerances, largest_move=largest_entry(moves))
-
-
-def with_optimizer_spread(tolerances: Tolerances, runs: PairedRuns, other: UpdateResult) -> Tolerances:
-    """Return `tolerances` widened by what the full batch's optimizer makes of the other run's gradients.
-
-    For gradients that are equal to rounding. An optimizer that divides by the gradient's size (Adam) or takes its sign
-    moves by its whole learning rate where a gradient is zero, and the order of a sum decides in which direction; one
-    that orthogonalises gradients (Muon) amplifies rounding. Where only one of the two runs has a gradient, the
-    tolerance stays.
-    """
-    full = runs.full().gradients
-    given = {
-        name: gradient if gradient is None or other.gradients.get(name) is None else other.gradients[name]
-        for name, gradient in full.items()
-    }
-    floor = tolerances.relative * (tolerances.largest_move or 0.0)
-    before, after = runs.update_from(full), runs.update_from(given)
-    update = {
-        name: _MARGIN * ((exact(after[name]) - exact(parameter)).abs() + _roundoff(parameter)) + floor
-        for name, parameter in before.items()
-    }
-    return dataclasses.replace(tolerances, update=update)
-
-
-def _roundoff(parameter: Tensor) -> Tensor:
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        return torch.zeros_like(parameter, dtype=torch.float64)
-    return exact(parameter).abs() * torch.finfo(parameter.dtype).eps
+    return relative, words

@@ -1,4 +1,4 @@
-"""One update of a fresh copy: by the full batch, by the Accumulator, by the user's loop, or by one part alone."""
+"""The gradient of a fresh copy: by the full batch, by the Accumulator, by the user's loop, or by one part alone."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.objective import CoupledLoss, Objective, match_weights, with_coupling
+from autoaccum.sources.optimizers import make_optimizer
 from autoaccum.sources.pytree import unwrap_batch
 from autoaccum.spec import BatchNormMode
 from autoaccum.tracebacks import user_code
@@ -38,21 +39,19 @@ SUM = "sum"
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of one update: by the full batch, accumulated, or by one part alone.
+    """The gradient of one update and what else it leaves: by the full batch, accumulated, or by one part alone.
 
     Attributes:
         loss: The sum of the `terms` that have weight.
         terms: The terms of the loss.
-        gradients: The gradient of every parameter before the update; None where there is none.
-        buffers: The buffers of the model and its criterion after the update.
-        parameters: The parameters after the update.
+        gradients: The gradient of every parameter that has one.
+        buffers: The buffers of the model and its criterion afterwards.
     """
 
     loss: float
     terms: Mapping[str, float]
-    gradients: Mapping[str, Tensor | None]
+    gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ UNCHANGED = Ablation()
 
 
 class UpdateRun:
-    """One fresh copy of a fixture, under an ablation, for one update or one part.
+    """One fresh copy of a fixture, under an ablation, for one batch or one part.
 
     `begin` is called before each part's forward, with its index and the generators that modules of this copy keep, and
-    `go_on` where it goes on after others had their turn; `end` is called before the optimizer's step.
+    `go_on` where it goes on after others had their turn; `end` is called after the last backward.
     """
 
     def __init__(self, fixture: Fixture, ablation: Ablation = UNCHANGED) -> None:
@@ -92,7 +91,7 @@ class UpdateRun:
                 norm.training = False
 
     def full(self, batch: Any, end: Callable[[], None]) -> UpdateResult:
-        """Make one update by the whole batch in plain PyTorch: the reference."""
+        """Backpropagate the whole batch in plain PyTorch: the reference."""
         batch = copy.deepcopy(batch)
         with self.running(f"an update from {batch_size(batch)} samples"):
             terms = self.terms(batch)
@@ -105,11 +104,12 @@ class UpdateRun:
                     hint="compute the loss without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
                 )
             if not counted:
-                return self._result(math.nan, values, self._gradients())
+                return self._result(math.nan, values)
             loss = add_up(counted)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
-            return self._result(float(loss.detach()), values, self._step(end))
+            end()
+            return self._result(float(loss.detach()), values)
 
     def accumulated(
         self,
@@ -121,7 +121,7 @@ class UpdateRun:
         *,
         micro_batch: int | None = None,
     ) -> UpdateResult:
-        """Make one update by the Accumulator, from the batch or its `parts`.
+        """Make one update by the Accumulator, from the batch or its `parts`, and return its gradient.
 
         Of several ranks each has parts of its own, maybe none; `micro_batch` is then the largest of all.
         """
@@ -136,13 +136,13 @@ class UpdateRun:
             end,
             counting,
         )
-        seen: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
-        trained.optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
+        optimizer, seen = make_optimizer("SGD", trained.model), dict[str, Tensor]()
+        optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
         largest = max(sizes) if micro_batch is None else micro_batch
         with self.running(f"an update in parts of {largest}"):
             accumulator = Accumulator(
                 trained.model,
-                trained.optimizer,
+                optimizer,
                 objective,
                 micro_batch=largest,
                 batchnorm=self._batchnorm,
@@ -156,13 +156,12 @@ class UpdateRun:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))
-            return self._result(result.loss, result.terms, seen)
+            return dataclasses.replace(self._result(result.loss, result.terms), gradients=seen)
 
-    def user_loop(self, parts: Sequence[Any], end: Callable[[], None], *, updates: bool = True) -> UpdateResult:
-        """Make one update by the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
+    def user_loop(self, parts: Sequence[Any]) -> UpdateResult:
+        """Run the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
 
-        If it is not to make the update, `parameters` are those before. It may wrap the model in
-        DistributedDataParallel, or shard it by `fully_shard`.
+        It may wrap the model in DistributedDataParallel, or shard it by `fully_shard`.
 
         Raises:
             WorkloadError: It made the update itself.
@@ -175,10 +174,10 @@ class UpdateRun:
             if not all(torch.equal(_whole(parameter), before[name]) for name, parameter in self.parameters.items()):
                 hint = "leave the gradient in .grad, without optimizer.step()"
                 raise WorkloadError("accumulate() has changed the parameters", hint=hint)
-            return self._result(math.nan, {}, self._step(end) if updates else self._gradients())
+            return self._result(math.nan, {})
 
     def part(self, part: Any) -> UpdateResult:
-        """Return the loss and gradient of one part alone, not weighted; make no update."""
+        """Return the loss and gradient of one part alone, not weighted."""
         part = copy.deepcopy(part)
         with self.running(f"the loss of {batch_size(part)} samples"):
             terms = self.terms(part)
@@ -186,16 +185,7 @@ class UpdateRun:
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             values = {name: float(term.detach()) for name, term in terms.items()}
-            return self._result(float(loss.detach()), values, self._gradients())
-
-    def update(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Return the parameters after one optimizer step with these gradients."""
-        with self.running("the optimizer's step"):
-            for name, parameter in self.parameters.items():
-                gradient = gradients[name]
-                parameter.grad = None if gradient is None else gradient.clone()
-            self.trained.optimizer.step()
-            return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+            return self._result(float(loss.detach()), values)
 
     def terms(self, batch: Any) -> dict[str, Tensor]:
         """Return the terms of a batch's loss."""
@@ -216,25 +206,17 @@ class UpdateRun:
         own = module_generators(module for root in self.trained.roots.values() for module in root.modules())
         return lambda index: begin(index, own)
 
-    def _gradients(self) -> dict[str, Tensor | None]:
+    def _gradients(self) -> dict[str, Tensor]:
         """Return copies of the current gradients."""
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: None if one is None else _whole(one).clone() for name, one in found.items()}
+        return {name: _whole(gradient).clone() for name, gradient in found.items() if gradient is not None}
 
-    def _step(self, end: Callable[[], None]) -> dict[str, Tensor | None]:
-        """Make the optimizer's step, and return the gradients it used."""
-        gradients = self._gradients()
-        end()
-        self.trained.optimizer.step()
-        return gradients
-
-    def _result(self, loss: float, terms: Mapping[str, float], gradients: dict[str, Tensor | None]) -> UpdateResult:
+    def _result(self, loss: float, terms: Mapping[str, float]) -> UpdateResult:
         roots = self.trained.roots.items()
         buffers = {
             name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
         }
-        parameters = {name: _whole(parameter).clone() for name, parameter in self.parameters.items()}
-        return UpdateResult(loss, dict(terms), gradients, buffers, parameters)
+        return UpdateResult(loss, dict(terms), self._gradients(), buffers)
 
 
 def _whole(tensor: Tensor) -> Tensor:

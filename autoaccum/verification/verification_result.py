@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from autoaccum.serialization import freeze, to_plain
 
-SCHEMA = 1
+SCHEMA = 2
 
 Method = Literal["accumulator", "accumulate"]
 Window = Literal["whole", "uneven", "last"]
-Quantity = Literal["loss", "gradients", "buffers", "update"]
+Quantity = Literal["loss", "gradients", "buffers"]
 CauseKind = Literal[
     "batchnorm",
     "coupled model",
@@ -112,7 +112,7 @@ class Verification:
         comparisons: All comparisons, in order.
         causes: Why they were not equal; empty where they were.
         notes: Further sentences, such as on neutral random numbers or terms without a gradient.
-        workload: Name, digest, model, parameters, optimizer, reduction, weight.
+        workload: Name, digest, model, parameters, reduction, weight.
         environment: Versions of Python, PyTorch and so on.
         seconds: The time it took.
         coupled: Whether the loss was computed of the outputs of the whole batch.
@@ -163,7 +163,6 @@ class VerificationStarted:
     name: str
     model: str
     parameters: int
-    optimizer: str
     precision: str
     device: str
 

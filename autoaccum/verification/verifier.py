@@ -1,48 +1,48 @@
-"""One verification: compare the whole and a shorter window, and search for the causes of a difference."""
+"""`verify`: compare the update of a whole and of a shorter window, and search for the causes of a difference."""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from torch.optim import Optimizer
+from torch import nn
 
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.rng_state import RngState
+from autoaccum.accumulation.rng_state import RngState, preserve_rng_state
 from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
+from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.budget import Deadline
+from autoaccum.devices.child.failures import describe_failure, failure_error
+from autoaccum.devices.device_choice import check_device
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
+from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.sources.batches import split_batch
-from autoaccum.sources.samples import take_small_batch
+from autoaccum.sources.loading import load_workload
+from autoaccum.sources.samples import apply_spec, replace_fields, take_small_batch
 from autoaccum.sources.weight_candidates import shorten
-from autoaccum.sources.workload import Workload
-from autoaccum.tracebacks import user_code
+from autoaccum.sources.workload import Workload, no_batch
+from autoaccum.tracebacks import blame_exit, user_code
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.rank_team import RankRuns, RankTeam
-from autoaccum.verification.update_comparison import (
-    Tolerances,
-    compare,
-    find_tolerances,
-    is_finite,
-    largest_entry,
-    with_move,
-    with_optimizer_spread,
-)
+from autoaccum.verification.update_comparison import compare, find_tolerance, is_finite, largest_entry
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
     Comparison,
     Diagnosing,
+    Event,
     Method,
     Verification,
     VerificationStarted,
@@ -54,6 +54,110 @@ _SINGLE = "if BatchNorm cannot run a single sample, give --batchnorm exact, or -
 
 SEARCH_SECONDS = 60.0
 """How long causes are searched for without a time limit."""
+_LESS = "verify with a smaller --target-batch, such as 4 with --micro-batch 2"
+_CANDIDATES_PER_SAMPLE = 4
+"""Dataset samples looked at for each sample of the batch, of which the longest are taken."""
+
+
+def run_verification(
+    workload: str | os.PathLike[str] | Workload | None,
+    options: Options,
+    *,
+    target_batch: int,
+    micro_batch: int | None = None,
+    live: Mapping[str, Any] | None = None,
+    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
+    on_event: Callable[[Event], Any] | None = None,
+) -> Verification:
+    """Compare what `autoaccum.verify` is asked to compare; its arguments are explained there.
+
+    Args:
+        workload: A reference, a Workload, or None where live objects are given.
+        options: How the workload is to run; the device is not `auto`.
+        target_batch: Samples of the full batch.
+        micro_batch: The most samples to run at once; a quarter of the target when None.
+        live: Live objects by the names of `autoaccum.verify`'s arguments; those not given are None or left out.
+        accumulate: The caller's own loop.
+        on_event: Called with each event of `verification_result`.
+
+    Raises:
+        UsageError, WorkloadError, NotMeasuredError: As `autoaccum.verify`.
+    """
+    check_alone("verify", "start it once, without torchrun: --world-size 2 starts two ranks itself")
+    began = time.monotonic()
+    target = read_count(target_batch, "target_batch")
+    micro = -(-target // 4) if micro_batch is None else read_count(micro_batch, "micro_batch")
+    if micro >= target:
+        raise UsageError(
+            f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
+            hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
+        )
+    if options.device == "auto":
+        raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
+    check_device(options.device)
+    if options.world_size > 1 and options.device != "cpu":
+        raise UsageError(
+            f"world_size is {options.world_size} on {options.device}: ranks are compared on the CPU",
+            hint="leave --device out",
+        )
+    if options.world_size > target:
+        raise UsageError(
+            f"world_size is {options.world_size}, target_batch {target}: a rank has no sample",
+            hint="give a larger target batch",
+        )
+
+    with preserve_rng_state(), blame_exit("the workload"):
+        tried, reference = _prepare(workload, live or {}, options, accumulate, target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _run(_Verifier(tried, reference, options, target, micro, on_event), began)
+
+
+def _prepare(
+    given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
+) -> tuple[Workload, str]:
+    """Return the workload and its name for the record.
+
+    Raises:
+        UsageError: The workload is given in no way or in several, or an argument does not go with it.
+        WorkloadError: The workload cannot be used.
+    """
+    spec = options.spec
+    alone = options.with_spec(worst_of=_worst_of(given, options, target), precision=None)
+    way = resolve_workload(given, live, alone, share=target, verb="verify")
+    if isinstance(way, str):
+        reference, loaded = way, load_workload(way)
+        found = apply_spec(loaded, {"worst_of": _worst_of(loaded, options, target)}, largest_batch=target)
+    else:
+        reference, found = f"{way.name} (made in code)", way
+    requested = {name: spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
+    workload = replace_fields(found, accumulate=accumulate, **requested)
+    if workload.accumulate is not None and not callable(workload.accumulate):
+        hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
+        raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
+    return workload, reference
+
+
+def _worst_of(workload: Any, options: Options, target: int) -> int | None:
+    """Return how many dataset samples to take the longest from; None where the workload's own batch is used."""
+    if "worst_of" not in options.spec and isinstance(workload, Workload) and workload.batch is no_batch:
+        return _CANDIDATES_PER_SAMPLE * target
+    return options.spec.get("worst_of")
+
+
+def _run(verifier: _Verifier, began: float) -> Verification:
+    """Run the verification; any other exception is raised as the error that explains it."""
+    try:
+        return verifier.run(began)
+    except AutoaccumError as error:
+        if isinstance(error, DoesNotFitError):
+            raise NotMeasuredError(error.message, hint=_LESS) from error
+        raise
+    except Exception as error:
+        failure = describe_failure(error, "the comparison")
+        if failure.outcome == "oom":
+            raise NotMeasuredError(failure.message, hint=_LESS) from error
+        raise failure_error(failure, "this machine") from error
 
 
 class _Unequal(NamedTuple):
@@ -61,11 +165,13 @@ class _Unequal(NamedTuple):
 
     runs: PairedRuns
     comparison: Comparison
-    tolerances: Tolerances
+    tolerance: float
 
 
-class Verifier:
+class _Verifier:
     """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples."""
+
+    _tolerance: float
 
     def __init__(
         self,
@@ -111,12 +217,12 @@ class Verifier:
         self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
-        tolerances = find_tolerances(self._precision, runs.fixture.fresh().model.parameters())
-        self._compare_both(runs, "whole", tolerances)
-        self._compare_uneven(runs, tolerances)
-        self._compare_last(runs.fixture, tolerances)
+        self._tolerance, rounding = find_tolerance(self._precision, runs.fixture.fresh().model.parameters())
+        self._compare_both(runs, "whole")
+        self._compare_uneven(runs)
+        self._compare_last(runs.fixture)
         self._search()
-        return self._record(runs, tolerances, began)
+        return self._record(runs, rounding, began)
 
     def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
         """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""
@@ -138,9 +244,8 @@ class Verifier:
             WorkloadError: The weight is 0, or the gradient is not finite.
         """
         self._random.restore()  # Each precision begins with the same weights.
-        live = optimizer if isinstance(optimizer := self._options.spec.get("optimizer"), Optimizer) else None
         with user_code("model()"):
-            fixture = Fixture(self._workload, precision=precision, device=self._options.device, optimizer=live)
+            fixture = Fixture(self._workload, precision=precision, device=self._options.device)
         runs = self._paired(fixture, self._batch, sizes)
         with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
@@ -171,7 +276,7 @@ class Verifier:
             return PairedRuns(fixture, batch, sizes)
         return RankRuns(self._team, fixture, batch, sizes)
 
-    def _compare_uneven(self, runs: PairedRuns, tolerances: Tolerances) -> None:
+    def _compare_uneven(self, runs: PairedRuns) -> None:
         """Compare the batch with samples shortened where all are equally long: no wrong weight shows in these."""
         if runs.objective.reduction == "sum" or runs.objective.coupled or not self._is_equal:
             return
@@ -180,7 +285,7 @@ class Verifier:
         for way in ways:
             if way.batch is not None and (other := self._runs_of(runs, way.batch)) is not None:
                 self._note(f"samples are equally long: also compared with shortened {list_names(way.paths)}")
-                self._compare_both(other, "uneven", tolerances)
+                self._compare_both(other, "uneven")
                 return
         self._untested = ways[-1].paths if ways and ways[-1].is_known else ()
 
@@ -192,7 +297,7 @@ class Verifier:
         except AutoaccumError:
             return None
 
-    def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
+    def _compare_last(self, fixture: Fixture) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
 
         BatchNorm refuses a single sample, and state that forward keeps may have the size of the parts before.
@@ -212,22 +317,24 @@ class Verifier:
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
             self._note(f"the shorter window of {format_parts(sizes)} was left out: {first_line(error.message)}")
         else:
-            self._compare_both(runs, "last", tolerances)
+            self._compare_both(runs, "last")
             return
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
-    def _compare_both(self, runs: PairedRuns, window: Window, tolerances: Tolerances) -> None:
+    def _compare_both(self, runs: PairedRuns, window: Window) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
-        self._compare(runs, "accumulator", window, tolerances)
+        self._compare(runs, "accumulator", window)
         if self._workload.accumulate is not None:
             if len(set(runs.parts_by_rank)) > 1:
                 parts = format_parts(runs.sizes)
                 self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
                 return
-            self._compare(runs.for_user_loop(), "accumulate", window, tolerances)
+            self._compare(runs.for_user_loop(), "accumulate", window)
 
-    def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
-        found, tolerances = _compared(runs, method, window, tolerances)
+    def _compare(self, runs: PairedRuns, method: Method, window: Window) -> None:
+        other = runs.accumulated() if method == "accumulator" else runs.user_loop()
+        differences = compare(runs.full(), other, self._tolerance)
+        found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
         self._comparisons.append(found)
         self._notify(Compared(found))
         if runs.mismatch is not None:
@@ -236,7 +343,7 @@ class Verifier:
             where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
             self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
         if not found.equal:
-            self._unequal.append(_Unequal(runs, found, tolerances))
+            self._unequal.append(_Unequal(runs, found, self._tolerance))
 
     def _search(self) -> None:
         """Search for the causes of all differences, within the time limit."""
@@ -276,7 +383,7 @@ class Verifier:
     def _is_equal(self) -> bool:
         return all(comparison.equal for comparison in self._comparisons)
 
-    def _record(self, runs: PairedRuns, tolerances: Tolerances, began: float) -> Verification:
+    def _record(self, runs: PairedRuns, rounding: str, began: float) -> Verification:
         workload, objective = self._workload, self._workload.objective
         return Verification(
             equivalent=self._is_equal and not self._untested,
@@ -286,7 +393,7 @@ class Verifier:
             device=str(runs.fixture.device),
             batchnorm=workload.batchnorm,
             coupled=workload.coupled,
-            rounding=tolerances.rounding,
+            rounding=rounding,
             comparisons=tuple(self._comparisons),
             causes=tuple(self._causes),
             notes=tuple(self._notes),
@@ -312,21 +419,7 @@ class Verifier:
             "name": self._workload.name,
             "model": type(trained.model).__name__,
             "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
-            "optimizer": type(trained.optimizer).__name__,
         }
-
-
-def _compared(
-    runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances
-) -> tuple[Comparison, Tolerances]:
-    """Return the comparison and its tolerances; what the optimizer makes of rounding is run only where it matters."""
-    full, other = runs.full(), runs.accumulated() if method == "accumulator" else runs.user_loop()
-    tolerances = with_move(tolerances, runs)
-    differences = compare(full, other, tolerances)
-    if [one.quantity for one in differences if not one.equal] == ["update"]:
-        differences = compare(full, other, with_optimizer_spread(tolerances, runs, other))
-    found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
-    return found, tolerances
 
 
 def _nonfinite_gradient(runs: PairedRuns) -> str | None:

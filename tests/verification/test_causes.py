@@ -45,9 +45,9 @@ def broadcast() -> Workload:
 
 
 WELL: dict[str, Workload] = {
-    "MLP, AdamW": classes(),
+    "MLP": classes(),
     "MLP, a sum": pairs(small.summed_loss, reduction="sum"),
-    "a sparse gradient": classes(small.Looking, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+    "a sparse gradient": classes(small.Looking),
     "BatchNorm at rest": Workload(
         model=lambda: small.Residual().eval(), batch=small.images, criterion=CRITERION, batchnorm="frozen"
     ),
@@ -228,15 +228,6 @@ def test_a_permutation_is_neutral_and_said() -> None:
     assert verification.neutral_random
     assert "replaced by neutral values" in verdict(verification).plain.partition(":")[0]
     assert any("randperm" in note for note in verification.notes)
-
-
-def test_an_optimizer_that_orthogonalises_is_no_cause() -> None:
-    def wide() -> nn.Module:
-        layers = nn.Linear(small.FEATURES, 24, bias=False), nn.Tanh(), nn.Linear(24, small.CLASSES, bias=False)
-        return nn.Sequential(*layers)
-
-    workload = classes(wide, optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.01))
-    assert found(workload, precision="fp32").equivalent
 
 
 def test_two_samples_are_enough() -> None:

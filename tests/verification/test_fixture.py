@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import StepLR
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
@@ -43,24 +42,6 @@ def test_ties_and_attributes_survive_widening() -> None:
     assert isinstance(model, Tied)
     assert model.head.weight is model.tokens.weight
     assert model.head.weight.dtype == model.table.dtype == torch.float64
-
-
-def test_a_live_optimizer_is_copied_with_its_state() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
-    StepLR(optimizer, 1)  # patches `step` of this very object
-    torch.autograd.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    before = model.weight.detach().clone()
-    trained = Fixture(make(lambda: model), optimizer=optimizer).fresh()
-    assert trained.optimizer.param_groups[0]["lr"] == 0.5
-    state = next(iter(trained.optimizer.state.values()))
-    assert state["exp_avg"].dtype == torch.float64
-    assert float(state["step"]) == 1.0
-    for parameter in trained.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    trained.optimizer.step()
-    assert torch.equal(model.weight, before)
 
 
 def test_a_criterion_is_widened_with_its_class_weights() -> None:
