@@ -104,13 +104,16 @@ class WindowReader(abc.ABC):
             moment without loss. Random states are restored outside of it.
         saves_position: False if `state_dict` will never be called.
         samples_per_epoch: Samples of an epoch; None if the data has no known length.
+        fingerprint: What must be equal on resuming.
     """
 
-    def __init__(self, settings: DataSettings, name: str) -> None:
+    def __init__(
+        self, settings: DataSettings, name: str, samples_per_epoch: int | None, fingerprint: dict[str, Any]
+    ) -> None:
         self.part_size, self.multiple_of = settings.target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.saves_position = True
-        self.samples_per_epoch: int | None = None
+        self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
         self._settings, self._name = settings, name
         self._entries: Entries | None = None
         self._epoch, self._windows, self._checksum, self._has_ended = 0, 0, 0, False
@@ -176,10 +179,6 @@ class WindowReader(abc.ABC):
         if self._entries is not None:
             self._entries.close(include_persistent=False)
             self._entries = None
-
-    @abc.abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what must be equal on resuming."""
 
     @abc.abstractmethod
     def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
@@ -249,14 +248,16 @@ class MapStyleReader(WindowReader):
     """
 
     def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
-        super().__init__(settings, "a map-style dataset" if loader is None else "a DataLoader over a map-style dataset")
-        self._dataset, self._user_loader = dataset, loader
         if loader is None:
-            self._sampler: Any = RandomSampler(range(max(len(dataset), 1)))
-            self.samples_per_epoch = len(dataset)
+            sampler: Any = RandomSampler(range(max(len(dataset), 1)))
+            name, order = "a map-style dataset", "shuffled"
         else:
-            self._sampler = loader.batch_sampler
-            self.samples_per_epoch = _samples_per_epoch(self._sampler)
+            sampler, name = loader.batch_sampler, "a DataLoader over a map-style dataset"
+            order = type(sampler).__name__
+            order += f" of {type(sampler.sampler).__name__}" if hasattr(sampler, "sampler") else ""
+        samples = len(dataset) if loader is None else _samples_per_epoch(sampler)
+        super().__init__(settings, name, samples, {"kind": "map-style", "samples": samples, "order": order})
+        self._dataset, self._user_loader, self._sampler = dataset, loader, sampler
         collate = settings.collate if loader is None else loader.collate_fn
         self._collate = default_collate if collate is None else collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -268,15 +269,8 @@ class MapStyleReader(WindowReader):
         )
         self._asked: deque[_Asked] = deque()
         self._begin(0)
-        if self.samples_per_epoch is not None:
-            self._check_fills_window(self.samples_per_epoch)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what must be equal on resuming."""
-        samplers = (self._sampler, getattr(self._sampler, "sampler", None))
-        order = " of ".join(type(sampler).__name__ for sampler in samplers if sampler is not None)
-        order = "shuffled" if self._user_loader is None else order
-        return {"kind": "map-style", "samples": self.samples_per_epoch, "order": order}
+        if samples is not None:
+            self._check_fills_window(samples)
 
     def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
         """Return the workload with batches of the longest among samples spread over the dataset."""
@@ -430,26 +424,21 @@ class IterableReader(WindowReader):
     def __init__(
         self, data: Any, settings: DataSettings, *, samples: int | None = None, has_samples: bool = False
     ) -> None:
-        self._kind = "samples" if has_samples else "batches"
-        super().__init__(settings, f"{describe_type(data)} of {self._kind}")
+        facts: dict[str, Any] = {"kind": "samples" if has_samples else "batches"}
+        facts["length"] = None if samples is None else len(data)
+        if isinstance(data, DataLoader):
+            facts |= {"batch_size": data.batch_size, "workers": data.num_workers}
+        super().__init__(settings, f"{describe_type(data)} of {facts['kind']}", samples, facts)
         if has_samples and settings.workers:
             raise UsageError(
                 f"workers is {settings.workers}, but an IterableDataset divides itself among workers in its own way",
                 hint="give a DataLoader over it with num_workers",
             )
-        self.samples_per_epoch, self._length = samples, None if samples is None else len(data)
         self._data, self._has_samples = data, has_samples
         self._is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
         self._remainder: Any = None
         self._may_reopen = False
         self._begin(0)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what must be equal on resuming."""
-        facts: dict[str, Any] = {"kind": self._kind, "length": self._length}
-        if isinstance(self._data, DataLoader):
-            facts |= {"batch_size": self._data.batch_size, "workers": self._data.num_workers}
-        return facts
 
     def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
         """Return the workload with batches of the longest of the first samples, or of the first batch.
@@ -496,7 +485,7 @@ class IterableReader(WindowReader):
                         f"{self._name} ends after {number:,} windows, but the run had read {windows:,}",
                         hint="use the run's original data, or another run folder",
                     )
-        if self._length is not None:
+        if self.samples_per_epoch is not None:
             return None
         why = "its state_dict could not be saved" if self._is_stateful else "the data has no state_dict"
         return Notice(f"{why}: {windows:,} windows were read forward", warns=False)
@@ -618,11 +607,17 @@ def open_data(data: Any, settings: DataSettings) -> WindowReader:
         UsageError: The data is none of these, or has fewer samples than a window.
     """
     if isinstance(data, DataLoader):
-        if settings.ranks > 1:
-            _check_undivided(data)
-        return (
-            MapStyleReader(data.dataset, settings, data) if _can_fetch_samples(data) else IterableReader(data, settings)
-        )
+        samplers = data.sampler, getattr(data.batch_sampler, "sampler", None)
+        if settings.ranks > 1 and any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+            raise UsageError(
+                "the DataLoader has a DistributedSampler, and fit deals the samples to the ranks itself",
+                hint="give it a sampler of all samples, such as shuffle=True",
+            )
+        # Samples cannot be fetched without a loader that iterates in its own way.
+        is_plain = type(data).__iter__ is DataLoader.__iter__ or hasattr(data, "state_dict")
+        if is_plain and data.batch_sampler is not None and not isinstance(data.dataset, IterableDataset):
+            return MapStyleReader(data.dataset, settings, data)
+        return IterableReader(data, settings)
     if is_map_style(data):
         return MapStyleReader(data, settings)
     if isinstance(data, IterableDataset):
@@ -646,22 +641,6 @@ def is_map_style(data: Any) -> bool:
     if isinstance(data, Sequence) and not isinstance(data, Dataset | range):
         return False
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
-
-
-def _can_fetch_samples(loader: DataLoader[Any]) -> bool:
-    """Return whether samples can be fetched without the loader: not if a subclass iterates in its own way."""
-    gives_indices = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-    return gives_indices and (type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict"))
-
-
-def _check_undivided(loader: DataLoader[Any]) -> None:
-    """Raise UsageError if the loader itself leaves out the samples of other ranks."""
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            raise UsageError(
-                f"the DataLoader has a {type_name(sampler)}, and fit deals the samples to the ranks itself",
-                hint="give it a sampler of all samples, such as shuffle=True",
-            )
 
 
 def _count_samples(data: Sequence[Any], settings: DataSettings) -> int:

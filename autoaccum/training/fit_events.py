@@ -27,9 +27,7 @@ class Started:
 
     Attributes:
         plan: The plan with the micro-batch; None if the micro-batch was given as a number.
-        micro_batch: The initial ceiling, in samples.
-        target_batch: Samples per update.
-        device: The training device: `cpu`, `cuda:0`.
+        micro_batch: The most samples of a micro-batch at the start.
         update: Updates already made by earlier runs in the same folder.
         updates: Total updates at the end; None if the data has no known length.
         epochs: Total epochs at the end; None if only updates count.
@@ -58,8 +56,8 @@ class Updated:
         samples: Samples trained on so far, over all epochs.
         loss: The loss of the effective batch; NaN if nothing in it had weight.
         grad_norm: The 2-norm of the gradient before clipping; None if there was no gradient.
-        learning_rate: The learning rate of the first parameter group; None if it has none.
-        samples_per_second: The speed of this update, including the wait for its data.
+        learning_rate: That of the first parameter group; None if it has none.
+        samples_per_second: Including the wait for data.
         peak_bytes: On a GPU the most that PyTorch's allocator reserved during the update; on the CPU the most memory
             the process has held so far; None if unknown.
         micro_batches: The number of micro-batches.
@@ -186,7 +184,7 @@ class EventNotifier:
     """Passes every event to our own listeners, then to the user's callbacks.
 
     Args:
-        listeners: Called with every event; return values are ignored.
+        listeners: Called with every event.
         callbacks: Called with every event. Returning True ends the training after this update.
 
     Attributes:
@@ -195,8 +193,7 @@ class EventNotifier:
     """
 
     def __init__(self, listeners: Sequence[Callable[[Any], Any]], callbacks: Sequence[Callable[[Any], Any]]) -> None:
-        self.should_stop = False
-        self.warnings: list[str] = []
+        self.should_stop, self.warnings = False, list[str]()
         self.listeners, self._callbacks = list(listeners), list(callbacks)
 
     def notify(self, event: Any) -> None:

@@ -1,6 +1,6 @@
 """What stops a training: signals, and what its ranks tell each other so that all begin, go on and end alike.
 
-They talk through `Ranks.gather`, at the same points in the same order. A rank that fails, or is asked to stop, tells
+Ranks talk through `Ranks.gather`, at the same points in the same order. A rank that fails, or is asked to stop, tells
 the others in place of its next value (`TrainingRanks.report`), and all of them end at the same update.
 """
 
@@ -23,7 +23,7 @@ from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
 
 _T = TypeVar("_T")
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONE_PRESS_SECONDS = 0.5
 
 
@@ -48,7 +48,9 @@ class StopSignals:
     group, so children leave the first one to the parent, which ends its workers. Only the main thread can handle
     signals; in other threads this does nothing.
 
-    On exit the handlers are restored and, if the run was asked to stop, `exit_if_requested` is called.
+    On exit the handlers are restored. If the run was asked to stop, the program then ends as the signal would have
+    ended it, with KeyboardInterrupt or a SystemExit of 128 plus the signal; a handler that was there before (of a job
+    that queues itself again, say) is called first.
 
     Args:
         one_press_seconds: Signals within this time count as one.
@@ -70,8 +72,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-            handlers = {int(number): signal.getsignal(number) for number in numbers}
+            handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
             self._previous = {number: it for number, it in handlers.items() if it not in (None, signal.SIG_IGN)}
             for number in self._previous:
                 signal.signal(number, self)
@@ -81,8 +82,10 @@ class StopSignals:
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self:
                 signal.signal(number, handler)
-        if error is None or isinstance(error, StopRequested):
-            self.exit_if_requested()
+        if self.requested is not None and (error is None or isinstance(error, StopRequested)):
+            if callable(handler := self._previous.get(self.requested)):
+                handler(self.requested, None)
+            raise _end_by(self.requested) from None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -104,22 +107,6 @@ class StopSignals:
         """Raise StopRequested, here where the run can stop, if a signal has asked for that."""
         if self.requested is not None:
             raise StopRequested(self.requested)
-
-    def exit_if_requested(self) -> None:
-        """End the program as the signal would have, after the last checkpoint; do nothing without a signal.
-
-        A handler that was installed before (of a job that queues itself again, say) is called first.
-
-        Raises:
-            KeyboardInterrupt: For SIGINT.
-            SystemExit: For the others; its code is 128 plus the number of the signal.
-        """
-        if self.requested is None:
-            return
-        handler = self._previous.get(self.requested)
-        if callable(handler):
-            handler(self.requested, None)
-        raise _end_by(self.requested) from None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -189,13 +176,13 @@ class TrainingRanks:
 
     def by_first(self, make: Callable[[], _T]) -> _T | None:
         """Return on all ranks what `make` returns on rank 0, or raise what it raises there; None if that is gone."""
-        if self.size == 1:
-            return make()
         made: _T | AutoaccumError | None = None
         if self.is_first:
             try:
                 made = make()
             except AutoaccumError as error:
+                if self.size == 1:
+                    raise
                 made = error.with_traceback(None)
         made = self.gather(made)[0]
         if isinstance(made, AutoaccumError):
@@ -216,10 +203,9 @@ class TrainingRanks:
         if isinstance(error, RankLostError) or not isinstance(error, (Exception, StopRequested)):
             self.is_alone = True
         elif not (is_told or self.is_alone):
-            text = f"{type(error).__name__}: {first_line(error)}"
-            failure = RankFailure(self.rank, text)
+            failure = RankFailure(self.rank, f"{type(error).__name__}: {first_line(error)}")
             if isinstance(error, StopRequested):
-                failure = Stopping(self.rank, text, number=error.number)
+                failure = Stopping(self.rank, failure.text, number=error.number)
             try:
                 self._ranks.report_failure(failure)
             except RankLostError:  # This rank's own error says more.
@@ -278,10 +264,12 @@ def raise_other(error: BaseException) -> NoReturn:
 
 def _meaning(told: OtherRanksFailed, signals: StopSignals | None) -> BaseException:
     """Return what to raise on a rank that has been told of other ranks' failures."""
-    failed = [failure for failure in told.failures if not isinstance(failure, Stopping)]
-    if failed:
-        return failed[0].as_error()
-    stopping = next(failure for failure in told.failures if isinstance(failure, Stopping))
+    stopping = None
+    for failure in told.failures:
+        if not isinstance(failure, Stopping):
+            return failure.as_error()
+        stopping = stopping or failure
+    assert stopping is not None
     if signals is not None and signals.requested is None:
         signals.requested = stopping.number
     return StopRequested(stopping.number)

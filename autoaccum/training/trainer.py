@@ -17,9 +17,8 @@ from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
-from autoaccum.accumulation.sharded_tensors import local_part, model_class
+from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
-from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.sources.batches import batch_size
 from autoaccum.training.data import DataSettings, Window, WindowReader, open_data
@@ -172,12 +171,9 @@ class Ceiling:
 
 
 class Stepper(StepObserver):
-    """Makes one update from each window.
-
-    Without a `clip_norm` in the request the gradient norm is still measured, for the log.
+    """Makes one update from each window; without a `clip_norm`, the gradient's norm is still measured for the log.
 
     Args:
-        request: The request, with `clip_norm`, `skip_nonfinite` and `check`.
         progress: The progress; skipped windows are counted in it.
         check: Called at the start of each phase of a step; an exception from it rolls the step back.
         notify: Called with notices.
@@ -200,11 +196,10 @@ class Stepper(StepObserver):
         notify: Callable[[Any], None],
     ) -> None:
         self.ceiling = Ceiling(choice.micro_batch)
-        self._components, self._progress, self._skip_nonfinite = components, progress, request.skip_nonfinite
-        self._device = components.device
-        self._check, self._notify = check, notify
-        self._retries = 0
         self.has_failed = False
+        self._components, self._progress, self._skip_nonfinite = components, progress, request.skip_nonfinite
+        self._device, self._check, self._notify = components.device, check, notify
+        self._retries = 0
         self._skip_reason: str | None = None
         self.accumulator = Accumulator(
             components.model,
@@ -225,12 +220,6 @@ class Stepper(StepObserver):
             check=request.check,
             observer=self,
         )
-
-    @property
-    def has_finite_weights(self) -> bool:
-        """True if no parameter of the optimizer is NaN or infinite."""
-        weights = map(local_part, optimizer_parameters(self._components.optimizer))
-        return all(bool(weight.isfinite().all()) for weight in weights)
 
     @property
     def added_savers(self) -> tuple[str, ...]:
@@ -264,17 +253,18 @@ class Stepper(StepObserver):
             raise
 
     def after_update(self, result: StepResult) -> None:
-        """Update the averaged weights, the schedule and the ceiling, after the update has been counted.
+        """Update the averaged weights, the ceiling and the schedule, after the update has been counted.
 
         Raises:
             WorkloadError: The model's parameters or buffers are not those that the average began with.
             Exception: As the scheduler or a callback raised it.
         """
-        if self._components.averages is not None and result.updated:
-            self._components.averages.update()
+        averages, scheduler = self._components.averages, self._components.scheduler
+        if averages is not None and result.updated:
+            averages.update()
         self.accumulator.micro_batch = self.ceiling.record(result.retries, self.accumulator.micro_batch)
-        if result.updated and self._components.scheduler is not None:
-            self._components.scheduler.step()  # Before any event: a callback that raises ends the run here.
+        if scheduler is not None and result.updated:
+            scheduler.step()  # Before any event: a callback that raises ends the run here.
         if self._skip_reason is not None:
             self._progress.skipped += 1
             self._notify(Notice(f"update {self._progress.update} is skipped: {self._skip_reason}", warns=False))
@@ -302,18 +292,18 @@ class Stepper(StepObserver):
 
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """See `StepObserver`: memory ran out, and the step is repeated."""
-        self._retries += 1
         # A step that ends without an update would not lower it.
         self.accumulator.micro_batch = min(self.accumulator.micro_batch, next_micro_batch)
-        self._tell(f"out of memory in {phase} with {micro_batch}, repeated with {next_micro_batch}", warns=False)
+        self._tell_retry(phase, f"{micro_batch}, repeated with {next_micro_batch}", warns=False)
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
         """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
-        self._retries += 1
-        self._tell(f"out of memory in {phase} with {micro_batch}: this and later updates run with {saver}", warns=True)
+        self._tell_retry(phase, f"{micro_batch}: this and later updates run with {saver}", warns=True)
 
-    def _tell(self, text: str, *, warns: bool) -> None:
-        self._notify(Notice(f"update {self._progress.update + 1}: {text}", warns=warns))
+    def _tell_retry(self, phase: StepPhase, what: str, *, warns: bool) -> None:
+        self._retries += 1
+        text = f"update {self._progress.update + 1}: out of memory in {phase} with {what}"
+        self._notify(Notice(text, warns=warns))
 
 
 class Run:
@@ -382,10 +372,8 @@ class Run:
             error = ranks.report(own, signals, is_known=stepper.has_failed)
             # Nothing is written after a second signal. Any other BaseException comes from the user's code.
             at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
-            # If the weights are no longer finite, the previous checkpoint is worth more.
-            is_finite = not isinstance(error, NonFiniteError) or stepper.has_finite_weights
             is_whole, is_sharded = not stepper.accumulator.is_interrupted, self._components.is_sharded
-            can_save = is_whole and is_finite and not at_once and not is_context_dead(error)
+            can_save = is_whole and not at_once and not is_context_dead(error)
             if is_whole or not is_sharded:  # Else other ranks may wait for this one to leave.
                 ranks.leave_out_absent(can_save)
             if can_save and not (is_sharded and ranks.is_alone):
@@ -469,9 +457,6 @@ class Run:
         """Write the weights and return the result."""
         progress, components, folder, ranks = self.progress, self._components, self._folder, self._ranks
         averages, unsaved = components.averages, self._unsaved
-        if progress.update and not progress.applied:
-            text = f"none of {progress.update} updates changed the weights: they are the initial ones"
-            self._notifier.notify(Notice(text))
         model_path = ema_path = None
         if folder is not None:
             try:
@@ -672,7 +657,7 @@ class Run:
         return {
             "target batch": self._request.target_batch,
             "seed": self._request.seed,
-            **{f"data: {name}": value for name, value in self._reader.fingerprint().items()},
+            **{f"data: {name}": value for name, value in self._reader.fingerprint.items()},
             "model": model_class(unwrap_model(components.model)).__name__,
             "optimizer": type(components.optimizer).__name__,
             "schedule": None if components.scheduler is None else type(components.scheduler).__name__,

@@ -15,19 +15,17 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
 from autoaccum.accumulation.argument_checks import (
     check_optimizer,
     check_scheduler,
-    check_unsharded,
     differences,
     plan_facts,
     unwrap_model,
 )
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm import batchnorm_names, checked_batchnorm
+from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.gradients import choose_scaler, needs_buffers
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.launch import choose_parallel, shard_model
@@ -170,7 +168,7 @@ class TrainingSetup:
         groups keep their ratio to it, and the scheduler is built after it is set.
 
         Raises:
-            UsageError: The scheduler, the precision, the BatchNorm mode or a coupled loss cannot be used.
+            UsageError: The scheduler, a saver or a coupled loss cannot be used.
             WorkloadError: The model cannot be copied for an average.
         """
         request, scheduler = self.request, self.request.scheduler
@@ -188,8 +186,6 @@ class TrainingSetup:
         check_scheduler(scheduler, optimizer)
         device, trained = model_device(model), optimizer_parameters(optimizer)
         spec = self._resolve_spec(plan)
-        objective = with_coupling(self.objective, spec.coupled, UsageError)
-        objective.move_criterion(device)
         if "offload-optimizer" in spec.savers and needs_buffers(trained):
             raise UsageError(
                 "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
@@ -201,26 +197,20 @@ class TrainingSetup:
             model.train()
         return TrainingComponents(
             model=model,
-            objective=objective,
+            objective=with_coupling(self.objective, spec.coupled, UsageError),
             optimizer=optimizer,
             scheduler=scheduler,
             scaler=choose_scaler(spec.precision, None, device, trained),
-            spec=dataclasses.replace(spec, batchnorm=checked_batchnorm(spec.batchnorm, model)),
+            spec=spec,
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
     def notes_on_plan(self, plan: Plan, components: TrainingComponents) -> list[Notice]:
         """Return what a user should know about a training by this plan."""
-        request, workload, notes = self.request, self.workload, list[Notice]()
-        digest = plan.workload.digest
-        if request.plan is not None and digest and workload.digest and digest != workload.digest:
-            notes.append(Notice(f"{workload.name} is not the workload of the plan, or has changed since"))
-        if plan.learning_rate is not None and request.learning_rate is None:
+        notes = list[Notice]()
+        if plan.learning_rate is not None and self.request.learning_rate is None:
             text = f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it"
             notes.append(Notice(text, warns=False))
-        if components.averages is not None and "ema" not in plan.spec.keeps:
-            text = 'the plan does not count the averaged weights: if memory runs out, plan again with keeps="ema"'
-            notes.append(Notice(text))
         if plan.coupling is not None and plan.iter_size > 1:
             # The Accumulator itself warns of BatchNorm layers; exact ones are those of the whole window.
             already_warned = () if components.spec.batchnorm == "frozen" else batchnorm_names(components.model)
@@ -322,7 +312,6 @@ class TrainingSetup:
             model: nn.Module = self.request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
         model = own.build_model()
-        check_unsharded(model)
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
         if world_size() > 1 and self._chooses_fsdp2(plan):
@@ -411,16 +400,6 @@ def _read_workload(request: FitRequest) -> Workload:
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
-    live = {
-        "optimizer": (request.options.spec.get("optimizer"), Optimizer),
-        "scheduler": (request.scheduler, LRScheduler),
-    }
-    for name, (value, bound) in live.items():
-        if isinstance(value, bound):
-            raise UsageError(
-                f"a workload is given, and a live {name}, which belongs to another model",
-                hint=f"give a function that creates the {name}",
-            )
     workload = source if isinstance(source, Workload) else load_workload(os.fspath(source))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **{**request.options.spec, "worst_of": None}, **own)

@@ -33,7 +33,6 @@ class Progress:
         update: Windows trained on or skipped.
         epoch_samples: Samples of the current epoch.
         oom_retries: How many times an update was repeated after running out of memory.
-        applied: Updates that changed the weights; the others had no weight, were skipped, or overflowed in fp16.
         skipped: Windows skipped because the loss or the gradient was not finite.
         evaluated_at: The update that was evaluated last; 0 before any.
     """
@@ -43,7 +42,6 @@ class Progress:
     samples: int = 0
     epoch_samples: int = 0
     oom_retries: int = 0
-    applied: int = 0
     skipped: int = 0
     loss: float | None = None
     evaluation: dict[str, float] | None = None
@@ -55,7 +53,6 @@ class Progress:
         self.samples += samples
         self.epoch_samples += samples
         self.oom_retries += result.retries
-        self.applied += result.updated
         self.loss = result.loss
 
 

@@ -360,7 +360,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
 def test_every_kind_of_data_is_recognised(kind: str) -> None:
     make, fingerprint, samples = KINDS[kind]
     source = opened(make(), 4)
-    assert source.fingerprint() == fingerprint
+    assert source.fingerprint == fingerprint
     assert source.samples_per_epoch == samples
 
 

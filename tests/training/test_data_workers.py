@@ -123,7 +123,7 @@ def test_a_dead_worker_is_reported(how: str) -> None:
     with pytest.raises(DataWorkerError, match=r"a process that reads data failed \(.*\): memory, /dev/shm") as caught:
         run_out(source)
     assert caught.value.exit_code == 3
-    assert source.state_dict()["samples"] == 8
+    assert source.state_dict()["windows"] == 1
     source.close()
 
 

@@ -131,12 +131,6 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
     assert fit(workload, keeps=(), ema_decay=None, steps=1).ema_model is None
 
 
-def test_an_average_that_a_plan_does_not_count_is_reported(tmp_path: Path) -> None:
-    plan = autoaccum.plan(model=build(), batch=DATA[:4], loss=nn.CrossEntropyLoss(), target_batch=12)
-    (message,) = [text for text in fit(micro_batch=None, plan=plan, steps=1).warnings if "average" in text]
-    assert 'plan again with keeps="ema"' in message
-
-
 def test_batches_have_no_single_samples_to_look_at() -> None:
     with pytest.raises(UsageError, match="worst_of is 9, but a list of batches has no single samples"):
         fit(data=[DATA[:12]] * 4, micro_batch=None, worst_of=9)

@@ -160,20 +160,6 @@ def test_the_user_s_own_exit_loses_nothing(tmp_path: Path, last_word: BaseExcept
     assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000004.pt"
 
 
-def test_weights_that_are_not_finite_do_not_replace_a_good_checkpoint(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-
-    def corrupt(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == 5:
-            with torch.no_grad():
-                model.weight.fill_(math.nan)
-
-    with pytest.raises(NonFiniteError, match="update 6: the"):
-        fit(samples(64), model=model, run_dir=tmp_path, callbacks=[corrupt], checkpoint_every=3, keep=1)
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
-    assert checkpoint.name == "checkpoint-00000003.pt"
-
-
 class Breaking(torch.optim.SGD):
     """Its fourth step fails half-way."""
 
@@ -191,10 +177,3 @@ def test_half_an_update_is_not_saved_and_the_last_checkpoint_is_named(tmp_path: 
         fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), checkpoint_every=2)
     assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000002.pt"
     assert fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), steps=5).updates == 5
-
-
-def test_a_run_that_changed_no_weight_says_so() -> None:
-    data = in_order(TensorDataset(torch.full((64, 3), math.nan), torch.zeros(64, 2)))
-    result = fit(data, skip_nonfinite=True)
-    assert result.skipped == 6
-    assert result.warnings == ("none of 6 updates changed the weights: they are the initial ones",)

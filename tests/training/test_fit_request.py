@@ -17,6 +17,7 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingSetup
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
+OPTIMIZER = torch.optim.SGD(nn.Linear(1, 1).parameters())
 FILE = """
 import torch
 from torch import nn
@@ -77,7 +78,11 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
         (workload(dataset=DATA), {"loss": nn.MSELoss()}, "a workload is given, and loss too"),
         (workload(dataset=DATA), {"reduction": "sum"}, "a workload is given, and reduction too"),
         (workload(), {}, "has no dataset to train on: define dataset"),
-        (workload(dataset=DATA), {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "a live optimizer"),
+        (
+            workload(dataset=DATA),
+            {"optimizer": OPTIMIZER},
+            "is an instance of SGD, bound to one model",
+        ),
         ("nowhere.py", {}, "there is no file nowhere.py"),
     ],
 )

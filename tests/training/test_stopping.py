@@ -26,18 +26,11 @@ def handlers() -> Iterator[None]:
     assert after == before
 
 
-def end_of(body: Callable[[StopSignals], None], one_press_seconds: float = 60) -> BaseException | None:
-    """Return what `body` raises within StopSignals."""
-    try:
-        with StopSignals(one_press_seconds) as stopping:
-            body(stopping)
-    except BaseException as error:
-        return error
-    return None
-
-
-def code_of(error: BaseException | None) -> Any:
-    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", error)
+def end_of(body: Callable[[StopSignals], None], one_press_seconds: float = 60) -> Any:
+    """Return the exit code with which `body` ends within StopSignals."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught, StopSignals(one_press_seconds) as stopping:
+        body(stopping)
+    return 130 if isinstance(caught.value, KeyboardInterrupt) else caught.value.code  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -46,35 +39,30 @@ def test_a_first_signal_is_recorded_and_raised_by_a_check(number: signal.Signals
 
     def run(stopping: StopSignals) -> None:
         stopping.check()
-        stopping.exit_if_requested()
         signal.raise_signal(number)
         reached.append(stopping.requested)
         stopping.check()
         pytest.fail("goes on")
 
-    assert code_of(end_of(run)) == 128 + number
+    assert end_of(run) == 128 + number
     assert reached == [number]
 
 
 def test_a_signal_while_waiting_is_raised_at_once_past_every_except_exception() -> None:
     reached = []
 
-    def wait(stopping: StopSignals) -> None:
-        with stopping.interruptible():
-            try:
-                signal.raise_signal(signal.SIGTERM)
-            except Exception:
-                pytest.fail("eaten")
-            pytest.fail("not at once")
-
     def run(stopping: StopSignals) -> None:
-        with pytest.raises(StopRequested):
-            wait(stopping)
-        signal.raise_signal(signal.SIGTERM)
+        try:
+            with stopping.interruptible(), suppress(Exception):
+                signal.raise_signal(signal.SIGTERM)
+            pytest.fail("not at once")
+        except StopRequested:
+            reached.append("at once")
+        signal.raise_signal(signal.SIGTERM)  # Within a moment: as timeout(1) sends it to its child, then to the group.
         reached.append("the last checkpoint")
 
-    assert code_of(end_of(run)) == 143
-    assert reached
+    assert end_of(run) == 143
+    assert reached == ["at once", "the last checkpoint"]
 
 
 def test_a_signal_replaces_an_error_that_comes_with_it() -> None:
@@ -84,44 +72,35 @@ def test_a_signal_replaces_an_error_that_comes_with_it() -> None:
                 signal.raise_signal(signal.SIGTERM)
             raise RuntimeError("DataLoader worker is killed by signal: Terminated")
 
-    assert code_of(end_of(run)) == 143
+    assert end_of(run) == 143
 
 
 @pytest.mark.parametrize("second", NUMBERS)
 def test_a_second_signal_takes_effect_at_once(second: signal.Signals) -> None:
-    reached = []
-
     def run(stopping: StopSignals) -> None:
         signal.raise_signal(signal.SIGTERM)
-        reached.append(stopping.requested)
+        assert stopping.requested == signal.SIGTERM
         signal.raise_signal(second)
         pytest.fail("not at once")
 
-    assert code_of(end_of(run, one_press_seconds=0)) == 128 + second
-    assert reached == [signal.SIGTERM]
+    assert end_of(run, one_press_seconds=0) == 128 + second
 
 
-def test_two_signals_within_a_moment_are_one() -> None:
-    """As timeout(1) sends it: to its child, then to the group."""
-    reached = []
+def test_ignored_signals_stay_ignored_and_a_handler_of_the_users_is_called_at_the_end() -> None:
+    called: list[Any] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    others = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
 
     def run(stopping: StopSignals) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        reached.append(True)
-
-    assert code_of(end_of(run)) == 143
-    assert reached
-
-
-def test_ignored_signals_stay_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals() as stopping:
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.raise_signal(signal.SIGHUP)
         assert stopping.requested is None
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not called
+
+    assert end_of(run) == 143
+    assert called == [signal.SIGTERM]
     signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGTERM, others)
 
 
 def wait_for_ever(ready: Any) -> None:
@@ -145,15 +124,3 @@ def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent(
         child.join(30)
         assert child.exitcode == -signal.SIGTERM
         assert stopping.requested is None
-
-
-def test_the_user_s_handler_is_called_after_the_last_checkpoint() -> None:
-    called: list[Any] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
-    try:
-        with pytest.raises(SystemExit) as leaving, StopSignals():
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert leaving.value.code == 143
-        assert called == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
