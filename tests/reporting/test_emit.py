@@ -81,11 +81,6 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "gradient, to rounding" not in text
 
 
-@pytest.mark.parametrize("path", ["train_step.py", "some/folder of mine/größe.py", "_x1.py", "match.py"])
-def test_a_name_to_import(path: str) -> None:
-    assert f"from {module_name(path)} import" == f"from {Path(path).stem} import"
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -96,6 +91,7 @@ def test_a_name_to_import(path: str) -> None:
     ],
 )
 def test_a_name_that_nothing_could_import(path: str, says: str) -> None:
+    assert module_name("some/folder of mine/größe.py") == "größe"
     with pytest.raises(UsageError, match=says):
         module_name(path)
 

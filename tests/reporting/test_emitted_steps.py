@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import UserDict
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.workload import Workload
 
 
@@ -194,20 +192,6 @@ def test_clips_once_what_the_optimizer_holds(emit: Any, clip_norm: float) -> Non
     assert off_by([p.grad for p in held if p.grad is not None], wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["digits_cnn", "docstring_gpt"])
-def test_the_examples(name: str, emit: Any) -> None:
-    work = load_workload(str(Path(__file__).parents[2] / "examples" / f"{name}.py"))
-    module = emit(work, target=16, ceiling=6)
-    model = work.build_model()
-    before = copy.deepcopy(model)
-    losses = [run(module, work, model, work.build_batch(size), lr=0.01, clip_norm=1.0) for size in (16, 7)]
-    assert all(map(math.isfinite, losses))
-    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-
 def single(work: Workload) -> nn.Module:
     return work.build_model().float()
 
@@ -220,10 +204,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
     return tuple(cast(value, dtype) for value in batch) if isinstance(batch, tuple) else batch
 
 
-PRECISE = ["elements", "targets", "samples", "a sum", "a weight"]
-
-
-@pytest.mark.parametrize("case", PRECISE)
+@pytest.mark.parametrize("case", ["targets", "a weight"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast(case: str, precision: Any, emit: Any) -> None:
     work = workload(case, precision=precision)
@@ -236,18 +217,10 @@ def test_autocast(case: str, precision: Any, emit: Any) -> None:
     assert set(dtypes) == {torch.float32}
     dtypes.clear()
     options: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)} if precision == "fp16" else {}
-    run(module, work, model, batch, clip_norm=math.inf, **options)
+    norm = float(torch.nn.utils.get_total_norm(wanted))
+    run(module, work, model, batch, clip_norm=norm / 2, **options)
     assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
-    assert off_by(gradients(model), wanted) < 3e-2
-
-
-def test_fp16_unscales_before_it_clips(emit: Any) -> None:
-    work = workload("targets", precision="fp16")
-    module = emit(work)
-    model, batch = single(work), cast(work.build_batch(16), torch.float32)
-    run(module, work, model, batch, clip_norm=1e-2, scaler=torch.amp.GradScaler("cpu", init_scale=4096.0))
-    norm = torch.nn.utils.get_total_norm(gradients(model))
-    assert float(norm) == pytest.approx(1e-2, rel=1e-3)
+    assert off_by(gradients(model), [gradient / 2 for gradient in wanted]) < 3e-2, "unscaled before it is clipped"
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

@@ -72,24 +72,18 @@ def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: s
     assert words in file.getvalue()
 
 
-def test_cautions_of_a_simulation_are_told_before_its_trials() -> None:
-    file = io.StringIO()
-    with PlanProgress(make_console(file=file, width=200)) as progress:
-        progress.notify(Inspected(replace(INSPECTION, cautions=("values are read",)), "rtx3090", GIB, 256, True))
-    assert file.getvalue().splitlines()[1] == "warning: values are read"
-
-
 def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
-        progress.notify(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
+        seen = replace(INSPECTION, cautions=("values are read",))
+        progress.notify(Inspected(seen, "rtx3090 (simulated)", GIB, 256, predicted=True))
         progress.notify(Doing("tracing"))
         progress.notify(TrialStarted(1, OOM.parts))
         progress.notify(TrialFinished(1, OOM))
         progress.notify(TrialStarted(2, PROOF.parts))
         progress.notify(TrialFinished(2, PROOF))
     text = file.getvalue()
-    assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\n" in text
+    assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\nwarning: values are read\n" in text
     assert "tracing small sizes ..." in text
     assert "predicting micro-batch 128 ..." in text
     assert "        128  no fit     500 MiB     0.5 s  in backward\n" in text
