@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import find_chromium
 from command_line import command
 from example_counts import FULL
 from hypothesis import settings
@@ -102,7 +101,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with slow files; deselect `gpu` without a card, `browser` without Chromium, and others that cannot run."""
+    """Begin with slow files; deselect `gpu` without a card, and others that cannot run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     # What runs last is short, so that all workers end together. All have the same order, wherever they began.
     items.sort(key=lambda item: (item.path not in slow, item.path))
@@ -112,12 +111,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unmeasured)
     cards = count_cuda_cards()
     lacking = [item for item in items if cards < needed_cards(item)]
-    unseen = [] if find_chromium() else [item for item in items if item.get_closest_marker("browser")]
-    dropped = [*lacking, *unseen, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
+    dropped = [*lacking, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
     if not dropped:
         return
     items[:] = [item for item in items if item not in set(dropped)]
-    config.stash[_DESELECTED] = {"gpu": len(lacking), "browser": len(unseen)}
+    config.stash[_DESELECTED] = {"gpu": len(lacking)}
     config.hook.pytest_deselected(items=dropped)
 
 
@@ -141,10 +139,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = config.stash.get(_DESELECTED, {})
-    if count := counts.get("browser"):
-        terminalreporter.write_line(
-            f"browser: {count} tests deselected, no Chromium here: apt-get install chromium", yellow=True
-        )
     if count := counts.get("gpu"):
         terminalreporter.write_line(
             f"gpu: {count} tests deselected, too few CUDA cards here: see tests/gpu/README.md", yellow=True

@@ -126,12 +126,3 @@ def test_a_batch_without_values(words: str, folder: Path, command: Command) -> N
     )
     (folder / "model.py").write_text(GOOD + case.extra)
     check(case, command(folder, *words.split()))
-
-
-def test_a_workload_may_print_and_json_stays_clean(folder: Path, command: Command) -> None:
-    (folder / "model.py").write_text(GOOD.replace("return nn.", "print('hello from model')\n    return nn."))
-    done = command(folder, "plan", "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("{")
-    assert "hello from model" not in done.stdout
-    assert "hello from model" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -58,14 +57,6 @@ def test_the_answer_for_a_person(folder: Path, command: Command) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["model.py", "plan.json"]
 
 
-def test_json_alone_on_stdout_and_quiet(folder: Path, command: Command) -> None:
-    done = command(folder, *WORDS, "--target-batch", "1", "--json", "-q")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["target_batch"] == 1
-    assert Plan.from_json(done.stdout).micro_batches == (1,)
-    assert all(line.startswith("warning: ") for line in done.stderr.splitlines())
-
-
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """`plan` answers at once; what it was asked for."""
@@ -106,12 +97,6 @@ def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]
     assert (planned["batchnorm"], planned["coupled"]) == ("frozen", False)
     assert (planned["workload"], planned["memory"], planned["equal"]) == ("my model.py", "80%", True)
     assert (planned["device"], planned["trial_limit"], planned["reserve"]) == ("auto", None, None)
-
-
-def test_an_unknown_way_to_couple_is_answered_in_the_flag_s_own_words() -> None:
-    result = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "2", "--coupled", "twice"])
-    assert result.exit_code == 2
-    assert "'--coupled': 'twice' is not one of 'yes', 'no'" in result.stderr
 
 
 @pytest.mark.parametrize(
