@@ -48,7 +48,6 @@ class Trial:
         blames: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
-        crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
         host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
             there is none, or on the CPU, where the peak has it.
     """
@@ -67,7 +66,6 @@ class Trial:
     blames: Literal["user", "measurement"] | None = None
     limit_bytes: int | None = None
     timed_out: bool = False
-    crashed: bool = False
     host_bytes: int | None = None
 
     @property

@@ -19,9 +19,6 @@ class AvailableMemory:
     bound: str
 
 
-_LEAST_SLACK_BYTES = 256 * MIB
-
-
 class DefaultReserve(NamedTuple):
     """The reserve without `--reserve`: a share of the free memory, and at least so many bytes."""
 
@@ -84,15 +81,6 @@ def choose_budget(
             hint="lower --memory, leave it away to use what is free, or end other programs",
         )
     return budget
-
-
-def limit_slack(limit_bytes: int, free_bytes: int) -> int:
-    """Return how far above `limit_bytes` a second limit may be, for libraries that crash when memory is refused.
-
-    That is half of the limit, at least 256 MiB, but at most half of what else is free.
-    """
-    unused_bytes = max(0, free_bytes - limit_bytes) // 2
-    return min(max(limit_bytes // 2, _LEAST_SLACK_BYTES), unused_bytes)
 
 
 class TimeIsOver(BaseException):

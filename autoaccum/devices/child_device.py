@@ -23,7 +23,7 @@ from autoaccum.units import MIB
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
 """A short limit on time must not end the import of PyTorch from a cold disk."""
@@ -114,6 +114,8 @@ class ChildDevice(Device):
     next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
 
+    _crashes_for_memory = False
+
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._child: LoadedChild | None = None
@@ -168,7 +170,7 @@ class ChildDevice(Device):
         try:
             trial = child.trial(request, options.get("limit_seconds"))
         except ChildDied as death:
-            trial = record_death(parts, death)
+            trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
             child.close()
         return dataclasses.replace(trial, limit_bytes=limit_bytes, fresh=is_first)
@@ -239,11 +241,15 @@ class ChildDevice(Device):
             worker.close()
 
 
-def record_death(parts: tuple[int, ...], death: ChildDied) -> Trial:
-    """Return the record of a trial of `parts` in which the child died."""
+def record_death(parts: tuple[int, ...], death: ChildDied, *, crashes_for_memory: bool = False) -> Trial:
+    """Return the record of a trial of `parts` in which the child died.
+
+    If native code `crashes_for_memory`, a crash is an out-of-memory error that is not certain.
+    """
     message = f"micro-batch {max(parts)}: the trial's process {death}"
-    if death.out_of_memory:
-        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds)
+    crashed = crashes_for_memory and death.number in _CRASHES
+    if death.out_of_memory or crashed:
+        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, certain=not crashed)
     timed_out = death.kind == "limit"
     return Trial(
         parts=parts,
@@ -252,5 +258,4 @@ def record_death(parts: tuple[int, ...], death: ChildDied) -> Trial:
         blames="measurement",
         seconds=death.seconds,
         timed_out=timed_out,
-        crashed=death.number in _FAULTS,
     )

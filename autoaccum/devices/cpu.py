@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoaccum.devices.base import Trial, TrialOptions, TrialSettings
-from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import format_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CpuDevice(ChildDevice):
@@ -39,9 +35,8 @@ class CpuDevice(ChildDevice):
     does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process. Fresh processes differ by
     some 100 KiB in the memory left for a trial.
 
-    *A crash*: some libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
-    So a trial that ended by a fault in native code runs once more with half as much memory again. If it then runs, or
-    ends in an out-of-memory error, it was out of memory; otherwise the fault is an error.
+    *A crash* in native code counts as an out-of-memory error that is not certain (`Trial.certain`): some libraries
+    crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
 
     Args:
         settings: The settings that all trials share. A percentage as `memory` is one of the total of the machine or
@@ -50,6 +45,8 @@ class CpuDevice(ChildDevice):
     Raises:
         NotMeasuredError: This is not Linux.
     """
+
+    _crashes_for_memory = True
 
     def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
@@ -77,26 +74,6 @@ class CpuDevice(ChildDevice):
             "enforced_by": "RLIMIT_DATA above VmData after loading",
             "peak": "VmHWM above what was resident before, and what is untouched",
         }
-
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
-        """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
-        trial = super().trial(parts, **options)
-        if not trial.crashed:
-            return trial
-        held_to_bytes = options.get("limit_bytes") or self.limit_bytes
-        roomy_bytes = held_to_bytes + limit_slack(held_to_bytes, read_host_memory().free_bytes)
-        roomy: TrialOptions = {**options, "fresh": True, "limit_bytes": roomy_bytes}
-        again = super().trial(parts, **roomy)
-        if not again.ran and again.outcome != "oom":
-            return trial
-        ending = "runs" if again.ran else "is refused more"
-        return dataclasses.replace(
-            trial,
-            outcome="oom",
-            blames=None,
-            message=f"{trial.message}, and {ending} within {format_bytes(roomy_bytes)}: memory was refused to a "
-            "library that does not survive it",
-        )
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -170,7 +170,7 @@ class CudaDevice(ChildDevice):
 
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""
-        from autoaccum.devices.environment import read_torch_release
+        from autoaccum.devices.device_choice import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
         from autoaccum.simulation.cards import context_memory
 

@@ -16,6 +16,7 @@ from autoaccum.options import Options
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.card_fleet import CardFleet
 
+_LEAST_TORCH = (2, 11)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 _VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
@@ -70,8 +71,6 @@ def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet:
 
 
 def _simulated_fields(settings: TrialSettings) -> dict[str, Any]:
-    from autoaccum.devices.environment import read_torch_release
-
     options = settings.options
     return {
         "share": settings.share,
@@ -161,3 +160,22 @@ def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER)
     if (devices / "dxg").exists() and wsl_driver.exists():
         return True
     return any(re.fullmatch(r"nvidia\d+", entry.name) for entry in devices.glob("nvidia*"))
+
+
+def read_torch_release() -> tuple[int, int]:
+    """Return the major and minor version of the installed torch.
+
+    Inside of a simulation, `torch_patches.torch_release` asks the one that runs.
+
+    Raises:
+        UsageError: torch is not installed, or too old for simulations.
+    """
+    installed, _ = torch_build()
+    match = re.match(r"(\d+)\.(\d+)", installed)
+    release = (int(match[1]), int(match[2])) if match else (0, 0)
+    if release < _LEAST_TORCH:
+        raise UsageError(
+            f"a simulated card needs torch {'.'.join(map(str, _LEAST_TORCH))} or newer, torch here is {installed}",
+            hint="upgrade torch; its CPU build is enough",
+        )
+    return release

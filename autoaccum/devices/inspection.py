@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import platform
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -26,7 +29,6 @@ from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
@@ -37,6 +39,19 @@ from autoaccum.sources.weight_check import Advice, check_weighting
 from autoaccum.sources.workload import Workload
 from autoaccum.spec import WorkloadFacts
 
+_VARIABLES = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
+_CARD_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""The last two are the newer and the older name of the allocator's settings, such as expandable segments."""
 _SEEDS = 4
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
@@ -273,3 +288,25 @@ def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:
         held_bytes: int = recorder.alive_bytes
     del terms
     return held_bytes
+
+
+def describe_environment(device: torch.device) -> Mapping[str, Any]:
+    """Return versions, processor, threads and allocator settings; on a card also CUDA, cuDNN and their settings."""
+    is_card, cudnn = device.type == "cuda", cast("Any", torch.backends.cudnn)
+    names = (*_VARIABLES, *(_CARD_VARIABLES if is_card else ()))
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "variables": {name: os.environ[name] for name in names if name in os.environ},
+        **({"cuda": torch.version.cuda, "cudnn": cudnn.version()} if is_card else {}),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

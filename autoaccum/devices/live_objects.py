@@ -1,23 +1,29 @@
-"""A Workload of live objects: the model, and batches of any size from a function or from a sample batch."""
+"""A Workload of live objects: the model, and batches of any size from a function or from a sample batch.
+
+A model on a card waits in host memory while trials have the card.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_unsharded, unwrap_optimizer
-from autoaccum.accumulation.out_of_memory import find_out_of_memory
+from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_memory
+from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.checks import describe_type
-from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import (
@@ -33,6 +39,7 @@ from autoaccum.sources.objective import read_coupled_loss, resolve_objective
 from autoaccum.sources.optimizers import OptimizerLike
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
+from autoaccum.units import format_bytes
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
 _MORE = f"return as many as asked, or {_SAMPLE}"
@@ -179,3 +186,88 @@ def _addresses(node: Any) -> Iterator[int]:
 
 def _address(leaf: Tensor | np.ndarray[Any, Any]) -> int:
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else int(leaf.ctypes.data)
+
+
+def choose_device(model: Any, requested: str) -> str:
+    """Return the device for trials of a model: the card that it is on, else what is requested.
+
+    Raises:
+        UsageError: It is on several devices, on one where no trial can be measured, or on another than requested.
+    """
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    devices = {str(tensor.device): tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model is on {' and '.join(sorted(devices))}, trials measure one device",
+            hint="move it there: model.to(device)",
+        )
+    device = next(iter(devices.values()), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {device}, where no trial can be measured", hint="move it: model.to('cuda')")
+    if device.type == "cpu":
+        return requested
+    if requested not in ("auto", "cuda", str(device)):
+        raise UsageError(f"the model is on {device}, and the device is to be {requested}", hint="move the model first")
+    return str(device)
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """Storages of a live model and its optimizer on a card, which wait in host memory while trials have the card."""
+
+    storages: Sequence[torch.UntypedStorage]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Any = None) -> LiveTensors:
+        """Find those of parameters, gradients, buffers and optimizer state; other tensors stay where they are."""
+        gradients = [parameter.grad for parameter in model.parameters()]
+        tensors: list[Any] = [*model.parameters(), *gradients, *model.buffers()]
+        if isinstance(optimizer, Optimizer):
+            tensors += [value for state in unwrap_optimizer(optimizer).state.values() for value in state.values()]
+        storages = {}
+        for tensor in tensors:
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.resizable() and not storage.is_shared():
+                    storages[storage.data_ptr()] = storage
+        return cls(list(storages.values()))
+
+    @property
+    def note(self) -> str:
+        """What a plan says of them."""
+        total = format_bytes(sum(storage.nbytes() for storage in self.storages))
+        return f"your model and optimizer ({total}) waited in host memory while trials had the card"
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Keep the values in host memory within, and free the device's; tensors and their views stay the same objects.
+
+        Within it no one may read the tensors. Their addresses change.
+
+        Raises:
+            NotMeasuredError: The device has no memory to take them back.
+        """
+        waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        try:
+            with DelayedInterrupts():
+                for storage in self.storages:
+                    values = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+                    waiting.append((storage, values.copy_(storage)))
+                    storage.resize_(0)
+            release_memory()
+            yield
+        finally:
+            with DelayedInterrupts():
+                _bring_back(waiting)
+
+
+def _bring_back(waiting: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> None:
+    for storage, values in waiting:
+        try:
+            storage.resize_(values.nbytes())
+        except RuntimeError as error:
+            raise NotMeasuredError(
+                f"the model could not be brought back to {storage.device} ({first_line(error)})",
+                hint="load it again before training",
+            ) from error
+        storage.copy_(values)

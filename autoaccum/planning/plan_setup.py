@@ -20,7 +20,7 @@ from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import Checkout
-    from autoaccum.devices.live_tensors import LiveTensors
+    from autoaccum.devices.live_objects import LiveTensors
     from autoaccum.sources.workload import Workload
 
 
@@ -114,7 +114,7 @@ def _place(
     from torch import nn
 
     from autoaccum.accumulation.backpropagation import model_device
-    from autoaccum.devices.live_tensors import LiveTensors, choose_device
+    from autoaccum.devices.live_objects import LiveTensors, choose_device
 
     model = workload.model
     device = choose_device(model, options.device)

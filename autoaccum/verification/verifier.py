@@ -20,8 +20,7 @@ from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.device_choice import check_device
-from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.inspection import name_loss
+from autoaccum.devices.inspection import describe_environment, name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from measuring import ROOT, format_markdown
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice, predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_requests import Inspect

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
+from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.errors import UsageError
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MemorySize
 
 HOST = AvailableMemory(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
 
@@ -30,20 +30,6 @@ def test_takes_the_requested_or_the_free_memory(
     memory: MemorySize | None, reserve: MemorySize | None, budget: int
 ) -> None:
     assert choose_budget(HOST, memory, reserve) == budget
-
-
-@pytest.mark.parametrize(
-    ("limit", "free", "slack"),
-    [
-        (4 * GIB, 16 * GIB, 2 * GIB),
-        (4 * GIB, 6 * GIB, GIB),
-        (64 * MIB, 16 * GIB, 256 * MIB),
-        (4 * GIB, 4 * GIB, 0),
-        (4 * GIB, 3 * GIB, 0),
-    ],
-)
-def test_a_second_limit_takes_at_most_half_of_what_else_is_free(limit: int, free: int, slack: int) -> None:
-    assert limit_slack(limit, free) == slack
 
 
 @pytest.mark.parametrize(

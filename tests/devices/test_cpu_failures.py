@@ -83,15 +83,10 @@ def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, messag
     assert trial.seconds > 0
 
 
-def test_a_crash_where_memory_was_refused_is_out_of_memory(device: CpuDevice) -> None:
+def test_a_crash_may_be_out_of_memory(device: CpuDevice) -> None:
     trial = device.trial((13, 13))
-    assert (trial.outcome, trial.crashed, trial.certain, trial.blames) == ("oom", True, True, None)
-    assert trial.message == (
-        "micro-batch 13: the trial's process was ended by SIGSEGV, and runs within 296 MiB: memory was refused to a "
-        "library that does not survive it"
-    )
-    assert trial.peak_reserved_bytes is None
-    assert device.trial((1, 1)).fresh is False, "the process that ran with more memory is as good as any"
+    assert (trial.outcome, trial.certain, trial.blames, trial.peak_reserved_bytes) == ("oom", False, None, None)
+    assert trial.message == "micro-batch 13: the trial's process was ended by SIGSEGV"
 
 
 def test_a_copy_that_the_workload_forks_does_not_answer(write_workload: Any) -> None:

@@ -9,9 +9,9 @@ import torch
 from asking import make_settings
 from torch import Tensor, nn
 
-from autoaccum.devices import environment
+from autoaccum.devices import device_choice
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.sources.workload import Workload
@@ -118,8 +118,8 @@ def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> Non
 
 @pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
 def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
-    monkeypatch.setattr(environment, "version", lambda name: version)
+    monkeypatch.setattr(device_choice, "torch_build", lambda: (version, None))
     assert read_torch_release() == release
-    monkeypatch.setattr(environment, "version", lambda name: "2.6.0+cu124")
+    monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.6.0+cu124", None))
     with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
         read_torch_release()

@@ -9,14 +9,13 @@ import torch
 from factories import Classifier
 from torch import Tensor, nn
 
-from autoaccum.devices.live_tensors import LiveTensors
+from autoaccum.devices.live_objects import LiveTensors
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with tied weights, an attribute, gradients and optimizer state."""
+    """A model with tied weights, gradients and optimizer state."""
     model: Any = nn.Sequential(Classifier(norm=True), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[1].weight
-    model[1].mask = torch.rand(4)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(5, 6)).sum().backward()
     optimizer.step()
@@ -32,7 +31,7 @@ def test_everything_is_freed_and_comes_back(end: type[BaseException] | None) -> 
     model, optimizer = trained()
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    held: list[Tensor] = [*model.parameters(), *model.buffers(), *gradients, *state, model[1].mask]  # type: ignore[index]
+    held: list[Tensor] = [*model.parameters(), *model.buffers(), *gradients, *state]
     held.append(next(model.parameters()).detach()[:2])  # A view of the caller's.
     before = [tensor.detach().clone() for tensor in held]
     ended = False

@@ -11,8 +11,8 @@ import torch
 
 from autoaccum.devices import host_memory
 from autoaccum.devices.child.process import child_environment
-from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.host_memory import data_limit, read_process_memory, reset_peak
+from autoaccum.devices.inspection import describe_environment
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 

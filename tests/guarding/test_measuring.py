@@ -15,7 +15,7 @@ from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding import measuring

@@ -17,7 +17,7 @@ from guarded_project import REFACTORINGS, REGRESSIONS, Edits, Regression, edited
 from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement, Verdict

@@ -12,7 +12,7 @@ import pytest
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild

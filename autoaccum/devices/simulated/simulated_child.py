@@ -21,12 +21,12 @@ from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.inspection import (
     LAYOUT_SAMPLES,
     SAMPLES,
     collect_warnings,
+    describe_environment,
     describe_workload,
     detect_multiple,
     find_advice,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.allocator.settings import AllocatorSettings
