@@ -14,8 +14,8 @@ from autoaccum.checks import is_one_of_ranks, join_words
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import PlanFiles, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
+from autoaccum.integrations.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 from autoaccum.options import Options, taken_by
-from autoaccum.planning.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 from autoaccum.spec import resolve_spec
 
 if TYPE_CHECKING:

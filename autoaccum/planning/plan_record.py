@@ -19,7 +19,6 @@ from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
 from autoaccum.options import Parallel, Reduce
-from autoaccum.planning.framework_arguments import framework_arguments
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 from autoaccum.spec import TrainingSpec, WorkloadFacts
@@ -149,31 +148,6 @@ class Plan:
     def headroom_bytes(self) -> int | None:
         """The budget less the peak, negative where the peak exceeds it; None where the peak was not measured."""
         return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
-
-    def training_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments of transformers' `TrainingArguments` that make its Trainer train by this plan.
-
-        Raises:
-            UsageError: It cannot do what the plan does, or would train with another number of samples; as for the
-                methods below.
-        """
-        return framework_arguments(self, "transformers")
-
-    def lightning_arguments(self) -> dict[str, dict[str, Any]]:
-        """Return keyword arguments of Lightning's `trainer` and of the training data's `dataloader`."""
-        return framework_arguments(self, "lightning")
-
-    def accelerate_arguments(self) -> dict[str, dict[str, Any]]:
-        """Return keyword arguments of the `accelerator`, its GradientAccumulation`plugin`, and the `dataloader`."""
-        return framework_arguments(self, "accelerate")
-
-    def deepspeed_config(self) -> dict[str, Any]:
-        """Return the part of DeepSpeed's configuration that makes an engine train by this plan."""
-        return framework_arguments(self, "deepspeed")
-
-    def torchtitan_arguments(self) -> dict[str, dict[str, Any]]:
-        """Return fields of torchtitan's configuration, `training` and `parallelism`, to train by this plan."""
-        return framework_arguments(self, "torchtitan")
 
     def to_json(self) -> str:
         """Return the record as indented JSON, with its fields in order."""

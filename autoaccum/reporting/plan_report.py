@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +15,6 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.options import mesh_word
-from autoaccum.planning.framework_arguments import code_lines
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, show
@@ -232,3 +233,38 @@ def _peak(plan: Plan) -> str:
         needed = format_bytes(plan.least_bytes)
         return f"{needed} needed of {limit}{label}; with more memory, PyTorch would cache {peak}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB"
+
+
+def code_lines(framework: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as lines to be pasted: calls of Python, flags, or a configuration as JSON.
+
+    >>> code_lines("torchtitan", {"training": {"local_batch_size": 4, "global_batch_size": 8}})
+    ['--training.local_batch_size 4 --training.global_batch_size 8']
+    >>> code_lines("lightning", {"trainer": {"precision": "bf16-mixed"}, "dataloader": {"batch_size": 4}})
+    ['Trainer(precision="bf16-mixed")', 'DataLoader(..., batch_size=4)']
+    """
+    if framework == "transformers":
+        return [_call("TrainingArguments", arguments), _flags(arguments)]
+    if framework == "torchtitan":
+        named = {f"{group}.{name}": value for group, held in arguments.items() for name, value in held.items()}
+        return [_flags(named)]
+    if framework == "deepspeed":
+        return [json.dumps(arguments)]
+    loader = _call("DataLoader", arguments["dataloader"], "...")
+    if framework == "lightning":
+        return [_call("Trainer", arguments["trainer"]), loader]
+    plugin = f"gradient_accumulation_plugin={_call('GradientAccumulationPlugin', arguments['plugin'])}"
+    return [_call("Accelerator", arguments["accelerator"], last=plugin), loader]
+
+
+def _call(function: str, arguments: Mapping[str, Any], first: str = "", last: str = "") -> str:
+    given = [f"{name}={value!r}".replace("'", '"') for name, value in arguments.items()]
+    return f"{function}({', '.join(filter(None, (first, *given, last)))})"
+
+
+def _flags(arguments: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in arguments.items():
+        plain = f"'{json.dumps(value)}'" if isinstance(value, Mapping) else str(value)
+        words.append(f"--{name}" if value is True else f"--{name} {plain}")
+    return " ".join(words)

@@ -9,6 +9,7 @@ import pytest
 from command_line import Command
 from small_classifier import MODEL
 
+from autoaccum.integrations.framework_arguments import arguments_for
 from autoaccum.planning.plan_record import Plan
 
 WORDS = ("plan", "model.py", "--memory", "200MiB", "-q", "--for")
@@ -26,7 +27,7 @@ def test_the_lines_to_paste_and_the_file(folder: Path, command: Command) -> None
     assert "\n             --per_device_train_batch_size 32 --gradient_accumulation_steps 3" in done.stdout
     assert "Accumulator(" not in done.stdout
     assert plan.arguments is not None
-    assert dict(plan.arguments["transformers"]) == plan.training_arguments()
+    assert dict(plan.arguments["transformers"]) == arguments_for(plan, "transformers")
 
 
 def test_a_target_with_few_divisors_is_exact_and_a_better_one_is_named(folder: Path, command: Command) -> None:

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
 from autoaccum import Plan, Workload
-from autoaccum.planning.framework_arguments import code_lines
+from autoaccum.integrations.framework_arguments import arguments_for
+from autoaccum.reporting.plan_report import code_lines
 
 TARGET, MICRO_BATCH = 12, 4
 RUNS = Path(__file__).parents[1] / "shared" / "framework_runs.py"
@@ -138,7 +139,7 @@ def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], fo
     updates, optimizer = watched(model)
     quiet: Any = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
     arguments = TrainingArguments(
-        str(folder), num_train_epochs=1, max_grad_norm=0, **quiet, **plan.training_arguments()
+        str(folder), num_train_epochs=1, max_grad_norm=0, **quiet, **arguments_for(plan, "transformers")
     )
     Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None)).train()
     return updates
@@ -163,7 +164,7 @@ def train_with_lightning(plan: Plan, data: Dataset[Any], **changes: Any) -> Upda
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             self.updates.end()  # The optimizer's own hook runs before the last micro-batch, which its step computes.
 
-    module, given = Module(), plan.lightning_arguments()
+    module, given = Module(), arguments_for(plan, "lightning")
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "max_epochs": 1}
     trainer = lightning.Trainer(**quiet, **given["trainer"], **changes)
@@ -176,7 +177,7 @@ def train_with_accelerate(plan: Plan, data: Dataset[Any], **changes: Any) -> Upd
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import GradientAccumulationPlugin
 
-    given, model = plan.accelerate_arguments(), Net()
+    given, model = arguments_for(plan, "accelerate"), Net()
     updates, optimizer = watched(model)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -239,7 +240,7 @@ def test_accelerate(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", ["bf16"], indirect=True)
 def test_deepspeed(plan: Plan) -> None:
     """A window goes on in the next epoch, as with accelerate."""
-    found = run_alone("deepspeed", json.dumps(plan.deepspeed_config()))
+    found = run_alone("deepspeed", json.dumps(arguments_for(plan, "deepspeed")))
     assert found == {"updates": [12, 12, 12, 12], "left_over": 8, "dtype": str(dtype_of(plan))}
 
 
@@ -247,7 +248,7 @@ def test_deepspeed(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", ["fp32"], indirect=True)
 def test_torchtitan(plan: Plan) -> None:
     """The short window at the end of the data is left out: its batches are read and not trained on."""
-    (flags,) = code_lines("torchtitan", plan.torchtitan_arguments())
+    (flags,) = code_lines("torchtitan", arguments_for(plan, "torchtitan"))
     found = run_alone("torchtitan", *shlex.split(flags))
     assert found == {"updates": [12, 12, 12, 12, 12], "left_over": 0, "dtype": str(dtype_of(plan))}
 

@@ -7,7 +7,6 @@ The names and meanings are those of transformers 5.23, Lightning 2.6, accelerate
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -26,8 +25,9 @@ FRAMEWORKS: Final = ("transformers", "lightning", "accelerate", "deepspeed", "to
 _NAMES: Final[Mapping[str, str]] = {"lightning": "Lightning", "deepspeed": "DeepSpeed"}
 _AVERAGING: Final = ("lightning", "accelerate", "deepspeed")
 """Frameworks in which each micro-batch's mean counts alike, whatever it divides by."""
+_REPLICATING: Final = ("transformers", "lightning", "accelerate")
+"""Frameworks that use DistributedDataParallel."""
 _OWN_STEP: Final = "train with autoaccum.Accumulator"
-_DTYPES: Final = {"bf16": "bfloat16", "fp32": "float32"}
 _SHARDING: Final[Mapping[str, str]] = {
     "lightning": "strategy=ModelParallelStrategy(data_parallel_size={ranks}, tensor_parallel_size=1), with fully_shard "
     "in configure_model",
@@ -55,36 +55,33 @@ def check_framework(
     Args:
         framework: One of `FRAMEWORKS`.
         spec: How updates run, as far as it is known.
-        chooses_savers: Whether a plan is to choose savers.
         workload: What is known of the workload, if it was inspected.
         parallel: How ranks train one model, as far as it is known.
         mesh: The ranks in one or two dimensions, if a mesh was given.
+        chooses_savers: Whether a plan is to choose savers.
 
     Raises:
         UsageError: It has no arguments for this.
     """
     check_word(framework, "framework", FRAMEWORKS)
-    name, facts = _name(framework), workload or WorkloadFacts()
-    savers, mode, is_titan = [AUTO] if chooses_savers else spec.savers, spec.batchnorm, framework == "torchtitan"
-    is_joint = bool(spec.coupled or facts.joining)
-    reasons = {
-        f"{name} does not know autoaccum's savers ({', '.join(savers)})": bool(savers),
-        f'{name} has no batchnorm mode "{mode}", its BatchNorms see single micro-batches': mode != "micro",
-        f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch": is_joint,
-        f"the loss is a sum, and {name} divides it by the number of micro-batches": (
-            facts.reduction == "sum" and not is_titan
-        ),
-        "torchtitan trains in fp32 or bf16, and the precision is fp16": (is_titan and spec.precision == "fp16"),
-        "DeepSpeed shards by ZeRO, which takes other memory than fsdp2": (
-            framework == "deepspeed" and parallel == "fsdp2"
-        ),
-        f"autoaccum knows no arguments that make {name} train on a mesh of {mesh_word(mesh or (1,))}": (
-            len(mesh or ()) > 1 and not is_titan
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UsageError(reason, hint=f"plan without that, or {_OWN_STEP}")
+    name, facts, is_titan = _name(framework), workload or WorkloadFacts(), framework == "torchtitan"
+    if savers := [AUTO] if chooses_savers else spec.savers:
+        reason = f"{name} does not know autoaccum's savers ({', '.join(savers)})"
+    elif spec.batchnorm != "micro":
+        reason = f'{name} has no batchnorm mode "{spec.batchnorm}", its BatchNorms see single micro-batches'
+    elif spec.coupled or facts.joining:
+        reason = f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch"
+    elif facts.reduction == "sum" and not is_titan:
+        reason = f"the loss is a sum, and {name} divides it by the number of micro-batches"
+    elif spec.precision == "fp16" and is_titan:
+        reason = "torchtitan trains in fp32 or bf16, and the precision is fp16"
+    elif parallel == "fsdp2" and framework == "deepspeed":
+        reason = "DeepSpeed shards by ZeRO, which takes other memory than fsdp2"
+    elif mesh is not None and len(mesh) > 1 and not is_titan:
+        reason = f"autoaccum knows no arguments that make {name} train on a mesh of {mesh_word(mesh)}"
+    else:
+        return
+    raise UsageError(reason, hint=f"plan without that, or {_OWN_STEP}")
 
 
 def has_coarse_parts(share: int) -> bool:
@@ -96,8 +93,14 @@ def has_coarse_parts(share: int) -> bool:
     return any(large > 2 * small for small, large in pairwise(part_sizes(share, share, equal=True)))
 
 
-def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
-    """Return the arguments that make a framework train by the plan, in the form of `Plan`'s method for it.
+def arguments_for(plan: Plan, framework: str) -> dict[str, Any]:
+    """Return the arguments that make a framework train by the plan.
+
+    Returns:
+        Of `transformers`: keyword arguments of `TrainingArguments`. Of `lightning`: those of its `trainer`, and of the
+        `dataloader` of the training data. Of `accelerate`: those of the `accelerator`, of its
+        GradientAccumulation`plugin`, and of the `dataloader`. Of `deepspeed`: a part of its configuration. Of
+        `torchtitan`: fields of its configuration, `training` and `parallelism`.
 
     Raises:
         UsageError: The framework cannot do what the plan does, or would train with another number of samples.
@@ -109,9 +112,9 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
             f" {plan.target_batch} does not divide equally over them",
             hint=f"plan a target batch that does, or {_OWN_STEP}",
         )
-    if {part for parts in plan.schedule.ranks for part in parts} != {plan.micro_batch}:
+    trained = plan.iter_size * plan.micro_batch * plan.world_size
+    if trained != plan.target_batch:
         ranks = f" x {plan.world_size} ranks" if plan.world_size > 1 else ""
-        trained = plan.iter_size * plan.micro_batch * plan.world_size
         known: dict[str, int] = {"world_size": plan.world_size, "multiple_of": plan.multiple_of}
         equal = make_schedule(plan.target_batch, plan.micro_batch, equal=True, **known)
         raise UsageError(
@@ -124,30 +127,30 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
 
 def for_framework(plan: Plan, framework: str) -> Plan:
     """Return the plan with the framework's arguments, and notes on what it does otherwise than the trials did."""
-    arguments = {framework: framework_arguments(plan, framework)}
+    arguments = {framework: arguments_for(plan, framework)}
     return dataclasses.replace(plan, arguments=arguments, notes=(*framework_notes(plan, framework), *plan.notes))
 
 
 def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
     """Return the notes on what a framework does otherwise than the plan's trials, the most important first."""
-    name, workload, notes = _name(framework), plan.workload, []
-    recipe = workload.recipe
-    if framework in _AVERAGING and plan.iter_size > 1 and recipe.divisor in ("weight", "class weights"):
+    name, workload, notes = _name(framework), plan.workload, list[str]()
+    recipe, in_parts = workload.recipe, plan.iter_size > 1
+    if framework in _AVERAGING and in_parts and recipe.divisor in ("weight", "class weights"):
         notes.append(
             f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload.weight}: where"
             " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
         )
-    if framework == "transformers" and plan.iter_size > 1 and recipe.ignores_items:
+    if framework == "transformers" and in_parts and recipe.ignores_items:
         notes.append(ADDS_MEANS.format(model=workload.model, parts=plan.iter_size))
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
-    elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework not in ("deepspeed", "torchtitan"):
-        held = format_bytes(workload.parameter_bytes or 0)
+    elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework in _REPLICATING:
         notes.append(
-            f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"
-            " trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view"
+            f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to"
+            f" {format_bytes(workload.parameter_bytes or 0)}, which the trials did not: leave room for it (--reserve),"
+            " or set its gradient_as_bucket_view"
         )
-    if plan.iter_size > 1 and recipe.half and plan.spec.accumulate_in == "fp32":
+    if in_parts and recipe.half and plan.spec.accumulate_in == "fp32":
         kinds = join_words(recipe.half)
         notes.append(
             f"{name} sums the gradients of {kinds} parameters in {kinds}, which takes less memory than the trials, in"
@@ -156,55 +159,32 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def code_lines(framework: str, arguments: Mapping[str, Any]) -> list[str]:
-    """Return arguments as lines to be pasted: calls of Python, flags, or a configuration as JSON.
-
-    >>> code_lines("torchtitan", {"training": {"local_batch_size": 4, "global_batch_size": 8}})
-    ['--training.local_batch_size 4 --training.global_batch_size 8']
-    >>> code_lines("lightning", {"trainer": {"precision": "bf16-mixed"}, "dataloader": {"batch_size": 4}})
-    ['Trainer(precision="bf16-mixed")', 'DataLoader(..., batch_size=4)']
-    """
-    if framework == "transformers":
-        return [_call("TrainingArguments", arguments), _flags(arguments)]
-    if framework == "torchtitan":
-        named = {f"{group}.{name}": value for group, held in arguments.items() for name, value in held.items()}
-        return [_flags(named)]
-    if framework == "deepspeed":
-        return [json.dumps(arguments)]
-    loader = _call("DataLoader", arguments["dataloader"], "...")
-    if framework == "lightning":
-        return [_call("Trainer", arguments["trainer"]), loader]
-    plugin = f"gradient_accumulation_plugin={_call('GradientAccumulationPlugin', arguments['plugin'])}"
-    return [_call("Accelerator", arguments["accelerator"], last=plugin), loader]
-
-
 def _transformers(plan: Plan) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+    precision = plan.spec.precision
+    reduce = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    given = {
+        "bf16": True if precision == "bf16" else None,
+        "fp16": True if precision == "fp16" else None,
+        "fsdp": True if plan.parallel == "fsdp2" else None,
+        "accelerator_config": reduce if plan.reduce == "each" else None,
+        "per_device_eval_batch_size": plan.spec.evaluation_batch,
+        "dataloader_drop_last": True if plan.multiple_of > 1 else None,
+        "learning_rate": plan.learning_rate,
+        "use_cpu": True if _is_on_cpu(plan) else None,
+    }
+    return {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.iter_size,
         "average_tokens_across_devices": True,
+        **{name: value for name, value in given.items() if value is not None},
     }
-    if plan.spec.precision in ("bf16", "fp16"):
-        arguments[plan.spec.precision] = True
-    if plan.parallel == "fsdp2":
-        arguments["fsdp"] = True
-    if plan.reduce == "each":
-        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    if plan.spec.evaluation_batch is not None:
-        arguments["per_device_eval_batch_size"] = plan.spec.evaluation_batch
-    if plan.multiple_of > 1:
-        arguments["dataloader_drop_last"] = True
-    if plan.learning_rate is not None:
-        arguments["learning_rate"] = plan.learning_rate
-    return arguments | ({"use_cpu": True} if plan.device.get("kind") == "cpu" else {})
 
 
 def _lightning(plan: Plan) -> dict[str, Any]:
-    precision = plan.spec.precision
     trainer: dict[str, Any] = {
         "accumulate_grad_batches": plan.iter_size,
-        "precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(str(precision), "32-true"),
-        "accelerator": "cpu" if plan.device.get("kind") == "cpu" else "gpu",
+        "precision": {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[plan.spec.precision],
+        "accelerator": "cpu" if _is_on_cpu(plan) else "gpu",
         "devices": plan.world_size,
     }
     if plan.world_size > 1 and plan.parallel != "fsdp2":
@@ -214,15 +194,11 @@ def _lightning(plan: Plan) -> dict[str, Any]:
 
 def _accelerate(plan: Plan) -> dict[str, Any]:
     precision = plan.spec.precision
-    accelerator: dict[str, Any] = {"mixed_precision": precision if precision in ("bf16", "fp16") else "no"}
-    if plan.device.get("kind") == "cpu":
+    accelerator: dict[str, Any] = {"mixed_precision": "no" if precision == "fp32" else precision}
+    if _is_on_cpu(plan):
         accelerator["cpu"] = True
     # A window that ends with the loader's last batch would be divided by `num_steps` all the same.
-    plugin = {
-        "num_steps": plan.iter_size,
-        "sync_each_batch": plan.reduce == "each",
-        "sync_with_dataloader": False,
-    }
+    plugin = {"num_steps": plan.iter_size, "sync_each_batch": plan.reduce == "each", "sync_with_dataloader": False}
     return {"accelerator": accelerator, "plugin": plugin, "dataloader": _loader(plan)}
 
 
@@ -233,9 +209,9 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.iter_size,
         "dataloader_drop_last": True,
     }
-    # Its own "bf16" converts the parameters, which the trials did not.
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.spec.precision)
-    return config | ({} if dtype is None else {"torch_autocast": {"enabled": True, "dtype": dtype}})
+    if plan.spec.precision != "fp32":  # Its own "bf16" converts the parameters, which the trials did not.
+        config["torch_autocast"] = {"enabled": True, "dtype": _dtype(plan)}
+    return config
 
 
 def _torchtitan(plan: Plan) -> dict[str, Any]:
@@ -246,7 +222,7 @@ def _torchtitan(plan: Plan) -> dict[str, Any]:
         "training": {
             "local_batch_size": plan.micro_batch,
             "global_batch_size": plan.target_batch,
-            "mixed_precision_param": _DTYPES[plan.spec.precision],
+            "mixed_precision_param": _dtype(plan),
         },
         "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
     }
@@ -266,18 +242,13 @@ def _loader(plan: Plan) -> dict[str, Any]:
     return {"batch_size": plan.micro_batch, "drop_last": True}
 
 
+def _dtype(plan: Plan) -> str:
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[plan.spec.precision]
+
+
+def _is_on_cpu(plan: Plan) -> bool:
+    return plan.device.get("kind") == "cpu"
+
+
 def _name(framework: str) -> str:
     return _NAMES.get(framework, framework)
-
-
-def _call(function: str, arguments: Mapping[str, Any], first: str = "", last: str = "") -> str:
-    given = [f"{name}={value!r}".replace("'", '"') for name, value in arguments.items()]
-    return f"{function}({', '.join(filter(None, (first, *given, last)))})"
-
-
-def _flags(arguments: Mapping[str, Any]) -> str:
-    words = []
-    for name, value in arguments.items():
-        plain = f"'{json.dumps(value)}'" if isinstance(value, Mapping) else str(value)
-        words.append(f"--{name}" if value is True else f"--{name} {plain}")
-    return " ".join(words)

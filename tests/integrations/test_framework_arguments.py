@@ -6,44 +6,38 @@ import re
 from pathlib import Path
 from typing import Any
 
+import factories
 import pytest
-from factories import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
-from autoaccum.planning.framework_arguments import FRAMEWORKS, code_lines, for_framework, framework_notes
+from autoaccum.integrations.framework_arguments import FRAMEWORKS, arguments_for, for_framework, framework_notes
 from autoaccum.planning.plan_record import Plan
+from autoaccum.reporting.plan_report import code_lines
 from autoaccum.units import GIB
-
-WORKLOAD: dict[str, Any] = {"precision": "bf16", "batchnorm": "micro", "reduction": "mean", "accumulate_in": "fp32"}
 
 
 def make_plan(target: int, ceiling: int, world_size: int = 1, *, equal: bool = True, **fields: Any) -> Plan:
-    schedule = make_schedule(target, ceiling, world_size=world_size, equal=equal)
-    made: dict[str, Any] = {"kind": "measured", "capped": True, "limit_bytes": GIB, "peak_bytes": None}
-    made |= {"device": {"kind": "cuda"}, "environment": {}, "largest_fit": schedule.micro_batch}
-    made |= {"trials": (Trial(parts=schedule.micro_batches, outcome="ok"),)}
-    workload = WORKLOAD | fields.pop("workload", {})
-    return Plan.of_schedule(schedule, **made | fields, **recorded(workload))
+    workload = {"precision": "bf16"} | fields.pop("workload", {})
+    given = {"device": {"kind": "cuda"}, **fields}
+    return factories.make_plan(target, ceiling, world_size=world_size, equal=equal, workload=workload, **given)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 8))
 def test_each_framework_multiplies_to_the_target(share: int, ceiling: int, ranks: int) -> None:
     plan = make_plan(share * ranks, ceiling, ranks)
-    given, target = plan.training_arguments(), plan.target_batch
+    given, target = arguments_for(plan, "transformers"), plan.target_batch
     assert given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * ranks == target
-    light = plan.lightning_arguments()
+    light = arguments_for(plan, "lightning")
     trainer, loader = light["trainer"], light["dataloader"]
     assert loader["batch_size"] * trainer["accumulate_grad_batches"] * trainer["devices"] == target
-    found = plan.accelerate_arguments()
+    found = arguments_for(plan, "accelerate")
     assert found["dataloader"]["batch_size"] * found["plugin"]["num_steps"] * ranks == target
-    config = plan.deepspeed_config()
+    config = arguments_for(plan, "deepspeed")
     per_card = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert per_card * ranks == config["train_batch_size"] == target
-    titan = plan.torchtitan_arguments()
+    titan = arguments_for(plan, "torchtitan")
     assert titan["training"]["global_batch_size"] == target
     degrees = titan["parallelism"]["data_parallel_replicate_degree"], titan["parallelism"]["data_parallel_shard_degree"]
     assert degrees == (ranks, 1)
@@ -82,45 +76,41 @@ def test_what_only_the_accumulator_does_is_refused(framework: str, workload: dic
 
 def test_what_single_frameworks_cannot_do() -> None:
     summed = make_plan(8, 4, workload={"reduction": "sum"})
-    assert summed.torchtitan_arguments()
+    assert arguments_for(summed, "torchtitan")
     with pytest.raises(UsageError, match="the loss is a sum, and Lightning divides it by the number of micro-batches"):
-        summed.lightning_arguments()
+        arguments_for(summed, "lightning")
     half = make_plan(8, 4, workload={"precision": "fp16"})
-    assert half.training_arguments()["fp16"] is True
+    assert arguments_for(half, "transformers")["fp16"] is True
     with pytest.raises(UsageError, match="torchtitan trains in fp32 or bf16"):
-        half.torchtitan_arguments()
+        arguments_for(half, "torchtitan")
     sharded = make_plan(8, 1, 4, parallel="fsdp2", mesh=(2, 2))
-    assert sharded.torchtitan_arguments()["parallelism"] == dict(
+    assert arguments_for(sharded, "torchtitan")["parallelism"] == dict(
         data_parallel_replicate_degree=2, data_parallel_shard_degree=2
     )
     with pytest.raises(UsageError, match="no arguments that make accelerate train on a mesh of 2x2"):
-        sharded.accelerate_arguments()
+        arguments_for(sharded, "accelerate")
     with pytest.raises(UsageError, match="DeepSpeed shards by ZeRO"):
-        sharded.deepspeed_config()
+        arguments_for(sharded, "deepspeed")
 
 
 def test_sharded_gradients_are_summed_as_the_plan_has_it() -> None:
     for reduce in ("each", "last"):
         plan = make_plan(8, 1, 4, parallel="fsdp2", reduce=reduce)
-        assert plan.accelerate_arguments()["plugin"]["sync_each_batch"] is (reduce == "each")
-        assert ("accelerator_config" in plan.training_arguments()) is (reduce == "each")
-        assert plan.training_arguments()["fsdp"] is True
+        assert arguments_for(plan, "accelerate")["plugin"]["sync_each_batch"] is (reduce == "each")
+        assert ("accelerator_config" in arguments_for(plan, "transformers")) is (reduce == "each")
+        assert arguments_for(plan, "transformers")["fsdp"] is True
 
 
 def test_what_else_the_plan_decides() -> None:
-    found = make_plan(8, 4, multiple_of=2, learning_rate=0.5, workload={"evaluation_batch": 6}).training_arguments()
-    assert (found["dataloader_drop_last"], found["learning_rate"], found["per_device_eval_batch_size"]) == (
-        True,
-        0.5,
-        6,
-    )
+    plan = make_plan(8, 4, multiple_of=2, learning_rate=0.5, workload={"evaluation_batch": 6})
+    found = arguments_for(plan, "transformers")
+    names = ("dataloader_drop_last", "learning_rate", "per_device_eval_batch_size")
+    assert [found[name] for name in names] == [True, 0.5, 6]
     on_cpu = make_plan(8, 4, device={"kind": "cpu"}, workload={"precision": "fp32"})
-    assert on_cpu.training_arguments()["use_cpu"] is True
-    trainer = on_cpu.lightning_arguments()["trainer"]
-    assert (trainer["accelerator"], trainer["precision"], on_cpu.accelerate_arguments()["accelerator"]["cpu"]) == (
-        *("cpu", "32-true"),
-        True,
-    )
+    assert arguments_for(on_cpu, "transformers")["use_cpu"] is True
+    assert arguments_for(on_cpu, "accelerate")["accelerator"]["cpu"] is True
+    trainer = arguments_for(on_cpu, "lightning")["trainer"]
+    assert (trainer["accelerator"], trainer["precision"]) == ("cpu", "32-true")
 
 
 def test_differences_are_noted() -> None:
@@ -137,11 +127,9 @@ def test_differences_are_noted() -> None:
 
 def test_the_guide_shows_what_is_printed() -> None:
     guide = (Path(__file__).parents[2] / "examples" / "frameworks.md").read_text(encoding="utf-8")
-    lines = code_lines("transformers", make_plan(256, 16).training_arguments())
+    lines = code_lines("transformers", arguments_for(make_plan(256, 16), "transformers"))
     assert f"train with   {lines[0]}\n             {lines[1]}\n" in guide
-    methods = re.findall(r"plan\.(\w+)\(\)", guide)
-    assert len(methods) >= len(FRAMEWORKS)
-    assert [name for name in methods if not hasattr(Plan, name)] == []
+    assert tuple(re.findall(r'arguments_for\(plan, "(\w+)"\)', guide)) == FRAMEWORKS
 
 
 def test_flags_hold_what_a_shell_reads() -> None:
