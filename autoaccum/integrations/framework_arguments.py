@@ -34,12 +34,6 @@ _SHARDING: Final[Mapping[str, str]] = {
     "accelerate": "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) of the Accelerator",
 }
 
-ADDS_MEANS: Final = (
-    "{model} ignores num_items_in_batch, so that a Trainer of transformers without a compute_loss_func adds up the"
-    " means of {parts} micro-batches: {parts} times the batch's gradient. Set loss_is_scaled_for_ga = False in the"
-    " Trainer's class, or take autoaccum.integrations.transformers.AccumulatorTrainer"
-)
-
 
 def check_framework(
     framework: str,
@@ -141,7 +135,12 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
             " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
         )
     if framework == "transformers" and in_parts and recipe.ignores_items:
-        notes.append(ADDS_MEANS.format(model=workload.model, parts=plan.iter_size))
+        notes.append(
+            f"{workload.model} ignores num_items_in_batch, so that a Trainer of transformers without a"
+            f" compute_loss_func adds up the means of {plan.iter_size} micro-batches: {plan.iter_size} times the"
+            " batch's gradient. Set loss_is_scaled_for_ga = False in the Trainer's class, or take"
+            " autoaccum.integrations.transformers.AccumulatorTrainer"
+        )
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
     elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework in _REPLICATING:
