@@ -54,7 +54,6 @@ WITHOUT_TORCH = (
     "simulation/allocator/caching_allocator.py",
     "simulation/allocator/blocks.py",
     "simulation/allocator/recording.py",
-    "simulation/allocator/settings.py",
     "devices/simulated/breakdown.py",
     "devices/simulated/recorded_update.py",
     "simulation/cards.py",

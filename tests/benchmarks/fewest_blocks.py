@@ -21,8 +21,8 @@ from autoaccum.options import make_options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MemorySize, format_bytes
 
@@ -53,7 +53,7 @@ def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
     with _tracing(reference) as tracer:
         blocks = tracer.call(Inspect()).workload.blocks
         card = find_card(CARD)
-        replayer = Replayer(card, AllocatorSettings().for_card(card.total_bytes), read_torch_release())
+        replayer = Replayer(card, AllocatorSettings(total_bytes=card.total_bytes), read_torch_release())
         traces = [
             tracer.call(TraceParts(parts=(1,), savers=(f"recompute={count}",) if count else ()))
             for count in range(blocks + 1)

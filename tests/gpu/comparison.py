@@ -13,8 +13,8 @@ from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.errors import NotMeasuredError
+from autoaccum.simulation.allocator.caching_allocator import read_settings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import read_settings
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB
@@ -46,7 +46,7 @@ def trace_case(case: Case, card: Card) -> Trace:
 def predict(trace: Trace, card: Card) -> dict[str, Any]:
     """Predict the memory of a trace."""
     began = time.perf_counter()
-    replayer = Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+    replayer = Replayer(card, read_settings(os.environ, card.total_bytes), read_torch_release())
     trial, sized = predict_trial(replayer, [trace], card.total_bytes), replayer.with_sizes(trace)
     return {
         "peak_allocated_bytes": trial.peak_allocated_bytes,

@@ -18,8 +18,8 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import SizedTrace
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import GIB, MIB
 

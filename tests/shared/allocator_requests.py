@@ -12,7 +12,6 @@ CASES = {
     "expandable_segments:True": 1,
     "max_split_size_mb:20": 4,
     "roundup_power2_divisions:4": 6,
-    "per_process_memory_fraction:0.5,expandable_segments:True": 11,
     "expandable_segments:True,max_split_size_mb:24": 12,
     "expandable_segments:True,roundup_power2_divisions:8": 13,
 }

@@ -18,8 +18,8 @@ from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
 from autoaccum.options import make_options
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import LabelledTrace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode

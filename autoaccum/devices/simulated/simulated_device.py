@@ -29,7 +29,7 @@ from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Reduce
-from autoaccum.simulation.allocator.settings import AllocatorSettings, read_settings
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
 from autoaccum.simulation.cards import Card, CardRates, ContextMemory, all_cards, card_rates, context_memory
 from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -46,16 +46,6 @@ _BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 _NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
 """What NCCL allocates for a group of ranks outside PyTorch's allocator. It grows with the number of channels, and not
 with that of ranks beyond two machines (NVIDIA/nccl#864)."""
-
-
-def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) -> AvailableMemory:
-    """Return the memory of a card for `choose_budget`: what the context leaves free and the allocator may use."""
-    free_bytes = max(0, card.total_bytes - context.bytes)
-    allowed = "" if allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
-    bound = f"{card.name} (simulated, {format_bytes(context.bytes)} of it for its context{allowed})"
-    return AvailableMemory(
-        card.total_bytes, free_bytes if allowed_bytes is None else min(free_bytes, allowed_bytes), bound
-    )
 
 
 def _band_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
@@ -124,9 +114,11 @@ class SimulatedDevice(Device):
         if environment.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
             raise UsageError("CUDA_MODULE_LOADING=EAGER is not simulated", hint="unset it: PyTorch loads lazily")
         self._card, self._context = card, context_memory(card)
-        self._settings = read_settings(environment).for_card(card.total_bytes)
-        self._supply = _read_supply(card, self._context, self._settings.allowed_bytes)
-        self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
+        self._settings = read_settings(environment, card.total_bytes)
+        self._free_bytes = max(0, card.total_bytes - self._context.bytes)
+        bound = f"{card.name} (simulated, {format_bytes(self._context.bytes)} of it for its context)"
+        supply = AvailableMemory(card.total_bytes, self._free_bytes, bound)
+        self._limit_bytes = choose_budget(supply, memory, reserve, default_reserve=CARD_RESERVE)
         self._shares_traces = isinstance(traces, TraceCache)
         self._traces = traces if isinstance(traces, TraceCache) else TraceCache(traces, share)
         self._torch_version = torch_version
@@ -155,7 +147,7 @@ class SimulatedDevice(Device):
             "multiprocessors": card.multiprocessors,
             "source": card.source,
             "total_bytes": card.total_bytes,
-            "free_bytes": self._supply.free_bytes,
+            "free_bytes": self._free_bytes,
             "context_bytes": self._context.bytes,
             "context_band_bytes": self._context.band_bytes,
             "context_source": self._context.source,
@@ -294,7 +286,9 @@ class SimulatedDevice(Device):
         from autoaccum.simulation.allocator.replay import Replayer
 
         labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)
-        settings = recording.settings.for_card(self._card.total_bytes)  # Those of this process may be others.
+        settings = dataclasses.replace(
+            recording.settings, total_bytes=self._card.total_bytes
+        )  # Those of this process may be others.
         replayer = Replayer(self._card, settings, self._torch_version)
         breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))
         return compare_update(recording, breakdown, replayer.peak_bytes(labelled.trace))
@@ -371,7 +365,7 @@ def _notes_on_values(traces: Sequence[Trace]) -> Iterator[str]:
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:
     """Return the settings that differ from PyTorch's defaults."""
-    defaults = dataclasses.asdict(AllocatorSettings().for_card(settings.total_bytes or 0))
+    defaults = dataclasses.asdict(AllocatorSettings(total_bytes=settings.total_bytes))
     return {name: value for name, value in dataclasses.asdict(settings).items() if value != defaults[name]}
 
 

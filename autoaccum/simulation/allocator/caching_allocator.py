@@ -6,14 +6,20 @@ on several, request by request (tests/simulation/allocator/test_real_allocator.p
 the stream that it was made on only: the original orders the free blocks of all streams by stream first, and so a stream
 has pools of its own here. Two things that CUDA decides are assumed: segments lie in memory in the order of their
 allocation, and a capacity can be used to its last byte.
+
+Settings have the syntax and the bounds of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp:
+`key:value,key:value`, with spaces anywhere, and `True` and `False` in this spelling.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
+from autoaccum.errors import UsageError
 from autoaccum.simulation.allocator.blocks import Block, BlockPool, ExpandableSegments
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.units import MIB, format_bytes
 
 SMALL_BYTES: Final = MIB
@@ -24,6 +30,95 @@ _LARGE_ALONE_BYTES: Final = 10 * MIB
 MIN_BLOCK_BYTES: Final = 512
 _NO_LIMIT: Final = 1 << 60
 _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
+
+_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+_LEAST_SPLIT_MIB: Final = 20
+_WITHOUT_EFFECT: Final = ("release_lock_on_", "graph_capture_", "pinned_", "garbage_collection_threshold")
+"""Prefixes of keys for host memory, locks, captured graphs, and what only a limit of the process makes work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """Settings that decide how PyTorch's allocator rounds, splits and grows.
+
+    Attributes:
+        expandable_segments: True if a pool grows by mapping memory, instead of by segments of fixed size.
+        max_split_bytes: Blocks of this size and more are not split; None splits all.
+        roundup_divisions: The steps between two powers of two to which sizes are rounded; 0 or 1 for none.
+        total_bytes: The memory of the card, by which expandable segments reserve addresses; None: more than enough.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    roundup_divisions: int = 0
+    total_bytes: int | None = None
+
+
+def read_settings(environment: Mapping[str, str], total_bytes: int | None = None) -> AllocatorSettings:
+    """Read the settings of the environment as torch does, for a card of `total_bytes`.
+
+    `PYTORCH_CUDA_ALLOC_CONF` wins over `PYTORCH_ALLOC_CONF` if both are set, even if it is empty.
+
+    Raises:
+        UsageError: A setting has another form, torch would refuse it, or it is not simulated.
+
+    >>> read_settings({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}).expandable_segments
+    True
+    """
+    if _NO_CACHING in environment:  # Whatever its value: `forceUncachedAllocator` of c10/cuda/CUDACachingAllocator.cpp.
+        raise UsageError(
+            f"{_NO_CACHING} is set, but only PyTorch's allocator with its cache is simulated", hint="unset it to plan"
+        )
+    variable = next((name for name in _VARIABLES if name in environment), None)
+    changes = {} if variable is None else _read(variable, environment[variable])
+    return AllocatorSettings(total_bytes=total_bytes, **changes)
+
+
+def _read(variable: str, text: str) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for entry in filter(None, re.split(r",(?![^\[]*\])", "".join(text.split()))):
+        key, _, value = entry.partition(":")
+        if key.startswith(_WITHOUT_EFFECT) or entry in _AS_SIMULATED:
+            continue
+        try:
+            if key not in _KEYS:
+                raise ValueError("which is not simulated")
+            name, parse = _KEYS[key]
+            changes[name] = parse(value)
+        except ValueError as error:
+            hint = "leave that key out, or give a value that torch accepts"
+            raise UsageError(f"{variable} has {entry}, {error}", hint=hint) from None
+    return changes
+
+
+def _split(value: str) -> int:
+    digits = re.match(r"\d+", value)
+    if digits is None or int(digits[0]) < _LEAST_SPLIT_MIB:
+        raise ValueError(f"but torch requires a number of at least {_LEAST_SPLIT_MIB}")
+    return int(digits[0]) * MIB
+
+
+def _switch(value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError("but torch accepts only True and False")
+    return value == "True"
+
+
+def _divisions(value: str) -> int:
+    number = int(value) if re.fullmatch(r"\d+", value) else 0
+    if number < 1 or number & (number - 1):
+        raise ValueError("but only one power of two for all sizes is simulated")
+    return number
+
+
+_AS_SIMULATED: Final = ("backend:native", "throw_on_cudamalloc_oom:False")
+_KEYS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
+    "max_split_size_mb": ("max_split_bytes", _split),
+    "roundup_power2_divisions": ("roundup_divisions", _divisions),
+    "expandable_segments": ("expandable_segments", _switch),
+}
+"""By key, the setting and the function that reads its value."""
 
 
 class CudaOutOfMemoryError(Exception):
@@ -44,7 +139,6 @@ class CachingAllocator:
         reserved_bytes, peak_reserved_bytes: The bytes in segments, or in handles of expandable segments.
         retries: PyTorch's `num_alloc_retries`: how often everything cached was released to try CUDA once more.
         releases: How many requests released something cached before they tried CUDA again.
-        segments: How many allocations of CUDA succeeded (`num_device_alloc`).
         least_refused_bytes: The least capacity at which a refused allocation of CUDA would have succeeded; None if
             none was refused. Any capacity from `peak_reserved_bytes` to below that gives the same result.
     """
@@ -53,7 +147,6 @@ class CachingAllocator:
         settings = settings or AllocatorSettings()
         self._settings, self._expandable = settings, settings.expandable_segments
         self._capacity = _NO_LIMIT if capacity is None else capacity
-        self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
         self._splits_all = not self._expandable and settings.max_split_bytes is None
         self._divisions = settings.roundup_divisions
@@ -63,7 +156,7 @@ class CachingAllocator:
         self._next_address = self._freed_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.retries = self.releases = self.segments = 0
+        self.retries = self.releases = 0
         self.least_refused_bytes: int | None = None
 
     def malloc(self, size: int, stream: int = 0) -> Block:
@@ -134,8 +227,6 @@ class CachingAllocator:
     def _alloc_block(self, pool: BlockPool, size: int) -> Block | None:
         """Allocate a segment from CUDA (`alloc_block`)."""
         segment_bytes = self._get_allocation_size(size)
-        if self.reserved_bytes + segment_bytes > self._allowed:
-            return None
         if self._expandable:
             return self._expandable_segments[pool].allocate(size)
         if not self._cuda_malloc(segment_bytes):
@@ -186,7 +277,6 @@ class CachingAllocator:
             least = self.least_refused_bytes
             self.least_refused_bytes = wanted if least is None else min(least, wanted)
             return False
-        self.segments += 1
         self.reserved_bytes = wanted
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, wanted)
         return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autoaccum.errors import UsageError, first_line
 from autoaccum.serialization import RecordError, read_record
-from autoaccum.simulation.allocator.settings import AllocatorSettings, read_settings
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
 
 _CONF = "PYTORCH_CUDA_ALLOC_CONF"
 _HOW = "call torch.cuda.memory._record_memory_history() before the updates and _dump_snapshot(...) behind one"
@@ -91,7 +91,7 @@ class Recording:
     Attributes:
         entries: The events.
         segments: The segments.
-        settings: The settings of the allocator, without a limit.
+        settings: The settings of the allocator.
         before: By address, the bytes requested for each block that was there before the first event, as follows from
             the end and the events.
     """
@@ -136,8 +136,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     entries = snapshot.device_traces[cards[0]]
     segments = tuple(segment for segment in snapshot.segments if segment.device == cards[0])
     conf = snapshot.allocator_settings.get(_CONF)
-    # The record shows the effect of a limit.
-    settings = replace(read_settings({_CONF: conf} if conf else {}), memory_fraction=1.0)
+    settings = read_settings({_CONF: conf} if conf else {})
     try:
         return Recording(entries, segments, settings, _rewind(entries, segments))
     except LookupError as error:

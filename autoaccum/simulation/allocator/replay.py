@@ -8,16 +8,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from autoaccum.simulation.allocator.blocks import Block
 from autoaccum.simulation.allocator.caching_allocator import (
     LARGE_GRAIN_BYTES,
     SMALL_BYTES,
+    AllocatorSettings,
     CachingAllocator,
     CudaOutOfMemoryError,
 )
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspace_rules import Estimate, estimate
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
@@ -70,7 +69,9 @@ class SizedTrace:
     band_bytes: int = 0
     guessed: tuple[str, ...] = ()
     optional: Mapping[int, Hashable] = field(default_factory=dict)
-    _results: dict[tuple[Any, ...], list[ReplayResult]] = field(default_factory=dict, init=False, repr=False)
+    _results: dict[tuple[AllocatorSettings, bool, int], list[ReplayResult]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def phase_at(self, event: int) -> Phase:
         """Return the phase of an event; for a repeated update, that of the same event the first time."""
@@ -113,9 +114,8 @@ class SizedTrace:
         The last update is repeated up to `repeats` times, if that is possible, until two in a row release nothing.
         """
         settings = settings or AllocatorSettings()
-        # The card's total matters only as far as a share of it is allowed.
-        kind = dataclasses.replace(settings, total_bytes=None), settings.allowed_bytes
-        known = self._results.setdefault((*kind, capacity is None, repeats), [])
+        kind = dataclasses.replace(settings, total_bytes=None)  # Addresses are enough on any card.
+        known = self._results.setdefault((kind, capacity is None, repeats), [])
         for result in known:
             below = result.valid_below_bytes
             if capacity is None or (result.peak_reserved_bytes <= capacity and (below is None or capacity < below)):
@@ -160,13 +160,8 @@ class SizedTrace:
         One replay settles all capacities from its peak to below the least request that CUDA refused, so that few
         replays are needed. With more memory an allocator may place blocks worse: some capacity above the result may
         fail, and some below may fit. A replay at the capacity of a card decides for that card.
-
-        Raises:
-            ValueError: The trace does not fit in the share that the settings allow.
         """
         known = known or self.replay(settings)
-        if not known.fits:
-            raise ValueError("the trace does not fit: the settings allow too little of the card")
         enough, fails = known.peak_reserved_bytes, self._lower_bound_bytes() - 1
         while enough - fails > 1:
             tried = self.replay(settings, (enough + fails) // 2)

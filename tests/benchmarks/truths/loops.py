@@ -16,8 +16,8 @@ from truths.scores import Predicted
 
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.simulated_device import predict_trial
+from autoaccum.simulation.allocator.caching_allocator import read_settings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import read_settings
 from autoaccum.simulation.cards import Card, ContextMemory, context_memory
 from autoaccum.simulation.torch_patches import torch_release
 from autoaccum.simulation.trace_records import Trace
@@ -78,7 +78,7 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     `eager`: all kernels are loaded with the context, as before PyTorch 1.13 and CUDA 11.7.
     """
     trace = trace_loop(loop, card, batch)
-    settings = read_settings(os.environ).for_card(card.total_bytes)
+    settings = read_settings(os.environ, card.total_bytes)
     replayer = Replayer(card, settings, torch_release())
     outside = _eager_context(card) if eager else context_memory(card)
     capacity_bytes = card.total_bytes - outside.bytes

@@ -7,8 +7,8 @@ from itertools import pairwise
 from synthetic_traces import make_trace
 
 from autoaccum.devices.simulated.explainer import curve_points
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import GIB, MIB

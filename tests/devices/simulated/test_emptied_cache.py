@@ -8,8 +8,8 @@ import pytest
 
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulation_requests import TraceParts
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Trace, Workspace
 from autoaccum.simulation.tracing.trace_scaling import fit_affine_trace

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceParts
 from autoaccum.devices.simulated.workload_variants import suggest_changes
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.sources.workload import Workload
@@ -58,7 +58,7 @@ OWN = "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1)\n"
 
 
 def peak_bytes(trace: Trace) -> int:
-    return Replayer(CARD, AllocatorSettings().for_card(CARD.total_bytes), (2, 13)).peak_bytes(trace)
+    return Replayer(CARD, AllocatorSettings(total_bytes=CARD.total_bytes), (2, 13)).peak_bytes(trace)
 
 
 @pytest.mark.parametrize("change", BY_HAND)

@@ -10,11 +10,10 @@ import pytest
 from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
 
 from autoaccum.devices.simulated.simulated_device import predict_trial
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB
@@ -45,20 +44,6 @@ def random_trace(rng: random.Random, blocks: int) -> tuple[list[int], list[int]]
         while len(live) > 12 or (live and rng.random() < 0.45):
             events.append(~live.pop(rng.randrange(len(live))))
     return events, [rng.choice(GRAINS) for _ in range(blocks)]
-
-
-def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSettings) -> bool:
-    """Return whether the slow model finds room."""
-    slow = ReferenceAllocator(capacity, kind)
-    try:
-        for event in events:
-            if event >= 0:
-                slow.malloc(event, sizes[event])
-            else:
-                slow.free(~event)
-    except ReferenceOutOfMemoryError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -137,9 +122,8 @@ def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: 
     least, unlimited = trace.least_capacity(kind), trace.replay(kind)
     assert least <= unlimited.peak_reserved_bytes
     assert least >= max(sizes)
-    assert fits(events, sizes, least, kind)
-    assert not fits(events, sizes, least - 1, kind)
     assert trace.replay(kind, least).peak_reserved_bytes == least
+    assert not sized(events, sizes).replay(kind, least - 1).fits
 
 
 @settings(max_examples=count_examples(60), deadline=None)

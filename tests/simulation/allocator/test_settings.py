@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autoaccum.errors import UsageError
-from autoaccum.simulation.allocator.settings import AllocatorSettings, read_settings
-from autoaccum.units import GIB, MIB
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
+from autoaccum.units import MIB
 
 
 def read(text: str) -> AllocatorSettings:
@@ -24,7 +24,6 @@ def read(text: str) -> AllocatorSettings:
         (" expandable_segments : True , ", {"expandable_segments": True}),
         ("max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
         ("max_split_size_mb:128MB", {"max_split_bytes": 128 * MIB}),
-        ("per_process_memory_fraction:0.5", {"memory_fraction": 0.5}),
         ("roundup_power2_divisions:8", {"roundup_divisions": 8}),
         ("pinned_use_cuda_host_register:True,pinned_num_register_threads:8,release_lock_on_cudamalloc:True", {}),
         ("garbage_collection_threshold:0.8,max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
@@ -41,7 +40,7 @@ def test_settings_are_read_as_torch_reads_them(text: str, changed: dict[str, Any
         ("max_split:3", "PYTORCH_ALLOC_CONF has max_split:3, which is not simulated"),
         ("expandable_segments:true", "torch accepts only True and False"),
         ("max_split_size_mb:19", "at least 20: leave that key out, or give a value that torch accepts"),
-        ("per_process_memory_fraction:1.5", "no fraction between 0 and 1"),
+        ("per_process_memory_fraction:0.5", "which is not simulated"),
         ("roundup_power2_divisions:[1:2,>:4]", "only one power of two for all sizes"),
     ],
 )
@@ -62,11 +61,3 @@ def test_the_older_variable_wins_even_when_empty() -> None:
 def test_an_allocator_without_its_cache_is_not_simulated() -> None:
     with pytest.raises(UsageError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set, .*: unset it to plan"):
         read_settings({"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
-
-
-def test_a_memory_fraction_refers_to_the_card() -> None:
-    settings = read("per_process_memory_fraction:0.25")
-    assert settings.for_card(24 * GIB).allowed_bytes == 6 * GIB
-    assert AllocatorSettings().for_card(24 * GIB).allowed_bytes is None
-    with pytest.raises(ValueError, match="for_card"):
-        _ = settings.allowed_bytes

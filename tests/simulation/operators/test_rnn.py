@@ -9,8 +9,8 @@ import torch
 from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
-from autoaccum.simulation.allocator.settings import AllocatorSettings
 from autoaccum.simulation.operators.rnn import MODES, CudnnRnnCall
 from autoaccum.simulation.trace_records import Workspace
 
