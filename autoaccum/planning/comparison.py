@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.checks import check_alone, check_word
-from autoaccum.devices.base import Device, TrialSettings
-from autoaccum.devices.device_choice import make_device, make_fleet
+from autoaccum.devices.base import Device
+from autoaccum.devices.device_choice import make_fleet
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
 from autoaccum.planning.plan_events import Listener, SaversTried
@@ -30,7 +30,6 @@ from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.serialization import to_plain
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.card_fleet import CardFleet
     from autoaccum.simulation.cards import Card
 
 _ALL_SAVERS: Final = ("all", ("all",), ["all"])
@@ -179,9 +178,9 @@ class ComparisonRequest:
     @cached_property
     def price_by_card(self) -> Mapping[str, float]:
         """The price of an hour of a card, by its name."""
-        return (
-            self.prices if isinstance(self.prices, Mapping) else {} if self.prices is None else read_prices(self.prices)
-        )
+        if self.prices is None or isinstance(self.prices, Mapping):
+            return self.prices or {}
+        return read_prices(self.prices)
 
     @property
     def world_sizes(self) -> list[int]:
@@ -269,13 +268,8 @@ def compare_plans(
 
     def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
         asked = request.plan_request(world_size, names[0])
-        fleets: list[CardFleet] = []
-
-        def make_first(settings: TrialSettings) -> Device:
-            fleets.append(make_fleet(settings, confirms=not shares))
-            return make_device(settings)  # It starts nothing.
-
-        shared = make_setup(workload, asked, on_output=on_output, device_maker=make_first)
+        shared = make_setup(workload, asked, on_output=on_output)  # Its own device is not used.
+        assert shared.settings is not None
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
             with device:
@@ -284,8 +278,7 @@ def compare_plans(
                     return plan_front(setup, asked, card.name, on_event)
                 return [plan_row(setup, asked, card.name, estimates=request.estimates)]
 
-        (fleet,) = fleets
-        with shared.running(), closing(fleet):
+        with shared.running(), closing(make_fleet(shared.settings, confirms=not shares)) as fleet:
             for card, rows in fleet.each([cards[name] for name in names], plan):
                 for row in map(_note_shared_traces, rows) if shares else rows:
                     yield dataclasses.replace(row, price_per_hour=request.price_by_card.get(card.name))

@@ -31,12 +31,14 @@ class PlanSetup:
     Attributes:
         device: The device; the caller closes it, or uses `running`.
         reference: The name of the workload in the plan.
+        settings: The settings of its trials, with which other devices can be made; None: not known.
         live: Tensors of the caller on the card, which trials need; None: there are none.
         files: Closes what the children read.
     """
 
     device: Device
     reference: str
+    settings: TrialSettings | None = None
     live: LiveTensors | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
@@ -63,7 +65,6 @@ def make_setup(
     checkout: Checkout | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
-    device_maker: Callable[[TrialSettings], Device] | None = None,
 ) -> PlanSetup:
     """Resolve the workload and make the device that runs its trials.
 
@@ -76,7 +77,6 @@ def make_setup(
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints; stderr otherwise.
         verb: The command named in messages.
-        device_maker: Makes the device; None: `make_device`.
 
     Raises:
         UsageError: Not exactly one of the three is given, an option cannot be honoured, or an object cannot be sent to
@@ -95,16 +95,16 @@ def make_setup(
     )
     if isinstance(resolved, str):
         settings = dataclasses.replace(settings, reference=resolved)
-        return PlanSetup((device_maker or make_device)(settings), resolved)
+        return PlanSetup(make_device(settings), resolved, settings)
     reference = f"{resolved.name} (made in code)"
     options = options.with_spec(optimizer=None, worst_of=None)  # They are pickled with the workload.
     tensors = None
     if options.gpu is None:
         options, tensors = _place(resolved, options, request.options.spec.get("optimizer"), is_live=workload is None)
-    settings = dataclasses.replace(settings, reference=reference, options=options)
     with ExitStack() as files:
-        device = (device_maker or make_device)(dataclasses.replace(settings, pickled=_pack(resolved, options, files)))
-        return PlanSetup(device, reference, tensors, files.pop_all())
+        packed = _pack(resolved, options, files)
+        settings = dataclasses.replace(settings, reference=reference, options=options, pickled=packed)
+        return PlanSetup(make_device(settings), reference, settings, tensors, files.pop_all())
 
 
 def _place(
