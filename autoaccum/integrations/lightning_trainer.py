@@ -72,10 +72,6 @@ def _find_parts(names: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     return module, _only(training, "DataLoader"), _only(validating, "DataLoader"), weight
 
 
-def free_card(trainer: Any) -> None:
-    """Do nothing: a module gets its device when its Trainer fits."""
-
-
 def make_workload(
     trainer: Any,
     *,

@@ -45,11 +45,13 @@ _WRITE = "define model, batch and loss in a file, as in examples/workload_file.m
 
 
 def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Workload:
-    """Return the Workload of a Trainer (see `adapters.workload_of`).
+    """Return the Workload of a Trainer (see `loading.workload_of`).
 
     Raises:
         WorkloadError: The Trainer trains in a way that no trial can run, or has no dataset that can be read.
     """
+    if names is not None:
+        free_card(trainer)
     check_supported(trainer)
     args, model = trainer.args, trainer.model
     for name, value in vars(trainer).items():

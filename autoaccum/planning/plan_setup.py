@@ -169,7 +169,7 @@ def resolve_workload(
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
     """Return the Workload of a Trainer, whose model shares the tensors of the Trainer's."""
-    from autoaccum.sources.adapters import workload_of
+    from autoaccum.sources.loading import workload_of
 
     trainer = live["trainer"]
     workload = workload_of(trainer, live=True, **{name: live[name] for name in given if name != "trainer"})

@@ -1,4 +1,7 @@
-"""Load a Workload from `model.py` or `model.py:name`."""
+"""Load a Workload from `model.py` or `model.py:name`, or make it of a framework's Trainer.
+
+The adapter of a framework is found by the module of the Trainer's class, and imported only then: none is known here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import os
 import reprlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +24,10 @@ from typing import Any
 
 from torch import nn
 
-from autoaccum.checks import describe_type
-from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.sources.adapters import free_card, workload_of
+from autoaccum.checks import describe_type, join_words
+from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.sources.module_names import module_files, split_reference
+from autoaccum.sources.samples import take_longest
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
@@ -36,12 +39,22 @@ _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name 
 """Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
 taken for one."""
 
+SAMPLES = 256
+"""Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
+
+_ADAPTERS = {
+    "transformers.trainer": "transformers_trainer",
+    "lightning.pytorch.trainer.trainer": "lightning_trainer",
+    "pytorch_lightning.trainer.trainer": "lightning_trainer",
+}
+"""The module of a class named Trainer, and the adapter: a module with `PARTS` and `make_workload`."""
+
 
 def load_workload(reference: str) -> Workload:
     """Load the workload that `reference` names.
 
     The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
-    names a Workload, a Trainer (see `adapters`), or a model (function, class or instance) to be used in place of
+    names a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of
     `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
     `split` or `size` without the other, are ignored.
 
@@ -56,9 +69,43 @@ def load_workload(reference: str) -> Workload:
         )
     path = _find_file(target)
     check_import(path, name)
-    module = import_file(path)
-    free_card(getattr(module, name, None))
-    return _read(module, name, path)
+    return _read(import_file(path), name, path)
+
+
+def workload_of(
+    trainer: Any, *, live: bool = False, names: Mapping[str, Any] | None = None, **parts: Any
+) -> Workload | None:
+    """Return the Workload of a Trainer, with batches of the longest samples; None if it is no Trainer.
+
+    Args:
+        trainer: The Trainer, which is not changed.
+        live: Whether `model()` of the Workload shares the parameters and buffers of the Trainer's model, for trials in
+            place, which restore them; if not, it returns a copy. A module of Lightning has its device only when its
+            Trainer fits, so that it is always copied.
+        names: The names of the file that defines the Trainer, among which the parts of Lightning are; a model that
+            the Trainer moved to a card is moved back.
+        parts: The parts that a Trainer of Lightning does not hold before it fits: `model`, `data` and `weight`.
+
+    Raises:
+        UsageError: Parts are given that the Trainer has itself.
+        WorkloadError: The Trainer trains in a way that no trial can run.
+    """
+    adapter = _find_adapter(trainer)
+    if adapter is None:
+        return None
+    if others := [name for name in parts if name not in adapter.PARTS]:
+        raise UsageError(
+            f"a trainer is given, and {join_words(others)} too", hint="the trainer has its own: leave them out"
+        )
+    return take_longest(adapter.make_workload(trainer, live=live, names=names, **parts), SAMPLES)
+
+
+def _find_adapter(given: Any) -> Any:
+    """Return the adapter of a Trainer or of a class derived from one; None for anything else."""
+    for kind in type(given).__mro__:
+        if kind.__name__ == "Trainer" and kind.__module__ in _ADAPTERS:
+            return importlib.import_module(f"autoaccum.integrations.{_ADAPTERS[kind.__module__]}")
+    return None
 
 
 def check_import(path: Path, name: str) -> None:

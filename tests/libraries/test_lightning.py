@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.adapters import workload_of
+from autoaccum.sources.loading import workload_of
 
 IMPORTED = ("pytorch_lightning",)
 WORDS = 20

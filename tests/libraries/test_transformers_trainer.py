@@ -22,8 +22,9 @@ from warm_children import WarmRanks
 import autoaccum
 from autoaccum import Plan
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
+from autoaccum.integrations.transformers_trainer import free_card
 from autoaccum.simulation.tracing.placement import REPLACED_BY
-from autoaccum.sources.adapters import free_card, workload_of
+from autoaccum.sources.loading import workload_of
 from autoaccum.units import GIB, MIB
 
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")

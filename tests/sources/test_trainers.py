@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.adapters import workload_of
-from autoaccum.sources.loading import check_import
+from autoaccum.sources.loading import check_import, workload_of
 
 
 def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:
