@@ -1,12 +1,13 @@
-"""Models of transformers that read values are traced on a simulated card with what the CPU computes."""
+"""Models of transformers on a simulated card: those that read values, and those that a loader's threads put there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_transformers import llama
 
-from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
@@ -66,22 +67,48 @@ def loss(model, batch):
 MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2, "longformer": LONGFORMER}
 
 
-def trace(path: Path) -> Trace | Failure:
-    child, card, options = SimulatedChild(), find_card("rtx3090"), {"values": "cpu"}
+def trace(path: Path, **options: Any) -> Trace:
+    child, card = SimulatedChild(), find_card("rtx3090")
     try:
-        child.handle(
-            LoadOnCard(card=card, device="", paths=ImportPaths.of(), reference=str(path), share=8, options=options)
-        )
-        made: Trace | Failure = child.handle(TraceParts(parts=(2, 2)))
+        paths = ImportPaths.of()
+        child.handle(LoadOnCard(card=card, device="", paths=paths, reference=str(path), share=8, options=options))
+        made = child.handle(TraceParts(parts=(2, 2)))
     finally:
         child.close()
+    assert isinstance(made, Trace), made
     return made
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_traced_with_the_values_that_it_reads(name: str, tmp_path: Path) -> None:
     (path := tmp_path / f"{name}.py").write_text(f"import torch\n{MODELS[name]}")
-    traced = trace(path)
-    assert isinstance(traced, Trace), traced
+    traced = trace(path, values="cpu")
     assert traced.reads > 0
     assert traced.batch == 2
+
+
+LOADED = """
+import torch
+from transformers import LlamaForCausalLM
+
+def model():
+    return LlamaForCausalLM.from_pretrained({folder!r}{how})
+
+def batch(n):
+    ids = torch.randint(0, 30, (n, 8))
+    return {{"input_ids": ids, "labels": ids}}
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+
+
+def test_a_checkpoint_that_is_loaded_onto_the_card_takes_as_much_there(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "llama")
+    traced = []
+    for how in ("", ', device_map={"": 0}'):
+        (path := tmp_path / "model.py").write_text(LOADED.format(folder=str(tmp_path / "llama"), how=how))
+        traced.append(trace(path))
+    moved, loaded = traced
+    of_update = [[size for size in each.sizes[-100:] if isinstance(size, int)] for each in (moved, loaded)]
+    assert of_update[0] == of_update[1]
