@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, options
-from autoaccum.cli.outputs import check_file
+from autoaccum.cli.outputs import check_files
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
     as_json="Print the table as JSON on stdout, with every plan whole.",
     output="Write that JSON to a file.",
-    force="Overwrite these files.",
 )
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
 @click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
@@ -62,13 +61,9 @@ def command(
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.progress import PlanProgress
 
-    check_file("-o", output, force=force, workload=workload)
-    if plot is not None:
-        from autoaccum.reporting.figures import draw_comparison, picture_format  # With matplotlib.
-
-        picture_format(plot)
-        check_file("--plot", plot, force=force, workload=workload)
+    check_files({"-o": output, "--plot": plot}, force=force, workload=workload)
     rows: list[ComparisonRow] = []
+    table: Comparison | None = None
 
     def listen(row: ComparisonRow) -> None:
         rows.append(row)
@@ -76,23 +71,18 @@ def command(
 
     try:
         with PlanProgress(make_console(stderr=True), quiet=quiet) as progress:
-            listeners: dict[str, Any] = {
-                "on_row": listen,
-                "on_event": progress.notify,
-                "on_output": progress.print_output,
-            }
-            table = compare(workload, **listeners, **request)
+            told: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
+            table = compare(workload, on_row=listen, **told, **request)
             for text in comparison_warnings(table.rows):
                 progress.warn(text)
-    except BaseException:
-        # The rows took their time. The least number of ranks is not known, since some are missing.
+    finally:  # The rows took their time. If some are missing, the least number of ranks is not known.
         if rows:
-            _show(Comparison(tuple(rows), None), as_json=as_json)
-        raise
-    _show(table, as_json=as_json)
+            _show(table or Comparison(tuple(rows), None), as_json=as_json)
     if output is not None:
         write_text(Path(output), table.to_json(), force=force)
     if plot is not None:
+        from autoaccum.reporting.figures import draw_comparison, picture_format
+
         write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)
     if not any(row.fits for row in table.rows):
         closest = max(table.rows, key=lambda row: (row.limit_bytes, row.world_size))

@@ -161,7 +161,8 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
         "help": "Print the result as JSON on stdout, and nothing else there.",
     },
     "output": {"flag": "-o/--output", "metavar": "FILE", "help": "Write the result to a file."},
-    "force": {"is_flag": True, "help": "Overwrite these files."},
+    "report": {"metavar": "FILE", "help": "Write the result as one HTML page, which loads nothing."},
+    "force": {"is_flag": True, "help": "Overwrite files that are there."},
     "verbose": {"flag": "-v/--verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
     "quiet": {"flag": "-q/--quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},
 }

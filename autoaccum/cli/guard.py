@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, options
-from autoaccum.cli.outputs import check_file
+from autoaccum.cli.outputs import check_files, write_page
 from autoaccum.errors import AutoaccumError
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 )
 @options(
     "guard",
-    *("target_batch", "micro_batch", "as_json", "output", "force", "quiet"),
+    *("target_batch", "micro_batch", "as_json", "output", "report", "force", "quiet"),
     gpu=None,
     time_limit="Time limit of all searches together.",
     target_batch={"required": False},
     micro_batch="The most samples to run at once.  [default: planned]",
     output="Also write the report to a file.",
-    force="Overwrite this file, and with --update a lock that cannot be read.",
+    force="Overwrite files that are there, and with --update a lock that cannot be read.",
 )
 @click.option(
     "--tolerance",
@@ -52,6 +52,7 @@ def command(
     time_limit: float | None,
     as_json: bool,
     output: str | None,
+    report: str | None,
     force: bool,
     quiet: bool,
     **asked: Any,
@@ -95,7 +96,14 @@ def command(
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import find_project
     from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.guard_report import GuardProgress, harmless, print_report, report_text
+    from autoaccum.reporting.guard_report import (
+        GuardProgress,
+        describe_counts,
+        harmless,
+        print_report,
+        report_blocks,
+        report_text,
+    )
 
     stderr = make_console(stderr=True)
     annotates = _on_github() and not as_json
@@ -103,7 +111,8 @@ def command(
         allowed = None if tolerance is None else parse_tolerance(tolerance)
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
         project = find_project(Path.cwd())
-        check_file("-o", output, force=force, workload=workload, others={"the lock itself": project.lock})
+        others = {"the lock itself": project.lock}
+        check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
         limits: dict[str, Any] = {"tolerance": allowed, "time_limit": time_limit}
         with GuardProgress(stderr, quiet=quiet, harmless=harmless if _on_github() else None) as progress:
             listeners: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
@@ -118,6 +127,8 @@ def command(
             print_report(make_console(), found)
         if output is not None:
             write_text(Path(output), found.to_json() if as_json else report_text(found), force=force)
+        if report is not None:
+            write_page(report, describe_counts(found), {"Report": list(report_blocks(found))}, force=force)
     if found.exit_code:
         raise click.exceptions.Exit(found.exit_code)
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
+    from autoaccum.reporting.console import Block
 
 _WAYS_OUT = {
     "-o": "for the result on stdout, use --json",
@@ -29,34 +30,42 @@ _WAYS_OUT = {
 }
 
 
-def check_file(
-    option: str, file: str | None, *, force: bool, workload: str | None = None, others: Mapping[str, Path] | None = None
+def check_files(
+    files: Mapping[str, str | None],
+    *,
+    force: bool,
+    workload: str | None = None,
+    others: Mapping[str, Path] | None = None,
 ) -> None:
-    """Refuse now a file that could not be written later, or must not be.
+    """Refuse now files that could not be written later, or must not be.
 
     Args:
-        option: The option that names it.
-        file: The file; None: nothing to check.
+        files: The file of each option; None: none.
         force: Overwrite what is there, but never the workload or `others`.
         workload: The reference of the workload.
         others: Other files, by what they are.
 
     Raises:
-        UsageError: The file is there or cannot be written, or is the workload or another of these files.
+        UsageError: One is there or cannot be written, or is the workload or another of these files.
     """
     from autoaccum.files import check_output
     from autoaccum.sources.module_names import split_reference
 
-    if file is None:
-        return
-    names = [(what, path) for what, path in (others or {}).items()]
+    taken = dict(others or {})
     if workload is not None:
-        source, _, _ = split_reference(workload)
-        names += [("the workload itself", Path(path)) for path in (workload, source)]
-    for what, path in names:
-        if Path(file).resolve() == path.resolve():
-            raise UsageError(f"{option} names {what}, {file}", hint="choose another name")
-    check_output(file, force=force, hint=_WAYS_OUT[option])
+        taken["the workload itself"] = Path(split_reference(workload)[0])
+    for option, file in files.items():
+        if file is None:
+            continue
+        for what, path in taken.items():
+            if Path(file).resolve() == path.resolve():
+                raise UsageError(f"{option} names {what}, {file}", hint="choose another name")
+        check_output(file, force=force, hint=_WAYS_OUT[option])
+        if option == "--plot":
+            from autoaccum.reporting.figures import picture_format  # With matplotlib.
+
+            picture_format(file)
+        taken[f"the file of {option}"] = Path(file)
 
 
 class PlanFiles:
@@ -78,25 +87,18 @@ class PlanFiles:
         self.written: dict[str, Path] = {}
 
     def check(self, workload: str, world_size: int) -> None:
-        """Refuse now what could not be written later, as `check_file`, or of a plan for so many ranks.
+        """Refuse now what could not be written later, as `check_files`, or of a plan for so many ranks.
 
         Raises:
-            UsageError: As from `check_file`, or the name of a file does not go together with what it is to hold.
+            UsageError: As from `check_files`, or the name of a file does not go together with what it is to hold.
         """
         from autoaccum.reporting.emit import check_emittable, module_name
         from autoaccum.spec import TrainingSpec
 
-        others: dict[str, Path] = {}
-        for option, file in self._asked.items():
-            check_file(option, file, force=self._force, workload=workload, others=others)
-            others[f"the file of {option}"] = Path(file)
+        check_files(self._asked, force=self._force, workload=workload)
         if "--emit" in self._asked:
             module_name(self._asked["--emit"])
             check_emittable(TrainingSpec(), world_size=world_size)
-        if "--plot" in self._asked:
-            from autoaccum.reporting.figures import picture_format  # With matplotlib.
-
-            picture_format(self._asked["--plot"])
 
     def listen(self, event: Event) -> None:
         """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be given out."""
@@ -144,6 +146,18 @@ class PlanFiles:
 
             content = plan_page(plan, self._account, seconds, shlex.join(running_words())).encode()
         write_bytes(file, content, force=self._force)
+
+
+def write_page(
+    file: str, title: str, sections: Mapping[str, Sequence[Block]], *, made_of: Sequence[Any] = (), force: bool
+) -> None:
+    """Write what a command shows as a page, with the words and numbers of the records that it is made of."""
+    from autoaccum.files import write_text
+    from autoaccum.reporting.page import made_with, render_page
+
+    kind = click.get_current_context().command.name or ""
+    sections = {**sections, "Made with": [made_with(*made_of)]}
+    write_text(Path(file), render_page(kind, title, sections, shlex.join(running_words())), force=force)
 
 
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:

@@ -30,7 +30,8 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 @click.argument("workload")
 @options(
     "plan",
-    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "force", "verbose", "quiet"),
+    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "report", "force"),
+    *("verbose", "quiet"),
     world_size={"type": CountOrRange()},
     micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
     output="Write the plan to a file, for `fit --plan` and Plan.load.",
@@ -56,7 +57,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
-@click.option("--report", metavar="FILE", help="Write the plan as one HTML page with charts.")
 def command(
     workload: str,
     as_json: bool,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options
-from autoaccum.cli.outputs import check_file, running_words
+from autoaccum.cli.outputs import check_files, running_words, write_page
 from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
-_OUTPUTS = ("as_json", "output", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "report", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "storage", "study"),
     *("memory", "reserve", "time_limit"),
@@ -57,13 +57,21 @@ _OF_THE_STUDY = (
 )
 @options(
     "tune",
-    *("as_json", "output", "force", "quiet"),
+    *("as_json", "output", "report", "force", "quiet"),
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
-    force="Overwrite this file; never the study.",
+    force="Overwrite files that are there; never the study.",
 )
-def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **asked: Any) -> None:
+def command(
+    workload: str,
+    as_json: bool,
+    output: str | None,
+    report: str | None,
+    force: bool,
+    quiet: bool,
+    **asked: Any,
+) -> None:
     """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
@@ -93,10 +101,15 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
     from autoaccum.api_training import tune
 
     others = {"the study itself": Path(asked["storage"])}
-    check_file("-o", output, force=force, workload=workload, others=others)
+    check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
     try:
         tuning = tune(workload, progress=not quiet, **asked)
         _show(tuning, output, force=force, as_json=as_json, quiet=quiet)
+        if report is not None:
+            from autoaccum.reporting.tune_report import tuning_blocks
+
+            blocks = {"Study": tuning_blocks(tuning, _offers(tuning, output))}
+            write_page(report, tuning.study, blocks, made_of=(tuning.workload,), force=force)
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -106,8 +119,8 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
 
 def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
     """Keep the plan, and print what was found, also where the plan cannot be kept: it took its time."""
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.tune_report import print_tuning, tuning_record
+    from autoaccum.reporting.console import make_console, show
+    from autoaccum.reporting.tune_report import tuning_blocks, tuning_record
 
     stderr, kept = make_console(stderr=True), False
     try:
@@ -120,7 +133,7 @@ def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, qui
         else:
             if not quiet:
                 stderr.print()
-            print_tuning(make_console(), tuning, _offers(tuning, output if kept else None))
+            show(make_console(), *tuning_blocks(tuning, _offers(tuning, output if kept else None)))
     if output is not None and not kept:
         stderr.print(f"note: {output} was not written: there is no best setting", soft_wrap=True)
 

@@ -8,17 +8,17 @@ from typing import Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, options
-from autoaccum.cli.outputs import check_file, running_words, stdout_kept
+from autoaccum.cli.outputs import check_files, running_words, stdout_kept, write_page
 
 _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
-_OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
 
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
 @click.argument("workload")
 @options(
     "verify",
-    *("target_batch", "micro_batch", "as_json", "output", "force", "verbose", "quiet"),
+    *("target_batch", "micro_batch", "as_json", "output", "report", "force", "verbose", "quiet"),
     target_batch={"required": False, "default": 16, "show_default": True, "help": "Samples of the full batch."},
     micro_batch="The most samples to run at once.  [default: a quarter]",
     world_size="Compare an update of N ranks, which are started on this machine, with that of one process.",
@@ -28,13 +28,13 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
     },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
     time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
-    force="Overwrite this file.",
     verbose="Show everything that was compared, and every note.",
 )
 def command(
     workload: str,
     as_json: bool,
     output: str | None,
+    report: str | None,
     force: bool,
     verbose: bool,
     quiet: bool,
@@ -70,10 +70,10 @@ def command(
     from autoaccum.api import verify
     from autoaccum.files import write_text
     from autoaccum.reporting.console import make_console, show
-    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, print_verification
+    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, verification_blocks
     from autoaccum.verification.verification_result import Diagnosing
 
-    check_file("-o", output, force=force, workload=workload)
+    check_files({"-o": output, "--report": report}, force=force, workload=workload)
     stderr = make_console(stderr=True)
     answers: list[Diagnosing] = []
 
@@ -93,10 +93,15 @@ def command(
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        print_verification(make_console(), found, again=again, verbose=verbose, answered=bool(answers))
+        show(make_console(), *verification_blocks(found, again=again, verbose=verbose, answered=bool(answers)))
     if output is not None:
         write_text(Path(output), found.to_json(), force=force)
-        if not as_json:
-            make_console().print(f"kept in {output}", soft_wrap=True)
+    if report is not None:
+        sections = {"Verification": verification_blocks(found, again=again, verbose=True)}
+        made_of = (found.workload, found.environment)
+        write_page(report, str(found.workload["name"]), sections, made_of=made_of, force=force)
+    for what, file in (("kept", output), ("report", report)):
+        if file is not None and not as_json:
+            make_console().print(f"{what} in {file}", soft_wrap=True)
     if not found.equivalent:
         raise click.exceptions.Exit(_CODE_UNTESTED if found.untested else _CODE_DIFFERENT)

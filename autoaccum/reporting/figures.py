@@ -36,11 +36,10 @@ _FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
 """The first comes with matplotlib; the others are hardly wider, for viewers of an SVG without it."""
 
 _WIDTH, _HEIGHT = 7.2, 3.6
-_LONGEST_NAME = 40
 """Of one chart, in inches."""
 
 _TEXT_POINTS, _TITLE_POINTS = 9.0, 11.0
-_LONGEST_TITLE, _LONGEST_REMARK = 70, 90
+_LONGEST_TITLE, _LONGEST_REMARK, _LONGEST_NAME = 70, 90, 40
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 _LEAST_SHARE = 0.002

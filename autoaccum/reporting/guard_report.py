@@ -96,12 +96,18 @@ def _finished_line(event: CaseFinished, seconds: float) -> Text:
 
 def print_report(console: Console, report: Report) -> None:
     """Print a report: two lines for a case that passes, all details for one that does not."""
+    show(console, *report_blocks(report))
+
+
+def report_blocks(report: Report) -> Iterator[Block]:
+    """Yield what a report shows."""
     for verdict in report.verdicts:
-        show(console, *_verdict_blocks(verdict), "")
+        yield from _verdict_blocks(verdict)
+        yield ""
     counts = [part for count, (label, style) in _counts(report) for part in (", ", (f"{count} {label}", style))]
     against = f"against {report.against}, tolerance {report.tolerance}"
     where = against if report.updated is None else f"written to {report.updated}"
-    show(console, Text.assemble(f"{counted(len(report.verdicts), 'case')}: ", *counts[1:], f"; {where}"))
+    yield Text.assemble(f"{counted(len(report.verdicts), 'case')}: ", *counts[1:], f"; {where}")
 
 
 def report_text(report: Report) -> str:
@@ -115,6 +121,11 @@ def _counts(report: Report) -> Iterator[tuple[int, tuple[str, str]]]:
     """Yield how many cases have which outcome, with its label and style, the worst first."""
     counts = Counter(verdict.outcome for verdict in report.verdicts)
     yield from ((counts[outcome], label) for outcome, label in OUTCOMES.items() if counts[outcome])
+
+
+def describe_counts(report: Report) -> str:
+    """Write how many cases have which outcome, the worst first."""
+    return ", ".join(f"{count} {label}" for count, (label, _) in _counts(report)) or "no cases"
 
 
 def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
@@ -179,8 +190,7 @@ def _growths(verdict: Verdict) -> Table:
 
 def report_markdown(report: Report) -> str:
     """Return the report as markdown, for a step summary: the text, which nothing in it can end."""
-    counts = ", ".join(f"{count} {label}" for count, (label, _) in _counts(report)) or "no cases"
-    return f"### {_TITLE}: {counts}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
+    return f"### {_TITLE}: {describe_counts(report)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
 
 
 def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:

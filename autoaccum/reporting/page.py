@@ -1,8 +1,8 @@
-"""The page of a plan: the blocks that the terminal shows, and pictures, as one HTML file that needs no network."""
+"""Pages: the blocks that the terminal shows, and of a plan pictures, as one HTML file that needs no network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,36 @@ _COLOURS: Final = {
 
 
 @dataclass(frozen=True)
-class _Picture:
+class Picture:
     """A picture by matplotlib: what it shows, and its SVG as an element of a page."""
 
     name: str
     svg: str
+
+
+def render_page(kind: str, title: str, sections: Mapping[str, Sequence[Block | Picture]], command: str) -> str:
+    """Return an HTML file that loads nothing: sections by their titles, and the command that made it."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    )
+    named = {
+        title: [(type(block).__name__.lower(), block) for block in blocks if block]
+        for title, blocks in sections.items()
+    }
+    return environment.get_template("page.html.jinja").render(
+        kind=f"autoaccum {kind}",
+        title=clean(title).plain,
+        sections={title: blocks for title, blocks in named.items() if blocks},
+        colours=_COLOURS,
+        clean=clean,
+        cells=_cells,
+        command=command,
+        version=autoaccum.__version__,
+    )
 
 
 def plan_page(
@@ -48,56 +73,32 @@ def plan_page(
         seconds: The time that planning took.
         command: The command that made it.
     """
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    )
-    sections = {
-        title: [(type(block).__name__.strip("_").lower(), block) for block in blocks if block]
-        for title, blocks in _sections(plan, report, seconds).items()
-    }
-    return environment.get_template("page.html.jinja").render(
-        kind=f"autoaccum plan, {plan.kind}",
-        title=clean(plan_title(plan)).plain,
-        sections={title: blocks for title, blocks in sections.items() if blocks},
-        colours=_COLOURS,
-        clean=clean,
-        cells=_cells,
-        command=command,
-        version=autoaccum.__version__,
-    )
-
-
-def _sections(plan: Plan, report: MemoryReport | None, seconds: float | None) -> dict[str, Sequence[Block | _Picture]]:
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
     if report is None and plan.device.get("kind") == "cpu":
         notes.append("where memory goes is known for cards: --gpu NAME simulates one")
-    messages = Facts.of_messages(plan.warnings, notes)
-    timeline: list[Block | _Picture] = []
+    timeline: list[Picture] = []
     account: list[Block] = []
     if report is not None:
         drawn = partial(draw_timeline, plan=plan, report=report)
         timeline = [_picture("the memory of an update over time, by purpose", drawn)]
         account = explanation_blocks(report.explanation, plan.peak_bytes if plan.kind == "measured" else None)
     curve = partial(draw_curve, plan=plan, curve=() if report is None else report.curve)
-    made_with = (to_plain(plan.workload), to_plain(plan.spec), plan.environment)
-    return {
-        "Plan": [Facts([*answer_rows(plan), *detail_rows(plan, seconds)]), messages],
+    rows = [*answer_rows(plan), *detail_rows(plan, seconds)]
+    sections: dict[str, Sequence[Block | Picture]] = {
+        "Plan": [Facts(rows), Facts.of_messages(plan.warnings, notes)],
         "Memory over one update": timeline,
         "Where the memory goes": account,
         "Peak over the micro-batch": [_picture("the peak over the micro-batch", curve)],
         "Throughput": [] if plan.throughput is None else [speeds_table(plan.throughput)],
         "Trials": [trials_table(plan)],
-        "Made with": [Facts([row for record in made_with for row in plain_facts(record)])],
+        "Made with": [made_with(plan.workload, plan.spec, plan.environment)],
     }
+    return render_page(f"plan, {plan.kind}", plan_title(plan), sections, command)
 
 
-def _picture(name: str, draw: Any) -> _Picture:
+def _picture(name: str, draw: Any) -> Picture:
     text = draw_panels([draw]).decode()
-    return _Picture(name, text[text.index("<svg") :])
+    return Picture(name, text[text.index("<svg") :])
 
 
 def _cells(table: Table) -> list[list[tuple[str, str, bool]]]:
@@ -110,8 +111,13 @@ def _cells(table: Table) -> list[list[tuple[str, str, bool]]]:
     ]
 
 
-def plain_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the facts that are a word or a number."""
-    for name, value in facts.items():
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
-            yield name.replace("_", " "), f"{value:,}" if name.startswith("parameter") else str(value)
+def made_with(*records: Any) -> Facts:
+    """Return what records hold that is a word or a number."""
+    return Facts(
+        [
+            (name.replace("_", " "), f"{value:,}" if name.startswith("parameter") else str(value))
+            for record in records
+            for name, value in to_plain(record).items()
+            if isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
+        ]
+    )

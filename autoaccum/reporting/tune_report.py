@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
-from autoaccum.reporting.console import Block, Facts, Table, copied, show
+from autoaccum.reporting.console import Block, Facts, Table, copied
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
 from autoaccum.reporting.progress import PlanProgress, parameter_words
@@ -98,15 +97,15 @@ def _format_loss(loss: float | None) -> str:
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.4g}"
 
 
-def print_tuning(console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print the result of a study, and the exact next `commands`, each with a phrase."""
+def tuning_blocks(tuning: Tuning, commands: Mapping[str, Sequence[str]]) -> list[Block]:
+    """Return the result of a study, and the exact next `commands`, each with a phrase."""
     blocks: list[Block] = [Facts(list(_result_rows(tuning))), "", _trials_table(tuning)]
     if tuning.throughput is not None:
         blocks += ["", speeds_table(tuning.throughput)]
     blocks.append("")
     for what, words in commands.items():
         blocks += [f"{what}:", Text(f"  {shlex.join(words)}", "cyan")]
-    show(console, *blocks)
+    return blocks
 
 
 def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:

@@ -8,12 +8,11 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
-from autoaccum.reporting.console import Block, Facts, Table, first_messages, show
+from autoaccum.reporting.console import Block, Facts, Table, first_messages
 from autoaccum.reporting.progress import Progress
 from autoaccum.verification.verification_result import (
     Cause,
@@ -37,12 +36,12 @@ _WINDOWS = {
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
-def print_verification(
-    console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
-) -> None:
-    """Print a verification: one line where all is equal, else the verdict, its causes and what to do.
+def verification_blocks(
+    found: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
+) -> list[Block]:
+    """Return a verification: one line where all is equal, else the verdict, its causes and what to do.
 
-    `again` is the command that verified it; `answered`: the verdict is printed already.
+    `again` is the command that verified it; `answered`: the verdict is shown already.
     """
     blocks: list[Block] = [] if answered else [verdict(found, verbose=verbose)]
     for number, cause in enumerate(found.causes, start=1):
@@ -61,7 +60,7 @@ def print_verification(
     if not found.equivalent:
         words, command = _next_command(found, again)
         blocks += ["", Text(words), *([Text(f"  {shlex.join(command)}", "cyan")] if command else [])]
-    show(console, *blocks)
+    return blocks
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:

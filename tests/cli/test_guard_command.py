@@ -153,7 +153,10 @@ def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
 @pytest.mark.parametrize(("words", "written"), [([], report_text(ALL)), (["--json"], ALL.to_json())])
 def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], written: str) -> None:
     guard.answer = ALL
-    assert invoke(*words, "-o", "report").exit_code == 1
+    assert invoke(*words, "-o", "report", "--report", "p.html").exit_code == 1
+    page = (folder / "p.html").read_text(encoding="utf-8")
+    assert "activations of blocks.*.mlp" in page
+    assert "head_|&lt;b&gt;" in page, "a name is no markup"
     assert (folder / "report").read_text() == written
     again = invoke(*words, "-o", "report")
     assert again.exit_code == 2
@@ -168,6 +171,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], w
         (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
         (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
         (["-o", "/nowhere/report"], "there is no folder /nowhere"),
+        (["-o", "a", "--report", "./a"], "--report names the file of -o, ./a"),
         (["train.py", "--target-batch", "0"], "0 is not in the range x>=1"),
         (["train.py", "other.py"], "unexpected extra argument (other.py): see `autoaccum guard --help`"),
     ],

@@ -112,7 +112,7 @@ def test_what_cannot_be_written_is_said_before_any_trial(
     assert sorted(path.name for path in folder.iterdir()) == ["model.py", "model.svg"]
 
 
-@pytest.mark.parametrize("workload", ["model:MODEL", "model.py:MODEL", "./model.py"])
+@pytest.mark.parametrize("workload", ["model.py:MODEL", "./model.py"])
 def test_the_workload_is_never_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, workload: str) -> None:
     monkeypatch.chdir(folder)
     (folder / "link.py").symlink_to(folder / "model.py")

@@ -153,7 +153,8 @@ def invoke(*words: str) -> Result:
 
 
 def test_the_next_commands_can_be_pasted(study: Stand) -> None:
-    text = invoke("--target-batch", "16", "-o", "b.json").stdout
+    text = invoke("--target-batch", "16", "-o", "b.json", "--report", "b.html").stdout
+    assert "best" in Path("b.html").read_text(encoding="utf-8")
     assert "train by its plan, b.json:\n" in text
     assert "fit model.py --target-batch 16 --epochs 3 --plan b.json --run-dir runs/b\n" in text
     assert "tune model.py --target-batch 16 --trials 60\n" in text

@@ -72,9 +72,13 @@ def test_equivalent_is_zero_and_one_line() -> None:
 
 
 def test_not_equivalent_is_one_and_names_the_cause(folder: Path, command: Command) -> None:
-    done = command(folder, "verify", "model.py:normed", "--target-batch", "8", "-q")
+    done = command(folder, "verify", "model.py:normed", "--target-batch", "8", "-q", "--report", "p.html")
     assert done.returncode == 1, done.stderr
-    assert "autoaccum verify model.py:normed --target-batch 8 --batchnorm exact\n" in done.stdout
+    again = "autoaccum verify model.py:normed --target-batch 8 --batchnorm exact"
+    assert f"{again}\nreport in p.html\n" in done.stdout
+    page = (folder / "p.html").read_text(encoding="utf-8")
+    assert again in page
+    assert "BatchNorm" in page
     assert done.stdout.startswith("not equivalent: the gradients are off by ")
     assert "cause        batchnorm: " in done.stdout
     assert "\x1b" not in done.stdout

@@ -134,8 +134,7 @@ def taken(line: str) -> tuple[str, dict[str, str], str] | None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "broken.py").write_text("import torch\n\ndef model():\n    pass\n")
+    (tmp_path / "broken.py").write_text("import torch\n\ndef model():\n    pass\n")
     (tmp_path / "train.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
     return tmp_path
 
@@ -154,7 +153,7 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
     )
     assert unmeasured is not None
     assert unmeasured[:1] == ("error",)
-    assert (unmeasured[1]["file"], unmeasured[1]["line"]) == ("package/broken.py", "3")
+    assert (unmeasured[1]["file"], unmeasured[1]["line"]) == ("broken.py", "3")
     assert unmeasured[2] == "model() raised ValueError: 50 %, ::error::told"
 
 

@@ -13,8 +13,8 @@ import pytest
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record
+from autoaccum.reporting.console import make_console, show
+from autoaccum.reporting.tune_report import TuneProgress, tuning_blocks, tuning_record
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import Row, SearchStarted, Setting, StudyOpened, Tuning
 
@@ -29,7 +29,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], 
 
 def printed(tuning: Tuning, commands: Mapping[str, Sequence[str]] | None = None) -> str:
     text = io.StringIO()
-    print_tuning(make_console(file=text, width=120), tuning, commands or {})
+    show(make_console(file=text, width=120), *tuning_blocks(tuning, commands or {}))
     return text.getvalue()
 
 

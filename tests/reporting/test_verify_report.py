@@ -8,8 +8,8 @@ import json
 
 from made_up_verifications import DIFFERENT, EQUAL, FOUND
 
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.verify_report import VerificationProgress, print_verification
+from autoaccum.reporting.console import make_console, show
+from autoaccum.reporting.verify_report import VerificationProgress, verification_blocks
 from autoaccum.verification.verification_result import (
     Compared,
     Verification,
@@ -20,7 +20,7 @@ from autoaccum.verification.verification_result import (
 def drawn(found: Verification, width: int = 100, *, verbose: bool = False) -> str:
     text = io.StringIO()
     console = make_console(file=text, width=width)
-    print_verification(console, found, again=["autoaccum", "verify", "my model.py"], verbose=verbose)
+    show(console, *verification_blocks(found, again=["autoaccum", "verify", "my model.py"], verbose=verbose))
     return text.getvalue()
 
 
