@@ -39,7 +39,7 @@ IS_RECORDED = torch.__version__ == REFERENCE
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / f"torch-{REFERENCE}.json").read_text())
 
 WORKLOADS = {pair.partition(" on ")[0] for pair in EXPECTED}
-QUICK = {"lstm_fp32", "mlp_held", "mlp_one_by_one", "mlp_sgd", "penalised", "tables_sparse"}
+QUICK = {"lstm_fp32", "mlp_held", "mlp_one_by_one", "mlp_sgd", "penalised"}
 LANGUAGE = {name for name in WORKLOADS if name.startswith(("gpt", "llama", "masked", "encoder"))}
 GROUPS = {"quick": QUICK}
 if IS_RECORDED and torch.version.cuda is not None:  # On the CPU's build, `record.py --check` compares all.
