@@ -27,7 +27,7 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, checked_batchnorm
+from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, check_batchnorm
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
@@ -182,9 +182,8 @@ class Accumulator:
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
         check_word(check, "check", CHECKS)
-        self._multiple_of = 1 if plan is None else int(getattr(plan, "multiple_of", 1))
-        if multiple_of is not None:
-            self._multiple_of = checked_micro_batch(multiple_of, what="multiple_of")
+        planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
+        self._multiple_of = checked_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
@@ -206,7 +205,7 @@ class Accumulator:
         if split is not None or size is not None or objective.batching is None:
             expected = getattr(plan, "target_batch", None)
             objective = dataclasses.replace(objective, batching=read_batching(split, size, expected))
-        batchnorm_mode = checked_batchnorm(spec.batchnorm, model, objective.criterion_module)
+        check_batchnorm(spec.batchnorm, model, objective.criterion_module)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
         sharded = find_sharded(
@@ -220,7 +219,7 @@ class Accumulator:
         self._progress = Progress(observer)
         self._updater = Updater(optimizer, scaler, scheduler)
         self._ranks = join_ranks()
-        self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
+        self._backpropagation = BACKPROPAGATIONS[spec.batchnorm](
             model,
             objective,
             precision=spec.precision,
@@ -229,7 +228,7 @@ class Accumulator:
             ranks=self._ranks,
         )
         self._backpropagation.sharded = sharded
-        self._savers = Savers(tuple(spec.savers), model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
+        self._savers = Savers(tuple(spec.savers), model, optimizer, exact_batchnorm=spec.batchnorm == "exact")
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._attempts = Attempts(
             self._backpropagation,
@@ -237,7 +236,7 @@ class Accumulator:
             self._savers,
             self._progress,
             FirstSteps(check, objective, self._multiple_of),
-            batchnorm=batchnorm_mode,
+            batchnorm=spec.batchnorm,
             in_fp32=spec.accumulate_in == "fp32",
             clip_norm=clip_norm,
             check_finite=check_finite,

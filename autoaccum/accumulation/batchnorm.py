@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,16 @@ def normalises_by_batch(module: nn.Module) -> bool:
     return is_batchnorm and (getattr(module, "running_mean", None) is None or module.training)
 
 
-def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
+def _frozen_warnings(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
     """Return a warning if `batchnorm="frozen"` would normalise by running statistics that were never estimated."""
-    norms = [norm for norm in find_batchnorms(model, criterion) if is_readable(norm.running_mean)]
-    trained = [one.get_buffer("running_mean").any() or (one.get_buffer("running_var") != 1).any() for one in norms]
-    if not norms or any(trained):
-        return None
-    return (
+    found: list[Any] = [(norm.running_mean, norm.running_var) for norm in find_batchnorms(model, criterion)]
+    read = [pair for pair in found if pair[0] is not None and is_plain_tensor(pair[0]) and not pair[0].is_meta]
+    if not read or any(bool(mean.any() or (variance != 1).any()) for mean, variance in read):
+        return []
+    return [
         'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
         " load trained weights, or begin with another mode"
-    )
+    ]
 
 
 def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
@@ -91,11 +91,6 @@ def is_scripted(module: nn.Module) -> bool:
     if not isinstance(module, torch.jit.ScriptModule):
         return False
     return getattr(module, "original_name", "") in [kind.__name__ for kind in BATCHNORMS]
-
-
-def is_readable(tensor: Tensor | None) -> bool:
-    """Return whether the values of a running statistic can be read."""
-    return tensor is not None and is_plain_tensor(tensor) and not tensor.is_meta
 
 
 _Moments: TypeAlias = "tuple[int, Tensor, Tensor]"
@@ -234,8 +229,7 @@ class RunningBackpropagation(MicroBackpropagation):
             for recorder in self._recorders:
                 stack.enter_context(recorder)
             yield
-        own = [[one and (one[0], one[1].cpu(), one[2].cpu()) for one in recorder.calls] for recorder in self._recorders]
-        rows = self.ranks.gather(own if self.ranks.size > 1 else [recorder.calls for recorder in self._recorders])
+        rows = self.ranks.gather([recorder.calls for recorder in self._recorders])
         for recorder, *calls in zip(self._recorders, *rows, strict=True):
             recorder.update_statistics(calls)
 
@@ -257,44 +251,28 @@ class RunningBackpropagation(MicroBackpropagation):
 class FrozenBackpropagation(Backpropagation):
     """Normalises by the running statistics and leaves them as they are; BatchNorm's weight and bias train."""
 
-    _frozen: Mapping[str, nn.Module]
+    _frozen: Sequence[nn.Module]
     _is_first = True
 
     @contextmanager
     def _around_parts(self) -> Iterator[None]:
-        """Let parts put BatchNorm modules into eval mode.
-
-        Raises:
-            UsageError: A BatchNorm has no running statistics, or the loss put it back into training mode.
-        """
+        """Let parts put BatchNorm modules into eval mode; raise UsageError if one has no running statistics."""
         check_frozen(self.model, self.criterion)
-        self._frozen = {
-            name: module
-            for name, module in named_modules(self.model, self.criterion)
-            if isinstance(module, BATCHNORMS) and module.training
-        }
-        before = _training_calls(self._frozen)
+        norms = find_batchnorms(self.model, self.criterion)
+        self._frozen = [module for module in norms if module.training]
         try:
             yield
         finally:
-            for module in self._frozen.values():
+            for module in self._frozen:
                 module.training = True
-        after = _training_calls(self._frozen)
-        if names := [name for name in before if before[name] != after[name]]:
-            raise UsageError(
-                f'batchnorm is "frozen", and within the loss {list_names(names)} ran in training mode, by train()'
-                " there, and changed running statistics",
-                hint='do not change the mode of these modules within the loss, or use batchnorm="micro"',
-            )
         self._is_first = False
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
-        warning = frozen_warning(self.model, self.criterion) if self._is_first else None
-        return [] if warning is None else [warning]
+        return _frozen_warnings(self.model, self.criterion) if self._is_first else []
 
     def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
-        for module in self._frozen.values():
+        for module in self._frozen:
             module.training = False  # Not eval(), which would reach modules within it (an activation, a dropout).
         return super()._forward(function, part)
 
@@ -307,11 +285,8 @@ BACKPROPAGATIONS: Final[Mapping[BatchNormMode, type[Backpropagation]]] = {
 }
 
 
-def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None = None) -> BatchNormMode:
-    """Return `mode`; raise UsageError if it is unknown, or impossible with `model` or its criterion."""
-    if mode not in BACKPROPAGATIONS:
-        modes = ", ".join(f'"{name}"' for name in BACKPROPAGATIONS)
-        raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {modes}")
+def check_batchnorm(mode: BatchNormMode, model: nn.Module, criterion: nn.Module | None = None) -> None:
+    """Raise UsageError if `mode` is impossible with `model` or its criterion."""
     scripted = [name for name, module in named_modules(model, criterion) if is_scripted(module)]
     if scripted and mode != "micro":
         raise UsageError(
@@ -320,13 +295,3 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
         )
     if mode == "frozen":
         check_frozen(model, criterion)
-    return cast("BatchNormMode", mode)
-
-
-def _training_calls(norms: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Return the versions of the `num_batches_tracked` of `norms`, which every call in training mode increments.
-
-    Reading a version does not synchronise with the GPU.
-    """
-    counts = {name: getattr(module, "num_batches_tracked", None) for name, module in norms.items()}
-    return {name: count._version for name, count in counts.items() if count is not None and not count.is_inference()}
