@@ -8,9 +8,9 @@ Normalization", 2015, section 3).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch, update_statistics
+from autoaccum.accumulation.batchnorm import BATCHNORMS, update_statistics
 from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep, Shares
 from autoaccum.errors import WorkloadError
@@ -169,124 +169,95 @@ class _Normalised(torch.autograd.Function):
         )
 
 
-_BATCH_NORM = inspect.signature(F.batch_norm)
-
-
 class ExactBatchNorm:
-    """Replaces the forward of BatchNorms that normalise by the batch while an update runs in lock step."""
+    """Replaces `torch.nn.functional.batch_norm`, which all BatchNorms call, while an update runs in lock step."""
 
     def __init__(self, lockstep: Lockstep, storage: HostStorage) -> None:
         self._lockstep, self._storage = lockstep, storage
-        self._by_place: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._places: dict[int, str] = {}
         lockstep.follow = self._follow
 
     @contextmanager
     def replacing(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Replace those among `modules` within; a module's own `forward` is restored."""
-        norms = [(name, one) for name, one in modules.items() if isinstance(one, BATCHNORMS)]
-        own = {module: vars(module).get("forward") for _, module in norms}
-        self._by_place = {f"BatchNorm {name}": module for name, module in norms}
+        """Normalise by the whole batch within, in training mode; `modules` tell BatchNorms by their tensors."""
+        self._modules = {f"BatchNorm {name}": one for name, one in modules.items() if isinstance(one, BATCHNORMS)}
+        tracked = {place: one for place, one in self._modules.items() if one.num_batches_tracked is not None}
+        self._counts = {place: module.num_batches_tracked.clone() for place, module in tracked.items()}
+        for place, module in self._modules.items():
+            self._places |= {id(one): place for one in (module.running_mean, module.weight) if one is not None}
+        synced = [one for one in self._modules.values() if isinstance(one, nn.SyncBatchNorm)]
+        plain, F.batch_norm = F.batch_norm, self._batch_norm
+        self._plain: Callable[..., Tensor] = plain
         try:
-            for name, module in norms:
-                vars(module)["forward"] = self._forward_of(name, module)
+            for module in synced:  # Its own forward would wait for the other ranks.
+                vars(module)["forward"] = partial(_BatchNorm.forward, module)
             yield
         finally:
-            for module, forward in own.items():
-                vars(module).pop("forward", None)
-                if forward is not None:
-                    vars(module)["forward"] = forward
-
-    def _forward_of(self, name: str, module: Any) -> Callable[..., Any]:
-        plain = module.forward
-        is_own = getattr(plain, "__func__", None) not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-        def forward(*arguments: Any, **named: Any) -> Any:
-            if not normalises_by_batch(module):
-                return plain(*arguments, **named)
-            if self._lockstep.part is None:
-                raise WorkloadError(
-                    f"BatchNorm {name} runs within backward (activation checkpointing), where it cannot wait for the"
-                    " other parts",
-                    hint='leave out the checkpointing, or take batchnorm="running"',
-                )
-            if is_own:
-                return self._run_own(name, module, lambda: plain(*arguments, **named))
-            return self._normalise(name, module, *arguments, **named)
-
-        return forward
-
-    def _run_own(self, name: str, module: Any, forward: Callable[[], Any]) -> Any:
-        """Run a class's own forward, which may do more, and replace the `F.batch_norm` that it calls."""
-        count, plain = module.num_batches_tracked, F.batch_norm
-        before = None if count is None else count.clone()
-
-        def batch_norm(input: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            F.batch_norm = plain  # Other parts run next.
-            called = _BATCH_NORM.bind(input, *arguments, **named)
-            called.apply_defaults()
-            taken = called.arguments
-            if not taken["training"]:
-                return plain(input, *arguments, **named)
-            is_own = taken["weight"] is module.weight and taken["bias"] is module.bias and taken["eps"] == module.eps
-            if not is_own:
-                raise WorkloadError(
-                    f"BatchNorm {name} has a forward of its own, which gives F.batch_norm another weight, bias or eps",
-                    hint='multiply and add after the normalisation, or take batchnorm="micro"',
-                )
-            if before is not None:
-                count.copy_(before)  # It is raised once for all parts.
-            return self._normalise(name, module, input)
-
-        F.batch_norm = batch_norm
-        try:
-            output = forward()
-            if F.batch_norm is plain:
-                return output
-        finally:
             F.batch_norm = plain
-        raise WorkloadError(
-            f"BatchNorm {name} has a forward of its own, which does not call torch.nn.functional.batch_norm",
-            hint='call that, or take batchnorm="micro"',
-        )
+            for module in synced:
+                vars(module).pop("forward", None)
 
-    def _normalise(self, name: str, module: Any, input: Tensor) -> Tensor:
-        module._check_input_dim(input)
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return self._plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        place = self._places.get(id(running_mean)) or self._places.get(id(weight), "a BatchNorm")
+        if self._lockstep.part is None:
+            raise WorkloadError(
+                f"{place} runs within backward (activation checkpointing), where it cannot wait for the other parts",
+                hint='leave out the checkpointing, or take batchnorm="running"',
+            )
         part = _Part(input, self._storage, self._lockstep)
         count = input.numel() // input.shape[1] if input.shape[1] else 0
         moments = _Moments.apply(input, part)  # type: ignore[no-untyped-call]
         mean, variance, part.count = self._lockstep.meet(
-            f"BatchNorm {name}", (count, *moments), lambda values: [self._join(name, module, values)] * len(values)
+            place, (count, *moments), lambda values: [self._join(place, values)] * len(values)
         )
         part.present = input.detach()
-        output: Tensor = _Normalised.apply(  # type: ignore[no-untyped-call]
-            mean, variance, module.weight, module.bias, part, module.eps
-        )
+        output: Tensor = _Normalised.apply(mean, variance, weight, bias, part, eps)  # type: ignore[no-untyped-call]
         return output
 
-    def _join(self, name: str, module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
+    def _join(self, place: str, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
         counts = [count for count, _, _ in values]
         moments = [moment for _, *pair in values for moment in pair]
         ranks = self._lockstep.ranks
         if ranks is None:
-            return _combine(module, counts, moments)
+            return self._combine(place, counts, moments)
         own = _Combined.apply(counts, True, *moments)  # type: ignore[no-untyped-call]
-        _, rows = ranks.meet(f"BatchNorm {name}", sum(counts), own)
-        return _combine(module, [count for count, _ in rows], [moment for _, pair in rows for moment in pair])
+        return self._combine_rows(place, ranks.meet(place, sum(counts), own)[1])
 
     def _follow(self, place: str, rows: Shares) -> None:
         """Update the running statistics of a BatchNorm that other ranks have called."""
-        if place in self._by_place:
-            counts, moments = [count for count, _ in rows], [moment for _, pair in rows for moment in pair]
-            _combine(self._by_place[place], counts, moments)
+        if place in self._modules:
+            self._combine_rows(place, rows)
 
+    def _combine_rows(self, place: str, rows: Shares) -> tuple[Tensor, Tensor, int]:
+        return self._combine(place, [count for count, _ in rows], [moment for _, pair in rows for moment in pair])
 
-def _combine(module: Any, counts: Sequence[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Return mean and variance of all parts, and the number of values; update the running statistics once."""
-    if sum(counts) <= 1:
-        raise WorkloadError(
-            f"the whole batch has {sum(counts)} value per channel, and BatchNorm needs more", hint="take more samples"
-        )
-    mean, variance = _Combined.apply(counts, False, *moments)  # type: ignore[no-untyped-call]
-    if module.training and module.track_running_stats:
-        update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
-    return mean, variance, sum(counts)
+    def _combine(self, place: str, counts: Sequence[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
+        """Return mean and variance of all parts, and the number of values; update the running statistics once."""
+        total = sum(counts)
+        if total <= 1:
+            raise WorkloadError(
+                f"the whole batch has {total} value per channel, and BatchNorm needs more", hint="take more samples"
+            )
+        mean, variance = _Combined.apply(counts, False, *moments)  # type: ignore[no-untyped-call]
+        module = self._modules.get(place)
+        if module is not None and module.training and module.track_running_stats:
+            if place in self._counts:  # Each part has raised it.
+                with torch.no_grad():
+                    module.num_batches_tracked.copy_(self._counts[place])
+                    self._counts[place].add_(1)
+            update_statistics(module, mean.detach(), variance.detach() * (total / (total - 1)))
+        return mean, variance, total
