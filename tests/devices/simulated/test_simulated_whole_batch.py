@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_exact_batchnorm_holds_one_part(simulated: Callable[..., Any]) -> None:
 def test_a_coupled_loss_keeps_outputs_alone(simulated: Callable[..., Any]) -> None:
     ask = simulated(COUPLED)
     seen = ask(Inspect())
-    assert (seen.coupled, seen.joining, seen.accumulation_warnings) == (True, "twice", ())
+    assert (seen.spec.coupled, seen.workload.joining, seen.accumulation_warnings) == (True, "twice", ())
     held = [held_bytes(trace(ask, parts)) for parts in (2, 4)]
     assert held[1] - held[0] < 0.1 * WAITING
     assert trace(ask, 4).host_bytes is None
@@ -87,5 +86,5 @@ model = lambda: Net(8, 4)
 """
     seen = simulated(lines)(Inspect())
     assert not isinstance(seen, Failure), seen
-    assert seen.joining == ("lockstep" if joined else None)
-    assert dataclasses.replace(seen, joining=None).coupled is False
+    assert seen.workload.joining == ("lockstep" if joined else None)
+    assert not seen.spec.coupled
