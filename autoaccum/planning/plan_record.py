@@ -208,6 +208,7 @@ class Plan:
         return cls.from_json(read_text(Path(path)), source=str(path))
 
     def _contradictions(self) -> list[str]:
+        """Return a sentence for each number that its parts contradict, and each size that no trial proves."""
         if not all(trial.parts for trial in self.trials):
             return ["a trial has no parts"]
         try:
@@ -220,27 +221,15 @@ class Plan:
             for name in names
             if getattr(self, name) != getattr(schedule, name)
         ]
-        if self.devices is not None and len(self.devices) != self.world_size:
-            found.append(f"devices are {len(self.devices)}, world_size {self.world_size}")
-        if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
-            found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
-        found += self._unproved()
-        if (self.kind == "predicted") != (self.band_bytes is not None):
-            found.append(f"band_bytes is {self.band_bytes}, and it is {self.kind}")
+        ran = [trial for trial in self.trials if trial.ran]
+        sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
+        found += [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
         if self.largest_fit < self.micro_batch:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             found.append(f"learning_rate is {self.learning_rate}")
-        return found
-
-    def _unproved(self) -> list[str]:
-        """Return a sentence for each size that no trial proves."""
-        ran = [trial for trial in self.trials if trial.ran]
-        sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
-        missing = {self.micro_batch, self.largest_fit} - sizes
-        found = [f"no trial ran at size {size}" for size in sorted(missing)]
-        if self.kind == "predicted" and self.least_bytes is None:
-            found.append("no least_bytes are predicted")
+        if (self.kind == "predicted") != (None not in (self.least_bytes, self.band_bytes)):
+            found.append(f"it is {self.kind}, with least_bytes {self.least_bytes} and band_bytes {self.band_bytes}")
         return found
 
 
@@ -252,12 +241,9 @@ def _record(plan: Plan) -> dict[str, Any]:
 def _check_schema(schema: object, source: str) -> None:
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
         raise PlanFileError(f"{source} is damaged: its schema is {schema!r}", hint=_AGAIN)
-    if schema > SCHEMA:
+    if schema != SCHEMA:
+        age = "a newer" if schema > SCHEMA else "an older"
         raise PlanFileError(
-            f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
-            hint=f"upgrade autoaccum, or {_AGAIN}",
-        )
-    if schema < SCHEMA:
-        raise PlanFileError(
-            f"{source} was written by an older autoaccum (schema {schema}, this one reads {SCHEMA})", hint=_AGAIN
+            f"{source} was written by {age} autoaccum (schema {schema}, this one reads {SCHEMA})",
+            hint=f"upgrade autoaccum, or {_AGAIN}" if schema > SCHEMA else _AGAIN,
         )

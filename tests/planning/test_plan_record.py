@@ -72,9 +72,6 @@ def test_a_learning_rate_is_kept_and_part_of_the_digest(a_plan: Plan) -> None:
         ({"micro_batches": ()}, "a schedule of micro-batches"),
         ({"largest_fit": 101}, "no trial ran at size 101"),
         ({"trials": ()}, "no trial ran at size 86"),
-        ({"least_bytes": GIB}, None),
-        ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
-        ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
         ({"learning_rate": 0.1}, None),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
     ],
@@ -98,7 +95,7 @@ def changed(plan: Plan, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 3, this one reads up to 2): upgrade"),
+        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 3, this one reads 2): upgrade"),
         ({"schema": "1"}, "is damaged: its schema is '1'"),
         ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
         ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),
@@ -143,12 +140,8 @@ def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
     plan = replace(a_plan, **known)
     assert Plan.from_json(plan.to_json()) == plan
     assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
-    for change, text in (
-        ({"band_bytes": None}, "band_bytes is None, and it is predicted"),
-        ({"kind": "measured", "least_bytes": None}, f"band_bytes is {40 * MIB}, and it is measured"),
-        ({"least_bytes": None}, "no least_bytes are predicted"),
-    ):
-        with pytest.raises(UsageError, match=text):
+    for change in ({"band_bytes": None}, {"kind": "measured"}, {"least_bytes": None}):
+        with pytest.raises(UsageError, match="it is (predicted|measured), with least_bytes"):
             replace(plan, **change)
 
 
