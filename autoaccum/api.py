@@ -262,7 +262,7 @@ def guard(
     gpus: Sequence[str] = (),
     target_batch: int | None = None,
     micro_batch: int | None = None,
-    tolerance: str | None = None,
+    tolerance: str = "1%",
     update: bool = False,
     baseline: str | None = None,
     force: bool = False,
@@ -273,7 +273,7 @@ def guard(
     """Measure the memory of an update again, and compare it with the lock file or with another git revision.
 
         autoaccum.guard("model.py", gpu="rtx3090", target_batch=256, update=True)  # Writes autoaccum.lock.
-        report = autoaccum.guard()  # Compares everything that the lock and pyproject.toml name.
+        report = autoaccum.guard()  # Compares everything that the lock names.
         report.exit_code, report.to_json()
 
     A case that cannot be measured is reported as `unmeasured`; the others are still measured.
@@ -283,7 +283,7 @@ def guard(
             other arguments.
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
         micro_batch: The most samples to run at once; planned when None.
-        tolerance: The growth of the peak that passes, such as `1%` or `50MiB`; the project's, else 1 %, when None.
+        tolerance: The growth of the peak that passes, such as `1%` or `50MiB`.
         update: Plan and measure anew, and write the lock instead of comparing with it.
         baseline: Compare with this git revision, which is measured too; no lock is written.
         force: With `update`, replace a lock that cannot be read.
@@ -296,7 +296,7 @@ def guard(
     from autoaccum.guarding.cases import Case
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard as run_guard
-    from autoaccum.guarding.project import find_project
+    from autoaccum.guarding.project import find_folder
 
     if isinstance(gpus, str) or (gpus and "gpu" in options):
         raise UsageError("gpus is one name, or gpu is given too", hint="give gpu=NAME or gpus=[NAME, ...]")
@@ -314,10 +314,10 @@ def guard(
     ]
     return run_guard(
         cases,
-        find_project(Path.cwd()),
+        find_folder(Path.cwd()),
         update=update,
         baseline=baseline,
-        tolerance=None if tolerance is None else parse_tolerance(tolerance),
+        tolerance=parse_tolerance(tolerance),
         time_limit=time_limit,
         force=force,
         on_event=on_event,

@@ -18,8 +18,6 @@ from warm_children import WarmPython
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.devices.base import Trial
 from autoaccum.devices.trial_run import TrialRun
-from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.project import find_project
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.cards import all_cards
 from autoaccum.sources.loading import load_workload
@@ -179,13 +177,6 @@ def test_one_call_trains(tmp_path: Path, warm_python: WarmPython) -> None:
     assert done.returncode == 0, done.stderr
     made = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert {"metrics.jsonl", "plan.json", "checkpoints", "model.pt"} <= made
-
-
-def test_the_guarded_table_is_one(tmp_path: Path) -> None:
-    (table,) = [str(code) for code in re.findall(r"```toml\n(.*?)```", GUIDES, re.DOTALL) if "[tool.autoaccum]" in code]
-    (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
-    names = [case_name(case) for case in find_project(tmp_path).cases]
-    assert names == ["train.py on rtx3090, target batch 256", "train.py on a100-80gb, target batch 256"]
 
 
 def test_commands_are_ones_that_there_are() -> None:

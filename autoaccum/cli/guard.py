@@ -16,7 +16,6 @@ from autoaccum.errors import AutoaccumError
 
 if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
-    from autoaccum.guarding.project import Project
 
 
 @click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
@@ -37,7 +36,9 @@ if TYPE_CHECKING:
 @click.option(
     "--tolerance",
     metavar="SHARE|SIZE",
-    help="Growth that passes, such as 1% or 50MiB.  [default: the project's, or 1%]",
+    default="1%",
+    show_default=True,
+    help="Growth that passes, such as 0.5% or 50MiB.",
 )
 @click.option("--update", is_flag=True, help="Plan and measure anew, and write the lock.")
 @click.option(
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 def command(
     workload: str | None,
     gpus: tuple[str, ...],
-    tolerance: str | None,
+    tolerance: str,
     update: bool,
     baseline: str | None,
     time_limit: float | None,
@@ -59,24 +60,14 @@ def command(
 ) -> None:
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
-    WORKLOAD is model.py or model.py:name. Without it, everything that the lock and
-    [tool.autoaccum] in pyproject.toml name is measured; with it, --gpu and a target batch, it need not be named
-    there.
+    WORKLOAD is model.py or model.py:name. Without it, everything in the lock is measured: autoaccum.lock in this folder
+    or the nearest above.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it was locked, and the largest micro-batch that fits is searched anew.
 
     Run it once, not under torchrun; --world-size guards the largest share of several ranks. Within GitHub Actions the
     report has annotations, too, and is added to the summary of the step.
-
-    Settings of a project:
-      [tool.autoaccum]                # in pyproject.toml
-      tolerance = "1%"                # or a size, such as "50MiB"
-      lock = "memory.lock"            # if not autoaccum.lock
-      [[tool.autoaccum.guard]]
-      workload = "train.py"
-      gpu = ["rtx3090", "a100-80gb"]  # one case for each
-      target-batch = 256              # and micro-batch, precision, optimizer, memory, ...
 
     Examples:
       autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
@@ -94,7 +85,7 @@ def command(
     from autoaccum.guarding.cases import make_case
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
-    from autoaccum.guarding.project import find_project
+    from autoaccum.guarding.project import LOCK_NAME, find_folder
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.guard_report import (
         GuardProgress,
@@ -108,17 +99,17 @@ def command(
     stderr = make_console(stderr=True)
     annotates = _on_github() and not as_json
     with _annotating() if annotates else nullcontext():
-        allowed = None if tolerance is None else parse_tolerance(tolerance)
+        allowed = parse_tolerance(tolerance)
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
-        project = find_project(Path.cwd())
-        others = {"the lock itself": project.lock}
+        folder = find_folder(Path.cwd())
+        others = {"the lock itself": folder / LOCK_NAME}
         check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
         limits: dict[str, Any] = {"tolerance": allowed, "time_limit": time_limit}
         with GuardProgress(stderr, quiet=quiet, harmless=harmless if _on_github() else None) as progress:
             listeners: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
-            found = guard(wanted, project, update=update, baseline=baseline, force=force, **limits, **listeners)
+            found = guard(wanted, folder, update=update, baseline=baseline, force=force, **limits, **listeners)
         if annotates:
-            _show_on_github(found, project)
+            _show_on_github(found, folder)
         elif as_json:
             click.echo(found.to_json(), nl=False)
         else:
@@ -133,13 +124,13 @@ def command(
         raise click.exceptions.Exit(found.exit_code)
 
 
-def _show_on_github(report: Report, project: Project) -> None:
+def _show_on_github(report: Report, folder: Path) -> None:
     """Print the report with annotations, and add it to the summary of the step."""
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.guard_report import annotation_lines, harmless, report_text, write_summary
 
     click.echo(harmless(report_text(report)), nl=False)
-    for line in annotation_lines(report, project.folder, os.environ):
+    for line in annotation_lines(report, folder, os.environ):
         click.echo(line)
     if unwritten := write_summary(report, os.environ):
         print_labelled(make_console(stderr=True), "warning", unwritten, "yellow")

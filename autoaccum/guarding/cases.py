@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.module_names import split_reference
 from autoaccum.spec import coupled_word
-
-_PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,7 @@ class Case:
 
 _CASE_FIELDS = [field.name for field in dataclasses.fields(Case)[:-1]]
 CASE_FIELDS = (*_CASE_FIELDS, *(name for name in taken_by("guard") if name != "time_limit"))
-"""The fields that a project file or a test may give."""
+"""The fields that a test may give."""
 
 
 def make_case(
@@ -80,24 +77,25 @@ def make_case(
 
 
 def case_name(case: Case) -> str:
-    """Return the name of a case; different cases have different names.
+    """Return the name of a case: what `autoaccum guard` takes to select it. Different cases have different names.
 
     >>> case_name(make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16"))
-    'train.py on rtx3090, target batch 256, precision bf16'
+    'train.py --gpu rtx3090 --target-batch 256 --precision bf16'
     """
-    given = case.to_record()
-    for name in ("workload", "gpu"):
-        given.pop(name, None)
-    workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)
-    details = (f"{name.replace('_', ' ')} {_word(name, value)}".rstrip() for name, value in given.items())
-    return ", ".join([f"{workload} on {case.options.gpu}", *details])
+    return shlex.join(_words(case.to_record()))
 
 
-def _word(name: str, value: Any) -> str:
-    """Write the value of an option as in a name; a flag has none."""
-    if isinstance(value, list):
-        return "+".join(value) or "none"
-    return coupled_word(value) if name == "coupled" else "" if value is True else str(value)
+def _words(given: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments of `autoaccum guard` for the given values, the workload first."""
+    yield given.get("workload", "")
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "coupled":
+            yield from (flag, coupled_word(value))
+        elif isinstance(value, list):
+            yield from (word for each in value or ["none"] for word in (flag, each))
+        elif name != "workload":
+            yield from [flag] if value is True else [flag, str(value)]
 
 
 def check_case(case: Case, *, partial: bool = False) -> Case:
@@ -141,21 +139,9 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
 
     The workload is relative to `folder`; `further` flags come at the end.
     """
-    given = {**case.to_record(), "workload": _from_here(case.workload, folder) if case.workload else "model.py"}
-    if case.options.gpu is None:
-        given["gpu"] = "NAME"
-    if not case.has_size:
-        given["target_batch"] = "N"
-    words = ["autoaccum", "guard", given.pop("workload")]
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        for each in value if isinstance(value, list) else [value]:
-            words += [flag] if each is True and name != "coupled" else [flag, _word(name, each)]
-    return shlex.join([*words, *further])
-
-
-def _from_here(workload: str, folder: Path) -> str:
-    target, colon, name = split_reference(workload)
-    if not os.access(folder / target, os.F_OK):  # Nor can a name be too long for that.
-        return workload
-    return f"{Path(os.path.relpath(folder / target)).as_posix()}{colon}{name}"
+    given = {"workload": "model.py", "gpu": "NAME"} | ({} if case.has_size else {"target_batch": "N"})
+    given |= case.to_record()
+    target, colon, name = split_reference(given["workload"])
+    if case.workload and os.access(folder / target, os.F_OK):  # Nor can a name be too long for that.
+        given["workload"] = f"{Path(os.path.relpath(folder / target)).as_posix()}{colon}{name}"
+    return shlex.join(["autoaccum", "guard", *_words(given), *further])

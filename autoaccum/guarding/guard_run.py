@@ -34,18 +34,18 @@ from autoaccum.guarding.guard_result import (
 )
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import measure, request_of
-from autoaccum.guarding.project import Project, checked_out, find_project, select_cases
+from autoaccum.guarding.project import LOCK_NAME, checked_out, find_folder, place_within, select_cases
 from autoaccum.guarding.verdict import compare
 from autoaccum.units import MemorySize
 
 
 def guard(
     wanted: Sequence[Case],
-    project: Project,
+    folder: Path,
     *,
     update: bool = False,
     baseline: str | None = None,
-    tolerance: MemorySize | None = None,
+    tolerance: MemorySize = DEFAULT_TOLERANCE,
     time_limit: float | None = None,
     force: bool = False,
     on_event: Listener | None = None,
@@ -58,11 +58,11 @@ def guard(
 
     Args:
         wanted: Cases to select, one for each card; fields may be missing, and an empty case selects all known ones.
-        project: The project, with the cases that it names.
+        folder: The folder of the lock and the workloads; child processes run in it.
         update: Plan again, and write the lock at the end instead of comparing with it. A case that could not be
             measured keeps its entry.
         baseline: Compare with this revision, measured here too. A lock then only names cases, and none is written.
-        tolerance: How much memory may grow; None: the project's tolerance, else 1 %.
+        tolerance: How much memory may grow.
         time_limit: Seconds for all searches together; cases that take longer are `unmeasured`.
         force: Replace a lock that cannot be read; it loses the cases that are not measured now.
         on_event: Called with each event of `autoaccum.guarding.guard_result`.
@@ -80,22 +80,23 @@ def guard(
         )
     if time_limit is not None:
         read_seconds(time_limit, "the time limit")
-    allowed = tolerance or project.tolerance or DEFAULT_TOLERANCE
+    lock = folder / LOCK_NAME
     is_whole = all(part.is_complete for part in wanted)
-    locked = {} if baseline is not None and is_whole else _entries(project, fresh=update and force)
-    known = (*project.cases, *locked)
-    if not known and not is_whole:
-        raise _nothing_to_guard(wanted, project, baseline)
+    locked = {} if baseline is not None and is_whole else _entries(lock, fresh=update and force)
+    if not locked and not is_whole:
+        readable = " that can be read" if lock.exists() else ""
+        hint = f"lock it by `{guard_command(wanted[0], folder, '--update')}`"
+        raise MissingLockError(f"there is no {LOCK_NAME}{readable} in {folder}", hint=hint)
     if update:
-        check_output(project.lock, force=True, hint="name another in [tool.autoaccum]")
-    cases = select_cases(wanted, project, known)
+        check_output(lock, force=True)
+    cases = select_cases(wanted, folder, locked)
     notify = on_event or (lambda event: None)
     verdicts = []
-    with checked_out(project.folder, baseline) if baseline is not None else nullcontext() as there:
+    with checked_out(folder, baseline) if baseline is not None else nullcontext() as there:
         run = _GuardRun(
-            project=project,
+            folder=folder,
             locked=locked,
-            tolerance=allowed,
+            tolerance=tolerance,
             update=update,
             baseline=there,
             revision=baseline or "",
@@ -112,40 +113,29 @@ def guard(
             verdicts.append(verdict)
     found = {verdict.case: verdict.now for verdict in verdicts if verdict.outcome == "locked" and verdict.now}
     if found:
-        before = _entries(project, fresh=force)  # Another process may have written it meanwhile.
-        write_lock(project.lock, {**before, **found})
-    relative = os.path.relpath(project.lock)
-    lock = str(project.lock) if relative.startswith("..") else relative
-    updated = lock if found else None
-    return Report(verdicts=tuple(verdicts), against=baseline or lock, tolerance=allowed, updated=updated)
+        before = _entries(lock, fresh=force)  # Another process may have written it meanwhile.
+        write_lock(lock, {**before, **found})
+    relative = os.path.relpath(lock)
+    shown = str(lock) if relative.startswith("..") else relative
+    updated = shown if found else None
+    return Report(verdicts=tuple(verdicts), against=baseline or shown, tolerance=tolerance, updated=updated)
 
 
-def _entries(project: Project, *, fresh: bool) -> dict[Case, Measurement]:
+def _entries(lock: Path, *, fresh: bool) -> dict[Case, Measurement]:
     """Return the entries of the lock; none where it cannot be read and a `fresh` one is to be written."""
     try:
-        return read_lock(project.lock)
+        return read_lock(lock)
     except LockFileError:
         if not fresh:
             raise
         return {}
 
 
-def _nothing_to_guard(wanted: Sequence[Case], project: Project, baseline: str | None) -> AutoaccumError:
-    if baseline is not None:
-        return NotMeasuredError(
-            "neither pyproject.toml nor a lock names a case",
-            hint="name one in [[tool.autoaccum.guard]], or give WORKLOAD --gpu NAME --target-batch N",
-        )
-    hint = f"lock it by `{guard_command(wanted[0], project.folder, '--update')}`"
-    readable = " that can be read" if project.lock.exists() else ""
-    return MissingLockError(f"there is no {project.lock.name}{readable} in {project.lock.parent}", hint=hint)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _GuardRun:
     """What the cases of one call have in common; `baseline` is where the other `revision` is checked out."""
 
-    project: Project
+    folder: Path
     locked: Mapping[Case, Measurement]
     tolerance: MemorySize
     update: bool
@@ -162,7 +152,7 @@ class _GuardRun:
         Raises:
             AutoaccumError: It cannot be measured.
         """
-        command = "" if self.baseline else guard_command(case, self.project.folder, "--update")
+        command = "" if self.baseline else guard_command(case, self.folder, "--update")
         before = self._measure_baseline(case) if self.baseline else self.locked.get(case)
         if self.update:
             now = self._measure(case)
@@ -172,12 +162,12 @@ class _GuardRun:
             seen = compare(case, before, now, self.tolerance)
             return dataclasses.replace(verdict, explanation=seen.explanation, growths=seen.growths)
         if before is None:
-            lock = self.project.lock
+            exists = (self.folder / LOCK_NAME).exists()
             return Verdict(
                 case=case,
                 outcome="unmeasured",
                 exit_code=NotMeasuredError.exit_code,
-                reasons=(f"{lock.name} has no entry for it" if lock.exists() else f"there is no {lock.name}",),
+                reasons=(f"{LOCK_NAME} has no entry for it" if exists else f"there is no {LOCK_NAME}",),
                 hint="lock it on a branch that is known to be good",
                 command=command,
             )
@@ -195,15 +185,15 @@ class _GuardRun:
     ) -> Measurement:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
-        there, left = checkout or Checkout(self.project.folder), self.deadline.left_seconds
+        there, left = checkout or Checkout(self.folder), self.deadline.left_seconds
         return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
 
 def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict:
     """Return the verdict for an error.
 
-    A usage error in a workload that a lock or `pyproject.toml` names, not the command, is none of the command's: the
-    case could not be measured.
+    A usage error in a workload that the lock names, not the command, is none of the command's: the case could not be
+    measured.
     """
     is_usage = error.exit_code == UsageError.exit_code
     return Verdict(
@@ -221,7 +211,7 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
 
     Args:
         workload: An absolute file, with `:name` where it has one; or a module.
-        folder: The folder from which the project is looked for, upwards.
+        folder: The folder from which a lock is looked for, upwards: its folder is the workload's.
         given: Fields of `Case` and of its options.
 
     Raises:
@@ -232,14 +222,14 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
     if unknown:
         takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
         raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
-    project = find_project(folder)
+    folder = find_folder(folder)
     try:
-        reference = project.reference(workload, project.folder)
-    except UsageError:  # A file outside of the project has its whole path as its name.
+        reference = place_within(folder, workload, folder)
+    except UsageError:  # A file outside of it has its whole path as its name.
         reference = workload
     case = check_case(make_case(workload=reference, **given))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
-    measured = measure(case, Checkout(project.folder), micro_batches=schedule)
+    measured = measure(case, Checkout(folder), micro_batches=schedule)
     if measured.fits:
         return ""
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"

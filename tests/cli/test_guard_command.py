@@ -17,7 +17,6 @@ from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report
-from autoaccum.guarding.project import Project
 from autoaccum.reporting.guard_report import report_markdown, report_text
 from autoaccum.units import MemorySize
 
@@ -29,8 +28,8 @@ class Guard:
         self.answer: Report | BaseException = report(UNCHANGED)
         self.asked: dict[str, Any] = {}
 
-    def __call__(self, wanted: list[Case], project: Project, **options: Any) -> Report:
-        self.asked = {"wanted": wanted, "project": project, **options}
+    def __call__(self, wanted: list[Case], folder: Path, **options: Any) -> Report:
+        self.asked = {"wanted": wanted, "folder": folder, **options}
         options["on_event"](CaseStarted(CASE))
         if options["on_output"] is not None:
             options["on_output"]("::error::of the workload")
@@ -43,7 +42,6 @@ class Guard:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("def model():\n    pass\n")
-    (tmp_path / "pyproject.toml").write_text('[tool.autoaccum]\nlock = "locks/memory.lock"\n')
     monkeypatch.chdir(tmp_path)
     for name in ("GITHUB_ACTIONS", "GITHUB_WORKSPACE", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
@@ -103,7 +101,7 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
         batchnorm="frozen",
     )
     assert guard.asked["wanted"] == [case, make_case(**{**case.to_record(), "gpu": "a100-80gb"})]
-    assert guard.asked["project"].lock == folder.resolve() / "locks/memory.lock"
+    assert guard.asked["folder"] == folder.resolve()
     kept = {name: guard.asked[name] for name in ("update", "baseline", "tolerance", "time_limit", "force")}
     assert kept == {
         "update": True,
@@ -131,7 +129,7 @@ def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) ->
     )
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0] == "passed: train.py on a100-80gb, target batch 256, precision bf16"
+    assert lines[0] == "passed: train.py --gpu a100-80gb --target-batch 256 --precision bf16"
     commands = [line for line in lines if line.startswith("::")]
     assert [line.partition(" ")[0] for line in commands] == ["::error", "::error"]
     assert commands[0].startswith("::error file=train.py,line=1,title=autoaccum guard%3A regressed")
@@ -169,7 +167,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], w
     [
         (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
         (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
-        (["-o", "locks/memory.lock", "--force"], "-o names the lock itself, locks/memory.lock"),
+        (["-o", "autoaccum.lock", "--force"], "-o names the lock itself, autoaccum.lock"),
         (["-o", "/nowhere/report"], "there is no folder /nowhere"),
         (["-o", "a", "--report", "./a"], "--report names the file of -o, ./a"),
         (["train.py", "--target-batch", "0"], "0 is not in the range x>=1"),

@@ -16,9 +16,9 @@ from small_repository import commit, git
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guard_run import guard
-from autoaccum.guarding.project import Project, checked_out
+from autoaccum.guarding.project import checked_out
 
 MODEL = """
 import helper
@@ -175,10 +175,9 @@ def test_each_side_is_measured_by_its_own_code_and_never_compared_with_itself(
     (clone / "src/helper.py").write_text("WIDTH = 262144\n")
     monkeypatch.chdir(clone)
     monkeypatch.syspath_prepend(clone / "src")
-    project = Project(folder=clone, lock=clone / "autoaccum.lock", cases=(case,))
-    (found,) = guard([Case()], project, baseline="HEAD").verdicts
+    (found,) = guard([case], clone, baseline="HEAD").verdicts
     assert (found.outcome, found.before and found.before.update["parameters"]) == ("regressed", "4,160")
     commit(clone, {"train.py": f"import sys\nsys.path.insert(0, {str(clone / 'src')!r})\n{MODEL}"})
-    (same,) = guard([Case()], project, baseline="HEAD").verdicts
+    (same,) = guard([case], clone, baseline="HEAD").verdicts
     assert (same.outcome, same.exit_code) == ("unmeasured", 3)
     assert f"{clone}/src/helper.py is loaded, and not from the revision that is to be measured" in same.reasons[0]

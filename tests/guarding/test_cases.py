@@ -11,7 +11,7 @@ from small_locks import a_case
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, guard_command, make_case
 from autoaccum.guarding.guard_result import parse_tolerance
-from autoaccum.guarding.project import Project, find_project, select_cases
+from autoaccum.guarding.project import find_folder, place_within, select_cases
 from autoaccum.units import GIB, MIB, MemorySize
 
 WHOLE = make_case(
@@ -36,19 +36,14 @@ WHOLE = make_case(
 
 
 class TestCase:
-    def test_a_name_shows_all_that_was_given(self) -> None:
+    def test_a_name_is_what_selects_it(self) -> None:
         case = make_case(workload="train.py:small", gpu="t4", target_batch=256)
-        assert case_name(case) == "train.py:small on t4, target batch 256"
-        assert case_name(WHOLE) == (
-            "train.py on rtx3090, target batch 256, micro batch 8, optimizer SGD, precision bf16, batchnorm frozen,"
-            " coupled yes, keeps outputs+ema, evaluation batch 64, worst of 1000, memory 20GiB, reserve 5%, world size"
-            " 2, parallel fsdp2, mesh 1x2, equal"
-        )
-        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(", keeps none")
-        strange = make_case(workload="a.py on cpu, target 8", gpu="t4")
-        assert case_name(strange) == '"a.py on cpu, target 8" on t4', "it cannot pass for another case"
+        assert case_name(case) == "train.py:small --gpu t4 --target-batch 256"
+        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(" --keeps none")
+        strange = make_case(workload="a.py --gpu t4", gpu="t4")
+        assert case_name(strange) == "'a.py --gpu t4' --gpu t4", "it cannot pass for another case"
 
-    def test_the_command_says_all_of_it_too(self, tmp_path: Path) -> None:
+    def test_the_command_says_all_that_was_given(self, tmp_path: Path) -> None:
         assert guard_command(WHOLE, tmp_path, "--update") == (
             "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --micro-batch 8 --optimizer SGD --precision bf16"
             " --batchnorm frozen --coupled yes --keeps outputs --keeps ema --evaluation-batch 64 --worst-of 1000"
@@ -84,93 +79,26 @@ class TestCase:
         assert error.value.hint
 
 
-SETTINGS = """
-[project]
-name = "anything"
-
-[tool.autoaccum]
-tolerance = "0.5%"
-lock = "locks/memory.lock"
-
-[[tool.autoaccum.guard]]
-workload = "./src/../train.py:small"
-gpu = ["rtx3090", "a100-80gb"]
-target-batch = 256
-precision = "bf16"
-
-[[tool.autoaccum.guard]]
-workload = "other.py:name"
-gpu = "t4"
-micro-batch = 8
-keeps = ["ema"]
-world-size = 2
-equal = true
-"""
-ENTRY = '[[tool.autoaccum.guard]]\nworkload = "a.py"\n'
-CARD = 'gpu = "rtx3090"\n'
+def test_the_nearest_lock_counts_then_the_folder_itself(tmp_path: Path) -> None:
+    (deep := tmp_path / "sub/deep").mkdir(parents=True)
+    assert find_folder(deep) == deep
+    (tmp_path / "autoaccum.lock").write_text("")
+    assert find_folder(deep) == tmp_path
 
 
-class TestProject:
-    @pytest.fixture
-    def project(self, tmp_path: Path) -> Path:
-        (tmp_path / "sub/deep").mkdir(parents=True)
-        return tmp_path
-
-    def test_all_that_a_project_says(self, project: Path) -> None:
-        (project / "pyproject.toml").write_text(SETTINGS)
-        for cwd in (project, project / "sub/deep"):
-            found = find_project(cwd)
-            assert (found.folder, found.lock) == (project, project / "locks/memory.lock")
-            assert found.tolerance == MemorySize(fraction=0.005)
-            assert [case_name(case) for case in found.cases] == [
-                "train.py:small on rtx3090, target batch 256, precision bf16",
-                "train.py:small on a100-80gb, target batch 256, precision bf16",
-                "other.py:name on t4, micro batch 8, keeps ema, world size 2, equal",
-            ]
-
-    def test_the_nearest_table_counts_then_the_nearest_lock_then_the_folder_itself(self, project: Path) -> None:
-        below, deep = project / "sub", project / "sub/deep"
-        assert find_project(deep) == Project(folder=deep, lock=deep / "autoaccum.lock")
-        (project / "autoaccum.lock").write_text("")
-        (deep / "pyproject.toml").write_text('[project]\nname = "none of ours"\n')
-        assert find_project(deep).folder == project
-        (below / "pyproject.toml").write_text("[tool.autoaccum]\n")
-        assert find_project(deep) == Project(folder=below, lock=below / "autoaccum.lock")
-
-    def test_a_path_is_known_by_its_place_in_the_project(self, project: Path) -> None:
-        found = Project(folder=project, lock=project / "autoaccum.lock")
-        for cwd, written, known in (
-            (project, "./a.py", "a.py"),
-            (project / "sub", "../a.py:name", "a.py:name"),
-            (project / "sub/deep", str(project / "a.py"), "a.py"),
-            (project, "sub//deep/../a.py", "sub/a.py"),
-        ):
-            assert found.reference(written, cwd) == known
-        (project / "link").symlink_to(project / "sub")
-        assert found.reference("link/real.py", project) == "sub/real.py"
-        with pytest.raises(UsageError, match=r"\.\./a\.py lies outside of .*, the folder of the lock: guard it from"):
-            found.reference("../a.py", project)
-
-    @pytest.mark.parametrize(
-        ("text", "told"),
-        [
-            ("[tool.autoaccum\n", "PATH cannot be read ("),
-            ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': the keys are"),
-            ("[tool.autoaccum]\ntolerance = 0.01\n", "the tolerance 0.01 is neither a share"),
-            ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is not a list of tables: write one [["),
-            ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it has no workload: add one"),
-            (f"{ENTRY}{CARD}", "[[tool.autoaccum.guard]] 1 in PATH: a.py has no target batch"),
-            (f"{ENTRY.replace('a.py', '../a.py')}{CARD}target-batch = 8\n", "../a.py lies outside of"),
-        ],
-        ids=lambda value: None,
-    )
-    def test_what_a_project_cannot_say(self, project: Path, text: str, told: str) -> None:
-        path = project / "pyproject.toml"
-        path.write_text(text)
-        with pytest.raises(UsageError) as error:
-            find_project(project / "sub")
-        assert told.replace("PATH", str(path)) in str(error.value)
-        assert error.value.hint
+def test_a_path_is_known_by_its_place_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub/deep").mkdir(parents=True)
+    for cwd, written, known in (
+        (tmp_path, "./a.py", "a.py"),
+        (tmp_path / "sub", "../a.py:name", "a.py:name"),
+        (tmp_path / "sub/deep", str(tmp_path / "a.py"), "a.py"),
+        (tmp_path, "sub//deep/../a.py", "sub/a.py"),
+    ):
+        assert place_within(tmp_path, written, cwd) == known
+    (tmp_path / "link").symlink_to(tmp_path / "sub")
+    assert place_within(tmp_path, "link/real.py", tmp_path) == "sub/real.py"
+    with pytest.raises(UsageError, match=r"\.\./a\.py lies outside of .*, the folder of the lock: guard it from"):
+        place_within(tmp_path, "../a.py", tmp_path)
 
 
 SMALL = a_case(target_batch=16)
@@ -180,33 +108,33 @@ KNOWN = (OTHER, a_case(), SMALL, a_case())
 
 class TestSelection:
     @pytest.fixture
-    def project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    def project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
-        return Project(folder=tmp_path, lock=tmp_path / "autoaccum.lock")
+        return tmp_path
 
-    def select(self, project: Project, *gpus: str, **asked: Any) -> tuple[Case, ...]:
+    def select(self, project: Path, *gpus: str, **asked: Any) -> tuple[Case, ...]:
         return select_cases([make_case(gpu=gpu, **asked) for gpu in gpus or (None,)], project, KNOWN)
 
-    def test_what_is_requested_filters_what_is_known_by_name_and_once(self, project: Project) -> None:
+    def test_what_is_requested_filters_what_is_known_by_name_and_once(self, project: Path) -> None:
         assert self.select(project) == (OTHER, SMALL, a_case())
         assert self.select(project, workload="train.py") == (SMALL, a_case())
         assert self.select(project, "A100-80GB") == (OTHER,)
         assert self.select(project, precision="bf16") == (OTHER,)
 
-    def test_with_a_size_it_is_that_very_case_on_each_card(self, project: Project) -> None:
+    def test_with_a_size_it_is_that_very_case_on_each_card(self, project: Path) -> None:
         found = self.select(project, "A100-80GB", "RTX 3090", "rtx3090", workload="train.py", target_batch=8)
         assert found == (a_case(gpu="a100-80gb", target_batch=8), a_case(target_batch=8))
         assert self.select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known"
 
-    def test_a_card_without_a_case_is_no_pass_next_to_one_that_has(self, project: Project) -> None:
+    def test_a_card_without_a_case_is_no_pass_next_to_one_that_has(self, project: Path) -> None:
         missing = r"no case of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
         with pytest.raises(NotMeasuredError, match=missing):
             self.select(project, "RTX 3090", "T4", workload="train.py")
         with pytest.raises(NotMeasuredError, match="no case of train.py in the lock"):
             self.select(project, workload="train.py", precision="bf16")
 
-    def test_what_does_not_go_together_is_refused(self, project: Project) -> None:
+    def test_what_does_not_go_together_is_refused(self, project: Path) -> None:
         with pytest.raises(UsageError, match="no card is given"):
             self.select(project, workload="train.py", target_batch=8)
         with pytest.raises(UsageError, match="without a workload"):
@@ -214,12 +142,12 @@ class TestSelection:
         with pytest.raises(UsageError, match="rtx9999"):
             self.select(project, "rtx9999")
 
-    def test_a_file_is_named_from_the_current_folder(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-        inside = project.folder / "deep" / "er"
+    def test_a_file_is_named_from_the_current_folder(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        inside = project / "deep" / "er"
         inside.mkdir(parents=True)
         monkeypatch.chdir(inside)
         assert self.select(project, workload="../../train.py") == (SMALL, a_case())
-        assert guard_command(a_case(), project.folder).split()[:3] == ["autoaccum", "guard", "../../train.py"]
+        assert guard_command(a_case(), project).split()[:3] == ["autoaccum", "guard", "../../train.py"]
 
 
 class TestTolerance:

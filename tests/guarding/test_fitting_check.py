@@ -41,8 +41,8 @@ def test_what_fits_is_nothing_to_say(check: Callable[..., list[str]]) -> None:
 
 def test_what_does_not_fit_is_explained(check: Callable[..., list[str]]) -> None:
     assert check(LARGE, (32, 32), micro_batch=32, memory="1GiB") == [
-        "train.py on rtx3090, micro batch 32, memory 1GiB: micro-batch 32 does not fit: it needs at least 1.30 GiB, "
-        "1.00 GiB are available; the largest that fits is 24"
+        "train.py --gpu rtx3090 --micro-batch 32 --memory 1GiB: micro-batch 32 does not fit: it needs at least"
+        " 1.30 GiB, 1.00 GiB are available; the largest that fits is 24"
     ]
 
 

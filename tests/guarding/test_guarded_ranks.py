@@ -33,8 +33,8 @@ def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.Monke
         report = autoaccum.guard("model.py", gpu="rtx3090", target_batch=64, world_size=4, update=True, **more)
         assert report.exit_code == 0
     locked = {case_name(case): found for case, found in read_lock(lock).items()}
-    of = "model.py on rtx3090, target batch 64, world size 4, parallel "
-    assert [*locked] == [of + "ddp", of + "fsdp2", of + "fsdp2, mesh 2x2"]
+    of = "model.py --gpu rtx3090 --target-batch 64 --world-size 4 --parallel "
+    assert [*locked] == [of + "ddp", of + "fsdp2", of + "fsdp2 --mesh 2x2"]
     parameters = [
         sum(holding.bytes for holding in found.holdings if holding.category == "parameters")
         for found in locked.values()
@@ -46,4 +46,4 @@ def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.Monke
     file.write_text(MODEL.replace("range(2)", "range(4)"))
     report = autoaccum.guard(parallel="fsdp2", mesh="2x2")
     assert report.exit_code == 1
-    assert [case_name(verdict.case) for verdict in report.verdicts] == [of + "fsdp2, mesh 2x2"]
+    assert [case_name(verdict.case) for verdict in report.verdicts] == [of + "fsdp2 --mesh 2x2"]

@@ -33,7 +33,7 @@ def lines_of(verdict: Verdict) -> list[str]:
 
 def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
     assert lines_of(REGRESSED) == [
-        "regressed: train.py on rtx3090, target batch 256, precision bf16",
+        "regressed: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
         "  +1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
         "                   before        now     change",
         "  peak          14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
@@ -55,13 +55,13 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
 
 def test_what_is_well_takes_two_lines() -> None:
     assert lines_of(UNCHANGED) == [
-        "passed: train.py on a100-80gb, target batch 256, precision bf16",
+        "passed: train.py --gpu a100-80gb --target-batch 256 --precision bf16",
         "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 passed; against autoaccum.lock, tolerance 1%",
     ]
     assert report_text(report(LOCKED, updated="autoaccum.lock")).splitlines() == [
-        "locked: train.py on rtx3090, target batch 256, precision bf16",
+        "locked: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
         "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 locked; written to autoaccum.lock",
@@ -71,7 +71,7 @@ def test_what_is_well_takes_two_lines() -> None:
 def test_the_users_own_frames_and_the_reason_are_shown() -> None:
     lines = lines_of(UNMEASURED)
     assert lines[:3] == [
-        "not measured: broken.py:model on rtx3090, target batch 256, precision bf16",
+        "not measured: broken.py:model --gpu rtx3090 --target-batch 256 --precision bf16",
         '  File "broken.py", line 3, in model',
         '      raise ValueError("50 %")',
     ]
@@ -97,8 +97,8 @@ def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch)
         progress.notify(CaseStarted(CASE))
         progress.notify(CaseFinished(3, 12, REGRESSED))
     assert text.getvalue().splitlines() == [
-        " 2/12    3.5 s  passed        train.py on a100-80gb, target batch 256, precision bf16",
-        " 3/12   10.2 s  regressed     train.py on rtx3090, target batch 256, precision bf16  +1.25 GiB (+8.9 %)",
+        " 2/12    3.5 s  passed        train.py --gpu a100-80gb --target-batch 256 --precision bf16",
+        " 3/12   10.2 s  regressed     train.py --gpu rtx3090 --target-batch 256 --precision bf16  +1.25 GiB (+8.9 %)",
     ]
 
 
@@ -147,7 +147,7 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
         {
             "file": "train.py",
             "line": "2",
-            "title": "autoaccum guard: regressed, train.py on rtx3090, target batch 256, precision bf16",
+            "title": "autoaccum guard: regressed, train.py --gpu rtx3090 --target-batch 256 --precision bf16",
         },
         "\n".join([REGRESSED.explanation, *REGRESSED.reasons, f"{REGRESSED.hint}: {REGRESSED.command}"]),
     )
