@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     Without --plan or --micro-batch it plans first. Every update equals the full batch's. When memory runs out, the
     update is repeated in smaller micro-batches, which grow again later; an evaluation has a micro-batch of its own.
 
-    The same command resumes an interrupted run from its newest readable checkpoint, and trains on with more
+    The same command resumes an interrupted run from its newest checkpoint, and trains on with more
     --epochs or --steps. Micro-batch, plan, device and the flags on evaluation and checkpoints may change then;
     another target batch, seed, model, dataset, optimizer setting or precision is refused.
 
@@ -161,7 +160,8 @@ def _train(workload: str, asked: dict[str, Any], run_dir: Path, *, quiet: bool) 
     with ExitStack() as stack:
         stack.enter_context(stdout_kept())
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
-        stack.enter_context(_warnings_told(progress.warn))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.showwarning = lambda message, *_, **__: progress.warn(str(message))  # A line for each.
         try:
             return train(request, on_event=progress.notify)
         except BaseException as error:
@@ -178,18 +178,6 @@ def _train(workload: str, asked: dict[str, Any], run_dir: Path, *, quiet: bool) 
 
 def _is_signal(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in _SIGNALLED)
-
-
-@contextmanager
-def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Print one line for each of Python's warnings."""
-    with warnings.catch_warnings():
-
-        def show(message: Warning | str, *_: Any, **__: Any) -> None:
-            tell(str(message))
-
-        warnings.showwarning = show
-        yield
 
 
 def _show(result: FitResult, asked: dict[str, Any], ranks: int, *, as_json: bool, quiet: bool) -> None:

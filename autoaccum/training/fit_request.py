@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,15 @@ class FitRequest:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
         check_flag(self.skip_nonfinite, "skip_nonfinite")
-        for name, bound in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
-            self._check_positive(name, bound)
+        for name, most in (
+            ("clip_norm", math.inf),
+            ("learning_rate", sys.float_info.max),
+            ("ema_decay", math.nextafter(1.0, 0.0)),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (is_positive(value) and value <= most):
+                below = " and below 1" if name == "ema_decay" else ""
+                raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._make_paths_absolute()
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
@@ -120,15 +128,6 @@ class FitRequest:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _check_positive(self, name: str, bound: float) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not is_positive(value) or value > bound or (value == bound and name != "clip_norm"):
-            below = " and below 1" if name == "ema_decay" else ""
-            raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
-        self._set(name, float(value))
 
     def _make_paths_absolute(self) -> None:
         """Make paths absolute, since loading a workload may change the working directory."""

@@ -157,22 +157,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the record in a checkpoint: tensors in host memory, checksums compared, no code run.
 
     Raises:
-        CheckpointError: The file does not hold what was written, has another format, or cannot be read now.
+        CheckpointError: The file does not hold what was written, cannot be read, or has another format.
     """
     content = None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            is_whole = archive.testzip() is None
-        if is_whole:
+    # zipfile and torch raise errors of many kinds for a damaged file.
+    with suppress(Exception), zipfile.ZipFile(path) as archive:
+        if archive.testzip() is None:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError) as error:
-        if isinstance(error, MemoryError) or error.errno not in (None, errno.EINVAL):
-            raise CheckpointError(f"{path} cannot be read ({error})", hint="check its permissions") from None
-    except Exception:  # zipfile and torch raise errors of many kinds for a damaged file.
-        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} is damaged", hint="remove it: the same command then resumes from the one before, or starts anew"
+            f"{path} is damaged or cannot be read",
+            hint="remove it: the same command then resumes from the one before, or starts anew",
         )
     if content.get("version") != VERSION:
         raise CheckpointError(
@@ -236,7 +231,10 @@ def write_file(path: Path, content: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # Not every file system syncs its folders.
+            os.fsync(folder)
+        os.close(folder)
     except (OSError, RuntimeError, MemoryError) as error:
         # torch's writer raises its own error after the file's.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -247,18 +245,6 @@ def write_file(path: Path, content: Any) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to disk, on file systems that support it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
 
 
 def _lock(path: Path) -> int:

@@ -22,10 +22,8 @@ from small_evaluations import (
     whole,
 )
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.training.evaluation import Evaluation
@@ -130,32 +128,6 @@ def test_buffers_and_requires_grad_are_restored(ends_by: BaseException | None) -
     assert all(torch.equal(buffer, values[name]) for name, buffer in buffers.items())
     assert model.inner.weight.requires_grad
     assert not model.inner.bias.requires_grad
-
-
-class Centred(nn.Module):
-    """A criterion that tracks the mean of its inputs."""
-
-    centre: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
-        return functional.cross_entropy(outputs - self.centre, targets)
-
-
-def test_the_state_of_a_criterion_is_restored() -> None:
-    settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 8, "steps": 4, "progress": False}
-    evaluated: dict[str, Any] = {"eval_data": dataset(), "eval_every": 1}
-    centres = []
-    for more in ({}, evaluated):
-        criterion = Centred()
-        autoaccum.fit(net(), dataset(), criterion=criterion, **settings, **more)
-        centres.append(criterion.centre)
-    assert centres[0].any()
-    assert torch.equal(centres[0], centres[1])
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

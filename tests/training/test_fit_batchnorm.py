@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any, get_args
 
@@ -12,9 +11,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.errors import UsageError
 from autoaccum.spec import BatchNormMode
-from autoaccum.units import MIB, MemorySize
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)) * 2 + 1
 DATA = torch.utils.data.TensorDataset(X, torch.arange(24) % 3)
@@ -45,27 +42,3 @@ def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
         if mode in ("running", "exact"):
             torch.testing.assert_close(mean, 0.1 * X.mean(0))
             torch.testing.assert_close(variance, 0.9 + 0.1 * X.var(0))
-
-
-def test_an_argument_replaces_the_workload_s() -> None:
-    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
-    assert statistics(fit(workload, batchnorm="running"))[2] == 1
-
-
-def test_a_plan_s_settings_are_used_unless_others_are_given() -> None:
-    workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
-    planned_with: dict[str, Any] = {"precision": "bf16", "batchnorm": "frozen"}
-    result = fit(workload, memory=MemorySize(bytes=256 * MIB), micro_batch=None, **planned_with)
-    assert result.plan is not None
-    planned: dict[str, Any] = {"plan": result.plan, "micro_batch": None}
-    assert statistics(fit(workload, **planned))[2] == 0
-    live: dict[str, Any] = {"data": DATA, "loss": nn.CrossEntropyLoss()}
-    assert statistics(fit(model(), **live, **planned))[2] == 0
-    for other, here in (
-        ({"batchnorm": "micro"}, "BatchNorm micro"),
-        ({"precision": "fp32"}, "fp32"),
-    ):
-        with pytest.raises(UsageError, match=f"; here is {here}"):
-            fit(workload, **planned, **other)
-    named = dataclasses.replace(workload, batchnorm="running")
-    assert statistics(fit(named, **planned))[2] == 0

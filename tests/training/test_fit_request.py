@@ -56,6 +56,7 @@ def workload(**fields: Any) -> Workload:
         ({"callbacks": [3]}, "callbacks are"),
         ({"run_dir": 3}, "run_dir is 3: give the name of a folder"),
         ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and plan is given too"),
+        ({"savers": "auto", "micro_batch": 4}, "and a plan or a micro-batch is given: leave one of them out"),
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from warm_children import WarmPython
 
 import autoaccum
-from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import Updated
 
 SCRIPT = """
@@ -107,26 +107,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), *(Block() for _ in range(3)), nn.Linear(8, 4))
 
 
-@pytest.mark.slow
-def test_the_ceiling_rises_again_with_the_saver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def listen(event: Any) -> None:
-        if isinstance(event, Updated):
-            monkeypatch.setattr(Block, "most", 6 if event.update >= 2 else 10**9)
-
-    options: dict[str, Any] = {"target_batch": 12, "micro_batch": 12, "steps": 70}
-    result, weights, events = rank_training.train(model=net, callbacks=[listen], run_dir=tmp_path, **options)
-    sizes = [event.micro_batch for event in events if isinstance(event, Updated)]
-    assert sizes[:4] == [12, 12, 1, 1]
-    assert 1 < max(sizes[4:]) <= 6, "as many as fit with it"
-    assert result.added_savers == ("recompute",)
-    monkeypatch.setattr(Block, "most", 10**9)
-    _, expected, _ = rank_training.train(model=net, **options)
-    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
-    # Another micro-batch begins anew.
-    result, _, _ = rank_training.train(model=net, run_dir=tmp_path, **{**options, "micro_batch": 6, "steps": 71})
-    assert (result.updates, result.added_savers) == (71, ())
-
-
 def train_crowded(folder: str) -> Any:
     """Train where rank 1 runs out of memory from the third update on."""
 
@@ -152,16 +132,6 @@ def test_all_ranks_add_it_where_one_runs_out_of_memory(tmp_path: Path) -> None:
     assert first[1] == second[1] == (first[0][0], ("recompute",), [("recompute",)] * 2)
     _, expected, _ = rank_training.train(model=net, target_batch=12, micro_batch=3, steps=6)
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_model_without_blocks_ends_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: raise_out_of_memory())
-    with pytest.raises(DoesNotFitError, match="not even one sample at a time fits"):
-        rank_training.train(target_batch=12, micro_batch=3, steps=1)
-
-
-def raise_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 class Layer(nn.Sequential):
@@ -232,8 +202,3 @@ def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None
     assert (result.updates, result.warnings) == (1, ())
     again = autoaccum.fit(tmp_path / "many_layers.py", steps=2, **options, **run)
     assert again.updates == 2
-
-
-def test_what_is_known_already_is_not_chosen() -> None:
-    with pytest.raises(UsageError, match="and a plan or a micro-batch is given"):
-        train_with(savers="auto")

@@ -45,15 +45,6 @@ def contrast(found: tuple[Tensor, Tensor], batch: Any) -> Tensor:
     return nn.functional.cross_entropy(4 * table, torch.arange(len(table)))
 
 
-def listed(model: nn.Module, batch: Any) -> list[Tensor]:
-    return list(model(batch[0]).unsqueeze(1))
-
-
-def contrast_of_list(found: list[Tensor], batch: Any) -> Tensor:
-    rows = torch.stack([one.mean(0) for one in found])
-    return contrast((rows, rows.flip(1)), batch)
-
-
 def spread(found: Tensor, targets: Tensor) -> Tensor:
     """A criterion that normalises by the batch."""
     table = (found - found.mean(0)) / (found.std(0) + 0.1)
@@ -70,7 +61,6 @@ CASES: dict[str, dict[str, Any]] = {
     "exact": {"criterion": nn.CrossEntropyLoss(), "batchnorm": "exact"},
     "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
     "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
-    "a list of samples": {"outputs": listed, "coupled_loss": contrast_of_list, "normed": False},
     "whole_batch": {"loss": balanced, "normed": False},
     "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
 }
@@ -156,7 +146,6 @@ def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_pa
     [
         ("coupled criterion", None, (0, 16, 21)),
         ("two towers", 8, (0, 8, 16, 21)),
-        ("a list of samples", 8, (0, 8, 16, 21)),
     ],
 )
 def test_an_evaluation_has_the_loss_of_whole_batches(
