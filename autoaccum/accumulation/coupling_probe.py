@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
-from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.accumulation.random_draws import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
 from autoaccum.sources import pytree

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
 from autoaccum.accumulation.coupling_probe import find_coupling
-from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.accumulation.random_draws import neutral_rng
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError

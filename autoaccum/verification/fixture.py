@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
+from autoaccum.accumulation.random_draws import host_generators
 from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
-from autoaccum.accumulation.rng_replay import host_generators
 from autoaccum.accumulation.rng_state import Generator, generator_state, module_generators, set_generator_state
 from autoaccum.accumulation.transaction import ModulesCopy
 from autoaccum.checks import type_name

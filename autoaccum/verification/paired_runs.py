@@ -16,8 +16,13 @@ from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.coupling_probe import ModuleCalls
-from autoaccum.accumulation.random_ops import neutral_rng
-from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
+from autoaccum.accumulation.random_draws import (
+    HostRngReplay,
+    ReplayMismatch,
+    RngRecording,
+    host_rng_states,
+    neutral_rng,
+)
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.sources.batches import batch_size, join_batches, split_batch

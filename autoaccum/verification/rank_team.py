@@ -22,8 +22,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from autoaccum.accumulation.random_ops import RandomCallMode, neutral_rng
-from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording
+from autoaccum.accumulation.random_draws import HostRngReplay, RandomCallMode, ReplayMismatch, RngRecording, neutral_rng
 from autoaccum.accumulation.schedule import even_parts, slices
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed, death_error, describe_failure, failure_error

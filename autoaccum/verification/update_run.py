@@ -18,7 +18,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import add_up, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.rng_replay import ReplayMismatch
+from autoaccum.accumulation.random_draws import ReplayMismatch
 from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.step_result import StepObserver, StepPhase

@@ -13,8 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.random_ops import CallSite, RandomCall, RandomCallMode, neutral_rng
-from autoaccum.accumulation.rng_replay import RecordedCall, ReplayMismatch, RngRecording, join_recorded
+from autoaccum.accumulation.random_draws import (
+    RandomCall,
+    RandomCallMode,
+    RecordedCall,
+    ReplayMismatch,
+    RngRecording,
+    join_recorded,
+    neutral_rng,
+)
 from autoaccum.accumulation.rng_state import RngState, module_generators
 
 SIZES = (3, 1, 2)
@@ -213,8 +220,11 @@ def dropout_of_large_parts(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("between", "message"),
     [
-        (mixup, r"aten\.randperm \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
-        (negatives, r"aten\.randint \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
+        (mixup, r"aten\.randperm \(test_random_draws.py:\d+\) draws from 3 indices in a part and from 6 in"),
+        (
+            negatives,
+            r"aten\.randint \(test_random_draws.py:\d+\) draws from 3 indices in a part and from 6 in",
+        ),
         (pairs, r"aten\.rand .* draws \[6, 6\] for the whole batch and \[3, 3\], \[1, 1\], \[2, 2\] for its parts"),
         (noise_for_all, r"aten\.randn .* draws \[4\] for the whole batch and \[4\] for its parts"),
         (dropout_of_large_parts, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
@@ -252,7 +262,7 @@ def test_dropout_that_is_off_draws_nothing() -> None:
 
 def test_the_line_is_the_users_own() -> None:
     (call,) = recorded(lambda: nn.Dropout(0.5)(torch.ones(2)))
-    assert str(call.site).startswith("aten.bernoulli_ (test_rng_replay.py:")
+    assert call.site.startswith("aten.bernoulli_ (test_random_draws.py:")
 
 
 def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
@@ -271,15 +281,14 @@ def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
 
 
 def fused(dropout: float) -> RandomCall:
-    site = CallSite("aten._cudnn_rnn", "model.py:31")
-    return RandomCall(site, {"dropout": dropout, "train": True}, (torch.ones(2),))
+    return RandomCall("aten._cudnn_rnn", "model.py:31", {"dropout": dropout, "train": True}, (torch.ones(2),))
 
 
 def test_fused_kernels_are_named() -> None:
     assert not fused(0.0).is_random
     call = fused(0.5)
     assert call.is_random
-    call_before = RecordedCall(call.site, None, call.is_fused, ())
+    call_before = RecordedCall(call.op, call.site, None, None)
     with pytest.raises(ReplayMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within a fused kernel"):
         join_recorded(call, [call_before, call_before], (1, 1))
 
