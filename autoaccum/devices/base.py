@@ -39,7 +39,8 @@ class Trial:
         phase: The phase in which it failed; None if it ran.
         peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
         peak_reserved_bytes: The peak of the device's memory that the process held for it; None if not measured.
-        allocator_retries: How often the allocator released its cache and tried again; None if it has no cache.
+        allocator_retries: How often the allocator released its cache and tried again in the last update; None if it
+            has no cache.
         seconds: Wall time of the trial, without the start of its process.
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.

@@ -33,7 +33,7 @@ class Reading:
         peak_reserved_bytes: The peak, as the limit counts memory.
         peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
         shared_bytes: The part that is shared memory, which no limit stops.
-        retries: How often the allocator released its cache and tried again; None if it has no cache.
+        retries: How often the allocator released its cache and tried again in the last update; None if it has no cache.
     """
 
     peak_reserved_bytes: int
@@ -63,6 +63,9 @@ class Meter(Protocol):
     def start(self) -> None:
         """Begin a new measurement of the peak."""
 
+    def begin_update(self) -> None:
+        """Count the allocator's retries from here on."""
+
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Return a context in which memory beyond the budget is refused; call `start` before."""
 
@@ -91,6 +94,9 @@ class HostMeter:
         """Reset VmHWM."""
         reset_peak()
         self._before = read_process_memory()
+
+    def begin_update(self) -> None:
+        """Do nothing: the host's allocator has no cache."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Set RLIMIT_DATA for a job to the budget above what the process holds.
@@ -147,9 +153,13 @@ class CardMeter:
         return {"card": dataclasses.asdict(card.with_processes(ask_nvml(card.uuid), own_pid=os.getpid()))}
 
     def start(self) -> None:
-        """Reset the peak to the memory that is held now, and read the allocator's counters."""
+        """Reset the peak to the memory that is held now."""
         torch.cuda.current_device()  # Starts CUDA if nothing has yet.
         torch.cuda.reset_peak_memory_stats(self._index)
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Read the allocator's counter of retries."""
         self._retries_before = self._statistic("num_alloc_retries")
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
@@ -157,7 +167,7 @@ class CardMeter:
         return card_limit(self._index, budget_bytes)
 
     def read(self) -> Reading:
-        """Return the peaks of tensors and of the allocator, and its retries, since `start`.
+        """Return the peaks of tensors and of the allocator since `start`, and its retries since `begin_update`.
 
         A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
         the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
@@ -249,17 +259,19 @@ def make_meter(device: str) -> Meter:
 
 
 def warm_up(device: torch.device | str = "cpu") -> None:
-    """Run a small training step of each common kind on `device`, in fp32 and under autocast, and discard it.
+    """Train small models of convolutions, attention and matrix products on `device`, and discard them.
 
-    On a card this loads the libraries and kernels of convolutions, attention and matrix products, which take some
-    hundred MiB outside of PyTorch's allocator. A step that the card does not support is skipped. The number of threads
-    is fixed to PyTorch's choice.
+    On a card this loads libraries and kernels, which take some hundred MiB outside of PyTorch's allocator. A step that
+    the card does not support is skipped. The number of threads is fixed to PyTorch's choice.
     """
     torch.set_num_threads(torch.get_num_threads())
     device = torch.device(device)
-    for train in (_train_convolutional, _train_attentive, _multiply):
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    attention = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    models = ((convolutions, (4, 3, 8, 8)), (attention, (2, 8, 32)), (nn.Linear(512, 512), (512, 512)))
+    for model, shape in models:
         try:
-            train(device)
+            _train(model.to(device), torch.ones(shape, device=device))
         except RuntimeError as error:
             if device.type == "cpu" or find_out_of_memory(error) is not None or is_context_dead(error):
                 raise
@@ -267,21 +279,8 @@ def warm_up(device: torch.device | str = "cpu") -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _train_convolutional(device: torch.device) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
-    _train(model.to(device), torch.ones(4, 3, 8, 8, device=device))
-
-
-def _train_attentive(device: torch.device) -> None:
-    _train(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).to(device), torch.ones(2, 8, 32, device=device))
-
-
-def _multiply(device: torch.device) -> None:
-    wide = torch.ones(512, 512, device=device)
-    (wide @ wide).sum().item()
-
-
 def _train(model: nn.Module, inputs: torch.Tensor) -> None:
+    """Make an update in fp32, and one under autocast."""
     optimizer = torch.optim.AdamW(model.parameters())
     lower = torch.bfloat16 if inputs.device.type == "cpu" or torch.cuda.is_bf16_supported(False) else torch.float16
     for enabled in (False, True):

@@ -3,7 +3,7 @@
 The memory of the loop around it (`devices.loop_memory`) is there, too: held outputs of the last micro-batch, an EMA of
 the weights, which each update enters, and two passes of an evaluation. After the evaluation, one more update by the
 first part follows: it finds the evaluation's memory in the cache, while the last update finds an update's, as most
-updates in training do.
+updates in training do. So the allocator's retries are those of the last update.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class TrialRun:
         mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
         reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
         before_update: Called before each update.
-        around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
 
     def __init__(
@@ -89,14 +88,13 @@ class TrialRun:
         mesh: tuple[int, ...] | None = None,
         reduce: Reduce = "each",
         before_update: Callable[[], None] = lambda: None,
-        around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
         self._workload = workload
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
         self._device = device
         self._world_size, self._mesh, self._reduce = world_size, mesh, reduce
-        self._before_update, self._around_evaluation = before_update, around_evaluation
+        self._before_update = before_update
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
         self._held = HeldOutputs() if "outputs" in workload.keeps else None
@@ -153,7 +151,6 @@ class TrialRun:
         if self._workload.evaluation_batch is not None:
             self._evaluate()
             self._update(accumulator, first)
-            self._around_evaluation()
         result = self._update(accumulator, last)
         synchronize_device(self._device)
         return result
@@ -210,21 +207,14 @@ class TrialRun:
     def _evaluate(self) -> None:
         assert self.made is not None
         self._phase = "evaluation"
-        self._around_evaluation()
         evaluate(self._workload, self.made[0])
-        self._around_evaluation()
         self._phase = "forward"
 
 
 def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter, world_size: int = 1) -> Trial:
     """Run the requested trial under its limit, which is lifted before a failure is described; return its record."""
-    around_evaluation: list[Reading] = []
     trial_run = TrialRun(
-        request.replaced(workload),
-        share,
-        meter.device,
-        world_size=world_size,
-        around_evaluation=lambda: around_evaluation.append(meter.read()),
+        request.replaced(workload), share, meter.device, world_size=world_size, before_update=meter.begin_update
     )
     failure: BaseException | None = None
     meter.start()
@@ -238,7 +228,7 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
             failure = error
     trial = record_trial(
         request.parts,
-        without_evaluation_retries(meter.read(), around_evaluation),
+        meter.read(),
         request.limit_bytes,
         seconds=time.perf_counter() - began,
         host_bytes=trial_run.host_bytes,
@@ -248,22 +238,6 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
     doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
     described = describe_failure(failure, doing, at=f"{doing}: ")
     return replace(trial, phase=trial_run.phase, **vars(described))
-
-
-def without_evaluation_retries(reading: Reading, around: Sequence[Reading]) -> Reading:
-    """Return `reading` without the retries between the first and the last of the readings `around` the evaluation.
-
-    An evaluation finds the update's memory in the cache, and the next update the evaluation's, so that the allocator
-    may have to release it. That is once per evaluation, which makes no micro-batch slow.
-
-    >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
-    >>> without_evaluation_retries(end, [before, behind]).retries
-    2
-    """
-    if len(around) < 2 or reading.retries is None:
-        return reading
-    between = (around[-1].retries or 0) - (around[0].retries or 0)
-    return replace(reading, retries=max(0, reading.retries - between))
 
 
 def record_trial(parts: tuple[int, ...], reading: Reading, limit_bytes: int, **fields: Any) -> Trial:

@@ -129,15 +129,11 @@ class ParentConnection:
 
     def reply(self, reply: Any) -> None:
         """Reply to a request, by a `Failure` where its job failed."""
-        self.answer({"failure" if isinstance(reply, Failure) else "reply": reply})
-
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer a message."""
         if os.getpid() != self._pid:  # A copy that the workload made by os.fork: only the original answers.
             os._exit(0)
         _flush()
         try:
-            self._connection.send_bytes(to_json(message))
+            self._connection.send_bytes(to_json({"failure" if isinstance(reply, Failure) else "reply": reply}))
         except ConnectionError:  # The parent has been ended, and nobody waits for the answer.
             os._exit(1)
 

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import ChildDied, Failure, describe_failure
 from autoaccum.devices.child_device import record_death
 from autoaccum.devices.meters import Reading
-from autoaccum.devices.trial_run import record_trial, slice_parts, without_evaluation_retries
+from autoaccum.devices.trial_run import record_trial, slice_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 
@@ -55,20 +53,6 @@ def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
 def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
     trial = record_death((8, 8), death)
     assert (trial.outcome, trial.timed_out, trial.parts) == (outcome, timed_out, (8, 8))
-
-
-@given(st.lists(st.integers(0, 9), min_size=4, max_size=4))
-def test_what_is_retried_around_an_evaluation_does_not_count(steps: list[int]) -> None:
-    before, evaluation, behind, after = steps
-    marks = [before, before + evaluation, before + evaluation + behind]
-    reading = without_evaluation_retries(read(sum(steps)), [read(mark) for mark in marks])
-    assert reading == read(before + after)
-    assert without_evaluation_retries(read(4), [read(1)]) == read(4)
-    assert without_evaluation_retries(read(None), [read(None)] * 3) == read(None)
-
-
-def read(retries: int | None) -> Reading:
-    return Reading(peak_reserved_bytes=7, retries=retries)
 
 
 def raised(function: Callable[[], object]) -> BaseException:

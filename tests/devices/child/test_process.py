@@ -21,7 +21,7 @@ PREAMBLE = """
 import os, signal, subprocess, sys, time
 from autoaccum.devices.child.requests import ParentConnection
 lifeline = ParentConnection(sys.argv[1:])
-def answer(**reply): lifeline.answer(reply)
+def answer(**reply): lifeline.reply(reply)
 while (request := lifeline.read()) is not None:
 """
 
@@ -61,9 +61,9 @@ def wait_until_gone(pid: int) -> bool:
 
 def test_answers_and_leaves(start: Start) -> None:
     child = start("answer(pid=os.getpid(), parent=os.getppid(), sum=sum(request['numbers']))")
-    reply = child.ask({"numbers": [1, 2, 3]}, 10)
+    reply = child.ask({"numbers": [1, 2, 3]}, 10)["reply"]
     assert reply == {"pid": child.pid, "parent": os.getpid(), "sum": 6}
-    assert child.ask({"numbers": []}, 10)["sum"] == 0
+    assert child.ask({"numbers": []}, 10)["reply"]["sum"] == 0
     assert child.alive
     child.end(grace_seconds=5)
     child.end()
@@ -136,7 +136,7 @@ def test_a_kill_counts_as_out_of_memory_only_when_the_kernel_counted_one(
 
 def test_grandchildren_are_ended_too(start: Start) -> None:
     child = start("answer(pid=subprocess.Popen(['sleep', '60']).pid)")
-    grandchild = child.ask({}, 10)["pid"]
+    grandchild = child.ask({}, 10)["reply"]["pid"]
     assert is_running(grandchild)
     child.end(grace_seconds=5)
     assert wait_until_gone(grandchild)
@@ -158,7 +158,7 @@ def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
         except Exception as error:
             answer(kind=type(error).__name__, text=str(error))
     """)
-    reply = child.ask({}, 20)
+    reply = child.ask({}, 20)["reply"]
     assert reply["kind"] == UsageError.__name__
     assert '__name__ == "__main__"' in reply["text"]
 
