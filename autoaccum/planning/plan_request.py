@@ -11,7 +11,6 @@ from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule,
 from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, check_mesh
-from autoaccum.planning.throughput import micro_batch_ladder
 
 DEFAULT_WORST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
@@ -143,11 +142,16 @@ class PlanRequest:
         return dataclasses.replace(self, options=self.options.with_spec(multiple_of=multiple_of))
 
     def ladder(self, ceiling: int, least_size: int) -> tuple[int, ...]:
-        """Return the sizes whose speed is worth knowing, up to `ceiling`: the largest parts of schedules."""
-        sizes = micro_batch_ladder(
-            ceiling, (self.target_batch,), least_size, self.multiple_of, equal=self.options.equal
-        )
-        return tuple(self.schedule(size).micro_batch for size in sizes)
+        """Return the sizes whose speed is worth knowing: the largest parts of schedules, in different numbers of parts.
+
+        They are the schedules of doublings of `least_size`, and of `ceiling`, whose parts are no smaller than that.
+        """
+        doublings = [least_size << times for times in range(ceiling.bit_length()) if least_size << times < ceiling]
+        sizes: dict[int, int] = {}
+        for schedule in map(self.schedule, (*doublings, ceiling)):
+            if schedule.smallest_part >= least_size:
+                sizes.setdefault(schedule.iter_size, schedule.micro_batch)
+        return tuple(sizes.values())
 
     def schedule(self, ceiling: int) -> Schedule:
         """Cut the target into the fewest parts of at most `ceiling` samples."""

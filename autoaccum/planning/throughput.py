@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-from autoaccum.accumulation.schedule import make_schedule, split_evenly
-from autoaccum.errors import UsageError
+from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.simulation.cards import CardRates
 from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import percent
@@ -188,36 +187,6 @@ def format_rate(rate: float | None) -> str:
     ('1,234', '1.23', '-')
     """
     return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def micro_batch_ladder(
-    ceiling: int, targets: Sequence[int], least: int = 1, multiple_of: int = 1, *, equal: bool = False
-) -> tuple[int, ...]:
-    """Return the sizes worth timing: doublings of the least size below the ceiling, and the ceiling itself.
-
-    Sizes that leave a part below `least` in any of `targets` (samples per update, ascending) are omitted, and so are
-    those that cut the largest target into as many parts as a smaller one, of `equal` size if asked for. All are
-    multiples of `multiple_of`.
-
-    Raises:
-        UsageError: There is none.
-
-    >>> micro_batch_ladder(140, (256,), 16), micro_batch_ladder(8, (8,)), micro_batch_ladder(140, (48, 96), 16)
-    ((16, 32, 64, 128), (1, 2, 4, 8), (16, 32, 64, 96))
-    """
-    ceiling = min(ceiling, targets[-1])
-    doublings = [least << times for times in range(ceiling.bit_length()) if least << times < ceiling]
-    sizes: dict[int, int] = {}
-    for size in (*doublings, ceiling):
-        cuts = [make_schedule(target, size, multiple_of=multiple_of, equal=equal) for target in targets]
-        if all(cut.smallest_part >= least for cut in cuts):
-            sizes.setdefault(cuts[-1].iter_size, size)
-    if not sizes:
-        raise UsageError(
-            f"no micro-batch up to {ceiling} splits updates of {targets[-1]} samples into parts of at least {least}",
-            hint=f"use multiples of {least} as target batches, or plan with more memory",
-        )
-    return tuple(sizes.values())
 
 
 def estimate_seconds(cost: UpdateCost, rates: CardRates, parts: Sequence[int], *, precision: str = "fp32") -> float:

@@ -17,6 +17,22 @@ def test_the_share_the_cap_and_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "ceiling", "least", "asked", "sizes"),
+    [
+        (256, 100, 1, {}, (1, 2, 4, 8, 16, 32, 64, 86)),
+        (8, 8, 2, {}, (2, 4, 8)),
+        (24, 12, 4, {"multiple_of": 4}, (4, 8, 12)),
+        (24, 12, 1, {"equal": True}, (1, 2, 4, 8, 12)),
+        (7, 4, 2, {}, (4,)),
+    ],
+)
+def test_the_ladder_doubles_up_to_the_ceiling(
+    target: int, ceiling: int, least: int, asked: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    assert make_request(target, **asked).ladder(ceiling, least) == sizes
+
+
+@pytest.mark.parametrize(
     ("numbers", "text"),
     [
         ({"target": 10**9, "equal": True}, "the target batch is beyond 10,000,000: take a smaller one"),

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.errors import UsageError
-from autoaccum.planning.throughput import KNEE_SHARE, Speed, Throughput, measure_throughput, micro_batch_ladder
+from autoaccum.planning.throughput import KNEE_SHARE, Speed, Throughput, measure_throughput
 
 
 def known(*rates: float | None, spread: float = 0.0) -> Throughput:
@@ -68,27 +67,3 @@ def test_sizes_take_turns_until_enough_is_known() -> None:
 def test_smaller_sizes_far_behind_are_left_out() -> None:
     measured = measure_throughput(lambda size: 1.0 / size, 16, [1, 2, 4, 8, 16], "cpu")
     assert [speed.micro_batch for speed in measured.speeds if speed.updates] == [2, 4, 8, 16]
-
-
-@pytest.mark.parametrize(
-    ("ceiling", "targets", "least", "multiple", "sizes"),
-    [
-        (100, (256,), 1, 1, (1, 2, 4, 8, 16, 32, 64, 86)),
-        (8, (8,), 2, 1, (2, 4, 8)),
-        (12, (24,), 4, 4, (4, 8, 12)),
-        (300, (64, 128), 1, 1, (1, 2, 4, 8, 16, 32, 64, 128)),
-    ],
-)
-def test_the_ladder_doubles_up_to_the_ceiling(
-    ceiling: int, targets: tuple[int, ...], least: int, multiple: int, sizes: tuple[int, ...]
-) -> None:
-    found = micro_batch_ladder(ceiling, targets, least, multiple)
-    assert found[:-1] == sizes[:-1]
-    assert found[-1] in (sizes[-1], ceiling)
-    assert found[-1] <= ceiling
-
-
-def test_updates_that_cannot_be_split_are_refused() -> None:
-    assert micro_batch_ladder(12, (24,), equal=True) == (1, 2, 4, 8, 12)
-    with pytest.raises(UsageError, match="splits updates of 3 samples into parts of at least 2"):
-        micro_batch_ladder(2, (3,), 2)
