@@ -67,9 +67,9 @@ def _find_parts(names: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         return module, data, None, weight
     loaders = {name: value for name, value in names.items() if isinstance(value, DataLoader)}
     validating = {name: value for name, value in loaders.items() if "val" in name.lower()}
-    others = {name: value for name, value in loaders.items() if name not in validating}
-    training = {name: value for name, value in others.items() if "train" in name.lower()} or others
-    return module, _only(training, "DataLoader"), _only(validating, "DataLoader"), weight
+    training = {name: value for name, value in loaders.items() if name not in validating}
+    named = {name: value for name, value in training.items() if "train" in name.lower()}
+    return module, _only(named or training, "DataLoader"), _only(validating, "DataLoader"), weight
 
 
 def make_workload(
@@ -116,7 +116,7 @@ def make_workload(
             loaders = ("train_dataloader", "val_dataloader")
             data, validation = (getattr(owner, name)() if overrides(owner, name) else None for name in loaders)
         stand_in.train_dataloader, stand_in.datamodule = data, datamodule
-    loader = _check_loader(data, "train_dataloader")
+    loader = _check_loader(data)
     precision = str(trainer.precision_plugin.precision)
     plugin = None if precision in PRECISIONS else trainer.precision_plugin
     if plugin is not None:
@@ -355,21 +355,17 @@ def _prepare(module: Any, datamodule: Any, trainer: TrialTrainer) -> None:
     """Call what `trainer.fit` calls before it asks for loaders."""
     if datamodule is not None:
         datamodule.trainer = trainer
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-    if overrides(module, "prepare_data"):
-        module.prepare_data()
-    if overrides(module, "setup"):
-        module.setup("fit")
-    if overrides(module, "configure_model"):
-        module.configure_model()
+    for owner in (datamodule, module):
+        for name, *given in (("prepare_data",), ("setup", "fit"), ("configure_model",)):
+            if overrides(owner, name):
+                getattr(owner, name)(*given)
 
 
-def _check_loader(loader: Any, name: str) -> DataLoader[Any]:
+def _check_loader(loader: Any) -> DataLoader[Any]:
     if isinstance(loader, DataLoader) and (loader.batch_size or loader.batch_sampler) is not None:
         return loader
     raise WorkloadError(
-        f"{name} is {describe_type(loader)}, so no batch of another size can be made",
+        f"train_dataloader is {describe_type(loader)}, so no batch of another size can be made",
         hint="give one DataLoader of samples, with a batch_size, or a LightningDataModule that makes it",
     )
 

@@ -54,9 +54,14 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         free_card(trainer)
     check_supported(trainer)
     args, model = trainer.args, trainer.model
-    for name, value in vars(trainer).items():
-        if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT and model in value.modules():
-            raise WorkloadError(f"the Trainer's {name} ({type_name(value)}) holds the model itself", hint=_WRITE)
+    own = set(model.modules())
+    held = {  # Modules beside the model, such as the reference of DPO.
+        name: value
+        for name, value in vars(trainer).items()
+        if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT
+    }
+    if holder := next((name for name, module in held.items() if model in module.modules()), None):
+        raise WorkloadError(f"the Trainer's {holder} ({type_name(held[holder])}) holds the model itself", hint=_WRITE)
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
     packed: dict[str, Any] = {}
@@ -84,7 +89,7 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         **packed,
         evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
         evaluate=_Evaluation(shadow, _evaluation_passes(trainer)) if evaluates else None,
-        modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
+        modules={name: module for name, module in held.items() if module not in own},
         name=type_name(model),
     )
 
@@ -190,11 +195,6 @@ def check_supported(trainer: Any) -> None:
         ) from None
     if trainer.train_dataset is None:
         raise WorkloadError("the Trainer has no train_dataset", hint="give it one: its longest samples make the trials")
-
-
-def _is_auxiliary(name: str, value: Any, model: nn.Module) -> bool:
-    """Return whether an attribute of a Trainer is a module beside its model, such as the reference of DPO."""
-    return isinstance(value, nn.Module) and name not in _LEFT_OUT and value not in set(model.modules())
 
 
 def _shadow(trainer: Any) -> Any:
