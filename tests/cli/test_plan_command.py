@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from command_line import Command, environment, wait_for
+from factories import make_plan
 from small_classifier import MODEL
 from warm_children import Nurseries, wait
 
 from autoaccum import api, files
 from autoaccum.cli import main
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.spec import WorkloadFacts
 
 SLOW = """
 import os, time
@@ -64,23 +63,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def plan(workload: str, **request: Any) -> Plan:
         asked.update(request, workload=workload)
-        return Plan(
-            kind="measured",
-            target_batch=2,
-            micro_batch=2,
-            iter_size=1,
-            micro_batches=(2,),
-            world_size=1,
-            largest_fit=2,
-            capped=True,
-            limit_bytes=10,
-            peak_bytes=5,
-            device={"name": "cpu"},
-            environment={},
-            workload=WorkloadFacts(),
-            trials=(Trial(parts=(2,), outcome="ok"),),
-            warnings=("BatchNorm is not exact",),
-        )
+        return make_plan(2, 2, warnings=("BatchNorm is not exact",))
 
     monkeypatch.setattr(api, "plan", plan)
     return asked

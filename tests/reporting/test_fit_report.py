@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from factories import make_plan
 from torch import nn
 
-from autoaccum.devices.base import Trial
-from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import fit_record, print_fit
-from autoaccum.spec import WorkloadFacts
 from autoaccum.training.fit_events import FitResult
 
 MODEL = nn.Linear(2, 1)
@@ -27,22 +25,7 @@ RESULT = FitResult(
     loss=0.43125678,
     seconds=754.4,
 )
-PLAN = Plan(
-    kind="measured",
-    target_batch=256,
-    micro_batch=86,
-    iter_size=3,
-    micro_batches=(86, 85, 85),
-    world_size=1,
-    largest_fit=86,
-    capped=True,
-    limit_bytes=10,
-    peak_bytes=5,
-    device={"name": "cpu"},
-    environment={},
-    workload=WorkloadFacts(),
-    trials=(Trial(parts=(86, 85), outcome="ok"),),
-)
+PLAN = make_plan(256, 86)
 COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
 
 
