@@ -181,8 +181,8 @@ class ChildDevice(Device):
         self._end_child()
         process = self._start(measured=False)
         try:
-            savers = {} if self._savers is None else {"savers": self._savers}
-            child = self._load(process, multiple_of=self._multiple_of, **savers)
+            found = {"multiple_of": self._multiple_of, "savers": self._savers}
+            child = self._load(process, **{name: value for name, value in found.items() if value is not None})
             yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
@@ -210,9 +210,11 @@ class ChildDevice(Device):
             self._limit_bytes = self._choose_budget(self._child.facts)
         return self._child
 
-    def _load(self, process: ChildProcess, **options: Any) -> LoadedChild:
+    def _load(self, process: ChildProcess, **spec: Any) -> LoadedChild:
+        """Load the workload in a process, with other values of its spec."""
         settings = self._settings
-        settings = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **options))
+        given: Any = {**settings.options.spec, **spec}
+        settings = dataclasses.replace(settings, options=dataclasses.replace(settings.options, spec=given))
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
         paths = ImportPaths.of(settings.checkout)
