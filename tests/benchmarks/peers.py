@@ -1,24 +1,19 @@
 """autoaccum beside Lightning's BatchSizeFinder and accelerate's find_executable_batch_size, on the CPU.
 
     pip install -e ".[bench]"
-    python tests/benchmarks/peers.py
+    python tests/benchmarks/peers.py --model conv_net
 
-Every contender gets the same models, the same budget of memory, the same target batch and a process of its own, with
-the same settings of malloc and threads. It is held to its budget as autoaccum's trials are: RLIMIT_DATA at VmData
-after a warm-up, plus the budget. `trials` are the sizes it tried. `seconds until known` is what a user waits from the
-start of Python on, imports included: for autoaccum until `autoaccum.plan` returns, with the start of all its own
-processes, for Lightning until `scale_batch_size` returns, for accelerate until the first of its attempts, which are
-training runs, has made its second update. `trains`: whether that size then makes the updates in a fresh process under
-the same limit, accumulating to the target as each one's documentation has it. `samples per update` is counted by hooks
-on model and optimizer.
+Each library gets the same model, target batch and budget of memory, in a process of its own that is held to the budget
+as autoaccum's trials are: RLIMIT_DATA at VmData after a warm-up, plus the budget. Seconds are what a user waits from
+the start of Python until the size is known: until `autoaccum.plan` or `scale_batch_size` returns, or until the first of
+accelerate's attempts, which are training runs, has made its second update. Then a fresh process trains with that size
+under the same limit, as the library's documentation has it; hooks count the samples of each update.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import platform
-import shlex
+import gc
 import subprocess
 import sys
 import tempfile
@@ -26,231 +21,289 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from typing import Any
 
 import msgspec
 from measuring import environment, format_markdown
-from peer_child import Done, Task
 
+import autoaccum
 from autoaccum.devices.child.process import child_environment
-from autoaccum.units import MIB, format_bytes
+from autoaccum.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every contender is given with a model.
-
-    Attributes:
-        budget_bytes: A little less than half of the target batch fits.
-        target: Samples per update.
-        updates: How many a training run makes.
-    """
-
-    budget_bytes: int
-    target: int
-    updates: int
-
-
 MODELS = {
-    "conv_net": Setting(192 * MIB, 80, 20),
-    "transformer": Setting(192 * MIB, 80, 20),
-    "resnet50": Setting(1024 * MIB, 36, 5),
-    "bert_base": Setting(2252 * MIB, 24, 3),
+    "conv_net": (192 * MIB, 80, 20),
+    "transformer": (192 * MIB, 80, 20),
+    "resnet50": (1024 * MIB, 36, 5),
+    "bert_base": (2252 * MIB, 24, 3),
 }
-CONTENDERS = ("autoaccum", "Lightning", "accelerate")
-HEADER = (
-    *("model", "contender", "trials", "seconds until known", "chosen size"),
-    *("trains", "micro-batches", "samples per update"),
-)
-_LIMIT_SECONDS = 600.0
-_MOST_TEXT = 70
+"""By name: the budget in bytes, of which a little less than half of the target batch needs all; the target batch; and
+the updates of a training run."""
+PEERS = ("autoaccum", "lightning", "accelerate")
+HEADER = ("model", "library", "trials", "seconds until known", "micro-batches of an update", "samples per update")
+_LIMIT_SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """One contender on one model.
+class Task:
+    """What one process does: search a size with one library, or train with a size."""
 
-    Attributes:
-        model: Its name.
-        task: The search that was asked for.
-        search: What came of it.
-        training: With the size that was found.
-    """
-
+    peer: str
     model: str
-    task: Task
-    search: Done
-    training: Done | None = None
+    size: int | None = None
+    started: float = 0.0
 
-    @property
-    def trained_size(self) -> int:
-        """The size it named, if that made all its updates; otherwise 0."""
-        return self.search.size or 0 if self.made_all(self.training) else 0
 
-    def made_all(self, run: Done | None) -> bool:
-        """Return whether a training run finished."""
-        return run is not None and run.failure is None and len(run.micro_batches) == self.task.updates
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What came of a task: the sizes that were tried, the one to train with, and the micro-batches of each update."""
 
-    @property
-    def samples(self) -> list[int]:
-        """Samples in each update."""
-        return [] if self.training is None else [sum(parts) for parts in self.training.micro_batches]
-
-    @property
-    def exact(self) -> bool:
-        """True if every update had the requested number of samples."""
-        return set(self.samples) == {self.task.target}
-
-    @property
-    def total_seconds(self) -> float:
-        """The seconds that a user waits."""
-        return self.search.start_seconds + self.search.seconds
+    attempts: tuple[int, ...] = ()
+    size: int | None = None
+    updates: tuple[tuple[int, ...], ...] = ()
+    seconds: float = 0.0
+    failure: str | None = None
 
 
 def main() -> None:
-    """Run everything, and print the table."""
-    options = parse_options()
-    missing = [package for package in ("lightning", "accelerate", "transformers") if find_spec(package) is None]
-    if missing:
-        print(f"{', '.join(missing)} not installed: pip install -e '.[bench]'", file=sys.stderr)
-        sys.exit(2)
-    results: list[Result] = []
-    for model in options.model or MODELS:
-        setting = MODELS[model]
-        for contender in CONTENDERS:
-            print(f"{model}: {contender} …", file=sys.stderr)
-            task = Task(
-                contender=contender,
-                workload=str(FOLDER / "models" / f"{model}.py"),
-                budget_bytes=setting.budget_bytes,
-                target=setting.target,
-                updates=setting.updates,
-            )
-            results.append(compete(task, model))
-    print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
-    print(format_table(results), end="\n\n")
-    given = {result.model: f"{result.task.target} in {format_bytes(result.task.budget_bytes)}" for result in results}
-    print(f"- target batch and budget: {', '.join(f'{model} {asked}' for model, asked in given.items())}; ", end="")
-    print(f"torch {version('torch')}, Python {platform.python_version()}")
-    for sentence in verdicts(results):
-        print(f"- {sentence}")
-
-
-def parse_options() -> argparse.Namespace:
-    """Return the arguments of the command line."""
+    """Let each library search and train, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="one of them only; may be repeated")
-    return parser.parse_args()
-
-
-def compete(task: Task, model: str) -> Result:
-    """Search, then train with what was found."""
-    search = run_child(task)
-    training = None if search.size is None else run_child(replace(task, size=search.size))
-    return Result(model=model, task=task, search=search, training=training)
+    rows = [HEADER]
+    for model in parser.parse_args().model or MODELS:
+        for peer in PEERS:
+            found = run_child(Task(peer=peer, model=model))
+            trained = Done() if found.size is None else run_child(Task(peer=peer, model=model, size=found.size))
+            parts = trained.updates[0] if trained.updates else ()
+            failure = found.failure or trained.failure
+            samples = sorted({sum(sizes) for sizes in trained.updates})
+            said = f"failed: {failure}" if failure else " + ".join(map(str, parts))
+            counts = (str(len(found.attempts)), f"{found.seconds:.1f}")
+            name = peer if peer == "autoaccum" else f"{peer} {version(peer)}"
+            rows.append((model, name, *counts, said, " to ".join(map(str, samples)) or "-"))
+    print(format_markdown(rows))
 
 
 def run_child(task: Task) -> Done:
-    """Run a task in a fresh process, with the malloc settings of a trial, and return its result.
-
-    autoaccum's own search has what a user has, since it starts its own trials.
-    """
-    plans = task.contender == "autoaccum" and task.size is None
-    settings = {**({} if plans else child_environment()), "PYTHONPATH": environment()["PYTHONPATH"]}
+    """Run a task in a fresh process; one that trains has the malloc settings of a trial."""
+    plans = task.peer == "autoaccum" and task.size is None
+    settings = {**environment(), **({} if plans else child_environment()), "PYTHONPATH": environment()["PYTHONPATH"]}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         asked = msgspec.json.encode(replace(task, started=time.monotonic())).decode()
-        command = [sys.executable, str(FOLDER / "peer_child.py"), str(answer), asked]
+        command = [sys.executable, __file__, "child", str(answer), asked]
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                env={**environment(), **settings},
-                timeout=_LIMIT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Done(failure=f"not done after {_LIMIT_SECONDS:g} s")
-        if done.returncode == 0:
-            return msgspec.json.decode(answer.read_bytes(), type=Done)
-    lines = done.stderr.strip().splitlines()
-    return Done(failure=f"exit status {done.returncode}: {lines[-1] if lines else 'no message'}")
+            subprocess.run(command, capture_output=True, env=settings, timeout=_LIMIT_SECONDS, check=True)
+        except subprocess.SubprocessError as error:
+            return Done(failure=str(error)[-70:])
+        return msgspec.json.decode(answer.read_bytes(), type=Done)
 
 
-def format_table(results: Sequence[Result]) -> str:
-    """One row for each result."""
-    return format_markdown([HEADER, *(_row(result) for result in results)])
+def plan(task: Task) -> Done:
+    """Search as autoaccum does; it limits its own trials, whose processes are part of the time."""
+    budget_bytes, target, _ = MODELS[task.model]
+    file = FOLDER / "models" / f"{task.model}.py"
+    made = autoaccum.plan(file, target_batch=target, device="cpu", memory=f"{budget_bytes}B")
+    attempts = tuple(max(trial.parts) for trial in made.trials)
+    return Done(attempts=attempts, size=made.micro_batch, seconds=time.monotonic() - task.started)
 
 
-def format_parts(parts: Sequence[int]) -> str:
-    """Micro-batches of one update.
+def compete(task: Task) -> Done:
+    """Search or train under the limit, after a small training that imports what the library imports late."""
+    import torch
 
-    >>> format_parts([34, 31, 31]), format_parts([32, 32, 32]), format_parts([])
-    ('34 + 31 + 31', '3 x 32', '-')
-    """
-    if len(parts) > 2 and len(set(parts)) == 1:
-        return f"{len(parts)} x {parts[0]}"
-    return " + ".join(map(str, parts)) or "-"
+    from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
+    from autoaccum.devices.meters import warm_up
+    from autoaccum.sources.loading import load_workload
+
+    budget_bytes, target, updates = MODELS[task.model]
+    kind = {"autoaccum": Autoaccum, "lightning": Lightning, "accelerate": Accelerate}[task.peer]
+    warm_up()
+    kind(_small_workload(), 2, 1).train(2)
+    workload, failure = load_workload(str(FOLDER / "models" / f"{task.model}.py")), None
+    check_data_limit()
+    torch.manual_seed(0)
+    gc.collect()
+    peer, size = kind(workload, target, updates), task.size
+    with data_limit(read_process_memory().data_bytes + budget_bytes):
+        try:
+            if size is None:
+                size = peer.search()
+            else:
+                peer.train(size)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[0]}"[:70]
+    seconds = time.monotonic() - task.started
+    return Done(attempts=tuple(peer.attempts), size=size, updates=tuple(peer.sizes), seconds=seconds, failure=failure)
 
 
-def verdicts(results: Sequence[Result]) -> list[str]:
-    """For each model: does autoaccum need the fewest micro-batches for the target, exactly, in the least time?"""
-    models = dict.fromkeys(result.model for result in results)
-    return [_verdict(model, [result for result in results if result.model == model]) for model in models]
+class Peer:
+    """A workload in a library's hands; `attempts` are the sizes of its training runs, `sizes` those of each update."""
+
+    def __init__(self, workload: Any, target: int, updates: int) -> None:
+        from torch.utils.data import Subset
+
+        self.workload, self.target, self.updates = workload, target, updates
+        self.attempts: list[int] = []
+        self.sizes: list[tuple[int, ...]] = []
+        length = len(workload.dataset)  # Repeated, so that no epoch ends within a run.
+        self.samples: Any = Subset(workload.dataset, [index % length for index in range(target * updates)])
+
+    def search(self) -> int:
+        """Return the size that is found."""
+        raise NotImplementedError
+
+    def train(self, size: int) -> None:
+        """Make the updates with micro-batches of `size`."""
+        raise NotImplementedError
+
+    def build(self) -> tuple[Any, Any]:
+        """Return a model and its optimizer, whose samples are counted from here."""
+        model = self.workload.build_model()
+        optimizer = self.workload.build_optimizer(model)
+        self.sizes, window = [], list[int]()
+
+        def count(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            window.append(len(next(iter((*inputs, *named.values())))))
+
+        def close(*_: Any) -> None:
+            self.sizes.append(tuple(window))
+            window.clear()
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        optimizer.register_step_post_hook(close)
+        return model, optimizer
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """The criterion of outputs and targets; models of Hugging Face compute their loss."""
+        if self.workload.criterion is None:
+            return model(**batch).loss
+        return self.workload.criterion(model(batch[0]), batch[1])
+
+    def loader(self, size: int) -> Any:
+        """Return the samples in batches."""
+        from torch.utils.data import DataLoader
+
+        return DataLoader(self.samples, batch_size=size)
 
 
-def _verdict(model: str, results: Sequence[Result]) -> str:
-    own = next((result for result in results if result.task.contender == "autoaccum"), None)
-    peers = [result for result in results if result is not own and result.search.size is not None]
-    if own is None or own.search.size is None or not peers:
-        return f"{model}: nothing to compare"
-    target = own.task.target
-    parts = {result.task.contender: math.ceil(target / max(result.trained_size, 1)) for result in (own, *peers)}
-    fastest = min(peers, key=lambda peer: peer.total_seconds)
-    share = own.total_seconds / fastest.total_seconds
-    return (
-        f"{model}: fewest micro-batches for {target} samples: {_yes(parts['autoaccum'] == min(parts.values()))}; exact "
-        f"effective batch: {_yes(own.exact)}; {share:.2f} of the time of {fastest.task.contender}, the fastest peer"
+class Autoaccum(Peer):
+    """The Accumulator with the plan's micro-batch."""
+
+    def train(self, size: int) -> None:
+        """Updates by `Accumulator.step`."""
+        batch = self.workload.build_batch(self.target)
+        accumulator = autoaccum.Accumulator(*self.build(), self.workload.objective, micro_batch=size, recover=False)
+        for _ in range(self.updates):
+            accumulator.step(batch)
+
+
+class Lightning(Peer):
+    """`Tuner.scale_batch_size` (its BatchSizeFinder) in binsearch mode, then `accumulate_grad_batches`."""
+
+    def search(self) -> int:
+        """Every attempt is a training run with the default settings."""
+        from lightning.pytorch.tuner.tuning import Tuner
+
+        with tempfile.TemporaryDirectory() as folder:
+            found = Tuner(self._trainer(folder, max_epochs=1)).scale_batch_size(self._module(2), mode="binsearch")
+        return int(found)
+
+    def train(self, size: int) -> None:
+        """Updates of as many micro-batches as go into the target whole: Lightning accumulates by a count."""
+        with tempfile.TemporaryDirectory() as folder:
+            window = max(1, self.target // size)
+            trainer = self._trainer(folder, max_steps=self.updates, accumulate_grad_batches=window)
+            trainer.fit(self._module(size))
+
+    def _trainer(self, folder: str, **settings: Any) -> Any:
+        import lightning.pytorch as pl
+
+        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        settings |= dict.fromkeys(silent, False)
+        return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **settings)
+
+    def _module(self, size: int) -> Any:
+        import lightning.pytorch as pl
+
+        peer = self
+
+        class Module(pl.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.model, self.optimizer = peer.build()
+                self.batch_size = size
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                return peer.loss(self.model, batch)
+
+            def configure_optimizers(self) -> Any:
+                return self.optimizer
+
+            def train_dataloader(self) -> Any:
+                return peer.loader(self.batch_size)
+
+            def on_train_start(self) -> None:
+                peer.attempts.append(self.batch_size)
+
+        return Module()
+
+
+class Accelerate(Peer):
+    """Its example of automatic gradient accumulation: starts at the target, and takes 9/10 after each failure."""
+
+    def search(self) -> int:
+        """The size is known when a training run has made its second update, in which the optimizer has its state."""
+        from accelerate.utils import find_executable_batch_size
+
+        def training_function(batch_size: int) -> int:
+            self._make_updates(batch_size, 2)
+            return batch_size
+
+        found: int = find_executable_batch_size(training_function, starting_batch_size=self.target)()
+        return found
+
+    def train(self, size: int) -> None:
+        """The training function, with all its updates."""
+        self._make_updates(size, self.updates)
+
+    def _make_updates(self, size: int, updates: int) -> None:
+        from accelerate import Accelerator
+
+        self.attempts.append(size)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=self.target // size)
+        accelerator.free_memory()
+        prepared: Any = accelerator.prepare(*self.build(), self.loader(size))
+        model, optimizer, loader = prepared
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(self.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if len(self.sizes) == updates:
+                break
+
+
+def _small_workload() -> Any:
+    import torch
+    from torch import nn
+
+    pairs = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, 2))
+    return autoaccum.Workload(
+        model=lambda: nn.Linear(2, 2),
+        batch=lambda size: (torch.ones(size, 2), torch.zeros(size, 2)),
+        criterion=nn.MSELoss(),
+        dataset=pairs,
     )
 
 
-def _row(result: Result) -> tuple[str, ...]:
-    search, training = result.search, result.training
-    seconds = f"{result.total_seconds:.1f} ({search.start_seconds:.1f} of them imports)"
-    name = f"{result.task.contender} {search.version}".strip()
-    known = (result.model, name, str(len(search.attempts)), seconds)
-    if search.size is None or training is None:
-        return (*known, f"failed: {_short(search.failure)}", "-", "-", "-")
-    samples = " to ".join(map(str, sorted({min(result.samples), max(result.samples)}))) if result.samples else "-"
-    return (
-        *known,
-        str(search.size),
-        _trains(result, training),
-        format_parts(training.micro_batches[0] if training.micro_batches else ()),
-        samples + ("" if result.exact else f" (asked: {result.task.target})"),
-    )
-
-
-def _trains(result: Result, run: Done) -> str:
-    if result.made_all(run):
-        return f"yes, {result.task.updates} updates"
-    return f"no, after {len(run.micro_batches)} updates: {_short(run.failure)}"
-
-
-def _short(text: str | None) -> str:
-    line = " ".join((text or "no message").replace("|", "/").split())
-    return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 1] + "…"
-
-
-def _yes(answer: bool) -> str:
-    return "yes" if answer else "no"
+def _child(arguments: Sequence[str]) -> None:
+    answer, asked = arguments
+    task = msgspec.json.decode(asked, type=Task)
+    done = plan(task) if task.peer == "autoaccum" and task.size is None else compete(task)
+    Path(answer).write_bytes(msgspec.json.encode(done))
 
 
 if __name__ == "__main__":
-    main()
+    _child(sys.argv[2:]) if sys.argv[1:2] == ["child"] else main()
