@@ -90,7 +90,7 @@ class Accumulator:
     Args:
         model: The model, on the device it trains on.
         optimizer: One optimizer of the model's parameters. It may leave some out; their gradients are dropped.
-        loss: `loss(model, batch)`, a criterion or an `Objective`; see `workload.objective.resolve_objective`. Without
+        loss: `loss(model, batch)`, a criterion or an `Objective`; see `sources.objective.resolve_objective`. Without
             `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
         micro_batch: The most samples to run at once; omit it when `plan` is given.
         plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its

@@ -20,7 +20,7 @@ from autoaccum.spec import StepRecipe, TrainingSpec, WorkloadFacts
 from autoaccum.units import format_bytes
 
 Form: TypeAlias = "str | Mapping[str, Any]"
-"""The structure of a batch, as `workload.step_recipe` describes it."""
+"""The structure of a batch, as `sources.step_recipe` describes it."""
 
 _TEMPLATE = Path(__file__).with_name("train_step.py.jinja")
 _HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
