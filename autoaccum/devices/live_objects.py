@@ -71,7 +71,7 @@ def workload_of_objects(live: Mapping[str, Any], options: Options) -> Workload:
     if isinstance(optimizer, Optimizer):
         check_optimizer(optimizer, model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        given["optimizer"] = OptimizerLike.of(unwrap_optimizer(optimizer), trained)
+        given["optimizer"] = OptimizerLike(unwrap_optimizer(optimizer), trained)
     return Workload(
         model=model,
         batch=make_batches(live["batch"], batching),

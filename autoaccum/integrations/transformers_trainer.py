@@ -80,7 +80,7 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         optimizer=(
             OptimizerOfModel(_without_autocast(model, empty_tensors(model)), partial(_create_optimizer, shadow))
             if given is None
-            else OptimizerLike.of(_bare(given), trained)
+            else OptimizerLike(_bare(given), trained)
         ),
         precision=PRECISIONS[args.mixed_precision],
         accumulate_in="parameters" if half else "fp32",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,45 +111,37 @@ def closure_refusal(name: str, error: type[AutoaccumError] = WorkloadError) -> A
     )
 
 
-@dataclass(frozen=True)
 class OptimizerLike:
     """Makes an optimizer with the class, the groups and the settings of a live one, and an empty state.
 
-    Attributes:
-        kind: The class.
-        kept: The attributes that it pickles, without its state and its groups.
-        groups: The settings of each group.
-        places: The parameters of each group, by their index among the model's trainable ones.
+    It copies the live one with empty parameters, in whose places a new optimizer has those that it is given.
+
+    Args:
+        optimizer: The live optimizer, which stays as it is. Frozen parameters are left out.
+        trained: The trainable parameters of its model.
+
+    Raises:
+        UsageError: It holds other parameters.
     """
 
-    kind: type[Optimizer]
-    kept: dict[str, Any]
-    groups: tuple[dict[str, Any], ...]
-    places: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
-        """Describe `optimizer` without frozen parameters; raise UsageError unless the others are among `trained`."""
-        at = {id(parameter): place for place, parameter in enumerate(trained)}
-        held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        if any(id(parameter) not in at for group in held for parameter in group):
-            raise UsageError(
-                f"the {type_name(optimizer)} holds parameters that are not the model's",
-                hint="build it from the model's; or write model, batch and loss into a file and plan that",
-            )
-        kept = {name: value for name, value in optimizer.__getstate__().items() if name != "state"}
-        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in kept.pop("param_groups"))
-        return cls(type(optimizer), kept, groups, tuple(tuple(at[id(p)] for p in group) for group in held))
+    def __init__(self, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> None:
+        self._places = [nn.Parameter(torch.empty(0)) for _ in trained]
+        known = {id(parameter): place for parameter, place in zip(trained, self._places, strict=True)}
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in known and parameter.requires_grad:
+                raise UsageError(
+                    f"the {type_name(optimizer)} holds parameters that are not the model's",
+                    hint="build it from the model's; or write model, batch and loss into a file and plan that",
+                )
+            known.setdefault(id(parameter), nn.Parameter(torch.empty(0), requires_grad=False))
+        self._empty = copy.deepcopy(optimizer, {**known, id(optimizer.state): defaultdict(dict)})
+        for group in self._empty.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
     def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
         """Make an optimizer of `params`, the trainable parameters of a model."""
-        made = self.kind.__new__(self.kind)
-        groups = [
-            {"params": [params[place] for place in places], **settings}
-            for settings, places in zip(self.groups, self.places, strict=True)
-        ]
-        made.__setstate__({**self.kept, "state": defaultdict(dict), "param_groups": groups})
-        return made
+        places = {id(place): parameter for place, parameter in zip(self._places, params, strict=True)}
+        return copy.deepcopy(self._empty, places)
 
 
 class OptimizerOfModel:

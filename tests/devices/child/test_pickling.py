@@ -83,7 +83,7 @@ def test_no_weight_is_copied() -> None:
 
 
 def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerLike:
-    return OptimizerLike.of(optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    return OptimizerLike(optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def test_a_live_optimizer_arrives_with_its_settings_and_without_its_state() -> None:
