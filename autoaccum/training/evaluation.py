@@ -136,7 +136,7 @@ class Evaluation:
         total = Totals.of_all(parts)
         if total.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
             raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
-        answers = [answer for answer in ranks.gather((self.micro_batch, total)) if answer is not None]
+        answers = ranks.gather((self.micro_batch, total))
         self.micro_batch = min(size for size, _ in answers)
         if is_shared:
             total = Totals.of_all(of_rank for _, of_rank in answers)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -147,35 +147,15 @@ class TrainingRanks:
         rank: The number of this rank, from 0.
         size: The number of ranks.
         is_first: Whether this is rank 0, which writes the run folder and shows the progress.
-        is_ending: Whether an error that all ranks know of ends the training.
-        is_alone: Whether there are no other ranks, or none that this one still waits for.
+        gather: Returns the values that the ranks give, in their order; each calls it at the same point (see `Ranks`).
     """
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
-        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
-        self.is_first, self.is_ending = ranks.rank == 0, False
-        self.is_alone = ranks.size == 1
-
-    def gather(self, value: _T) -> list[_T | None]:
-        """Return the values that the ranks give, in their order; each calls this at the same point.
-
-        While the training ends, the values of ranks that have gone are None.
-
-        Raises:
-            OtherRanksFailed: Ranks told of failures instead.
-            RankLostError: A rank has ended, or did not call this in time.
-        """
-        if not self.is_alone:
-            try:
-                return [*self._ranks.gather(value)]
-            except (OtherRanksFailed, RankLostError):
-                if not self.is_ending:
-                    raise
-                self.is_alone = True
-        return [value if rank == self.rank else None for rank in range(self.size)]
+        self._ranks, self.rank, self.size, self.gather = ranks, ranks.rank, ranks.size, ranks.gather
+        self.is_first, self._has_reported = ranks.rank == 0, False
 
     def by_first(self, make: Callable[[], _T]) -> _T | None:
-        """Return on all ranks what `make` returns on rank 0, or raise what it raises there; None if that is gone."""
+        """Return on all ranks what `make` returns on rank 0, or raise what it raises there."""
         made: _T | AutoaccumError | None = None
         if self.is_first:
             try:
@@ -196,20 +176,16 @@ class TrainingRanks:
 
         An exit that the user's code or a second signal asked for is not told: the others see that this rank is gone.
         """
-        was_ending, self.is_ending = self.is_ending, True
+        has_reported, self._has_reported = self._has_reported, True
         if isinstance(error, OtherRanksFailed):
             return _meaning(error, signals)
-        is_told = was_ending or is_known or isinstance(error, RankFailedError)
-        if isinstance(error, RankLostError) or not isinstance(error, (Exception, StopRequested)):
-            self.is_alone = True
-        elif not (is_told or self.is_alone):
+        is_told = has_reported or is_known or isinstance(error, RankFailedError | RankLostError)
+        if not is_told and isinstance(error, Exception | StopRequested):
             failure = RankFailure(self.rank, f"{type(error).__name__}: {first_line(error)}")
             if isinstance(error, StopRequested):
                 failure = Stopping(self.rank, failure.text, number=error.number)
-            try:
+            with suppress(RankLostError):  # This rank's own error says more.
                 self._ranks.report_failure(failure)
-            except RankLostError:  # This rank's own error says more.
-                self.is_alone = True
         return error
 
     @contextmanager
@@ -223,10 +199,6 @@ class TrainingRanks:
             del other  # Its traceback holds this frame.
             raise
 
-    def leave_out_absent(self, is_ready: bool) -> None:
-        """Go on alone unless all ranks are there and ready to save."""
-        self.is_alone = not all(self.gather(is_ready))
-
     def agree_on_window(self, window: object, wants_stop: bool) -> bool:
         """Return whether a rank wants to stop.
 
@@ -237,7 +209,7 @@ class TrainingRanks:
         Raises:
             UsageError: The ranks do not read the same data in the same order.
         """
-        answers = [answer for answer in self.gather((window, wants_stop)) if answer is not None]
+        answers = self.gather((window, wants_stop))
         if any(of_rank for _, of_rank in answers):
             return True
         if any(of_rank != answers[0][0] for of_rank, _ in answers):

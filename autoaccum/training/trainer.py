@@ -6,7 +6,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.out_of_memory import is_context_dead
+from autoaccum.accumulation.ranks.group import OtherRanksFailed
 from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
-from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.errors import CheckpointError, NonFiniteError, RankLostError, UpdateInterrupted, UsageError
 from autoaccum.sources.batches import batch_size
 from autoaccum.training.data import DataSettings, Window, WindowReader, open_data
 from autoaccum.training.evaluation import Evaluation
@@ -374,10 +375,12 @@ class Run:
             at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
             is_whole, is_sharded = not stepper.accumulator.is_interrupted, self._components.is_sharded
             can_save = is_whole and not at_once and not is_context_dead(error)
-            if is_whole or not is_sharded:  # Else other ranks may wait for this one to leave.
-                ranks.leave_out_absent(can_save)
-            if can_save and not (is_sharded and ranks.is_alone):
-                self._save()
+            # The other ranks come here, too, unless one is gone, or they wait in a collective for this one to leave.
+            is_known = isinstance(error, (StopRequested, Exception)) and not isinstance(error, RankLostError)
+            if ranks.size == 1 or (is_known and (is_whole or not is_sharded)):
+                with suppress(OtherRanksFailed, RankLostError):
+                    if all(ranks.gather(can_save)):
+                        self._save()
             if isinstance(error, UpdateInterrupted) and self._newest is not None:
                 raise self._way_to_resume(error, self._newest) from error
             if error is not own:
@@ -419,14 +422,14 @@ class Run:
     def restore_rng(self, record: Mapping[str, Any]) -> None:
         """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
         states, ranks, progress = record["random"], self._ranks, self.progress
-        if len(states) == ranks.size and None not in states:
+        if len(states) == ranks.size:
             restore_training_rng(states[ranks.rank], self._components)
             return
         _seed_training(self._request.seed, progress.epoch, progress.update, ranks.rank)
-        seen = f"the run had {len(states)} ranks, and has {ranks.size} now"
-        if len(states) == ranks.size:
-            seen = "a rank was gone when the checkpoint was written"
-        self._notifier.notify(Notice(f"{seen}: random numbers, as of dropout, are drawn anew from here", warns=False))
+        text = (
+            f"the run had {len(states)} ranks, and has {ranks.size} now: random numbers, as of dropout, are drawn anew"
+        )
+        self._notifier.notify(Notice(text, warns=False))
 
     def save_first(self) -> None:
         """Write a checkpoint before the first update: what cannot be saved is better known before hours of training.
@@ -625,9 +628,9 @@ class Run:
             return
         record = self._record()
         path = self._ranks.by_first(lambda: folder.write_checkpoint(update, record))
-        if path is not None:
-            self._newest, self._saved_at = path, self._position()
-            self._notifier.notify(CheckpointWritten(update, path, time.perf_counter() - began))
+        assert path is not None
+        self._newest, self._saved_at = path, self._position()
+        self._notifier.notify(CheckpointWritten(update, path, time.perf_counter() - began))
 
     def _record(self) -> dict[str, Any]:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""

@@ -116,7 +116,7 @@ def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> Non
     updates = {name: int(checkpoint[-5:-3]) for name, (checkpoint, _) in resumed.items()}
     assert first["optimizer"].startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ValueError within the upd")
     assert second["optimizer"].startswith("UpdateInterrupted: ValueError within the update, which cannot be undone")
-    assert updates == {"optimizer": 4, "callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4, "evaluation": 5}
+    assert updates == {"optimizer": 2, "callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4, "evaluation": 5}
     _, weights, _ = train(None)
     for name, (_, state) in resumed.items():
         torch.testing.assert_close(state, weights, rtol=1e-9, atol=1e-9, msg=name)
@@ -196,7 +196,8 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> int:
         names = sorted(path.name for path in run.glob("checkpoints/checkpoint-*.pt"))
         cut += survivor == Died() or survivor[0] == "lost"
         if survivor != Died() and survivor[0] == "lost" and survivor[1]:
-            assert names[-1] == f"checkpoint-{survivor[1]:08}.pt", "rank 0 saves its last update"
+            newest = int(names[-1][-11:-3])
+            assert survivor[1] - 5 < newest <= survivor[1], "no more is lost than since the last checkpoint"
         if all(end != Died() and end[0] == "done" for end in ends):
             torch.testing.assert_close(ends[0][2], weights, rtol=1e-9, atol=1e-9)
             run = folder / str(number + 1)
