@@ -150,7 +150,7 @@ def fit(
 def tune(
     workload: str | os.PathLike[str],
     *,
-    target_batch: int | str | tuple[int, int],
+    target_batch: int,
     trials: int = 30,
     learning_rate: str | tuple[float, float] | None = None,
     budget_samples: int | None = None,
@@ -161,10 +161,10 @@ def tune(
     on_event: Callable[[Any], Any] | None = None,
     **options: Unpack[OptionArguments],
 ) -> Tuning:
-    """Search the learning rate and, on request, the effective batch that train a workload best, with Optuna.
+    """Search the learning rate that trains a workload best, with Optuna.
 
         found = autoaccum.tune("model.py", target_batch=256)
-        found.best.setting.learning_rate, found.plan.save("best.json")
+        found.best.learning_rate, found.plan.save("best.json")
 
     Every trial trains in a process of its own, from the same weights and in the same order of data, and is ranked by
     its loss on held-out data. The micro-batch changes speed and memory alone, so it is planned once, the fastest; a
@@ -176,7 +176,7 @@ def tune(
     Args beside those of `autoaccum.api`:
         workload: `model.py` or `model.py:name`, with a `dataset`. Losses are measured on its
             `evaluation_dataset`, else on a tenth of the dataset.
-        target_batch: Samples per update; or a range, `"64..1024"` or a pair, whose doublings are searched.
+        target_batch: Samples per update.
         trials: The number of trials of the study, earlier ones and other workers' included.
         learning_rate: The range, `"1e-4..1e-1"` or a pair; from a hundredth to a hundred times the workload's own
             when None.
@@ -196,11 +196,11 @@ def tune(
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import TuneProgress
     from autoaccum.tuning.tuner import tune as run_study
-    from autoaccum.tuning.tuning_records import TuneRequest, read_batches, read_rates
+    from autoaccum.tuning.tuning_records import TuneRequest, read_rates
 
     request = TuneRequest(
         reference=workload,  # type: ignore[arg-type]  # The request makes a text of a path.
-        target_batch=read_batches(target_batch),
+        target_batch=target_batch,
         options=Options.of("tune", options),
         trials=trials,
         learning_rate=read_rates(learning_rate),

@@ -10,7 +10,6 @@ import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options
 from autoaccum.cli.outputs import check_files, running_words, write_page
-from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
     from autoaccum.tuning.tuning_records import Tuning
@@ -27,9 +26,6 @@ _OF_THE_STUDY = (
 
 @click.command("tune", cls=HelpWithHeadings, short_help="Search the learning rate by a study of real trainings.")
 @click.argument("workload")
-@click.option(
-    "--target-batch", metavar="N|LOW..HIGH", required=True, help="Samples per update; or search doublings, 64..1024."
-)
 @click.option(
     "--trials",
     type=count,
@@ -57,7 +53,7 @@ _OF_THE_STUDY = (
 )
 @options(
     "tune",
-    *("as_json", "output", "report", "force", "quiet"),
+    *("target_batch", "as_json", "output", "report", "force", "quiet"),
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
@@ -72,7 +68,7 @@ def command(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
+    """Search the learning rate that trains WORKLOAD best.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
     `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
@@ -124,8 +120,8 @@ def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, qui
 
     stderr, kept = make_console(stderr=True), False
     try:
-        if output is not None and tuning.best is not None:
-            _keep_plan(tuning, Path(output), force=force)
+        if output is not None and tuning.plan is not None:
+            tuning.plan.save(Path(output), force=force)
             kept = True
     finally:
         if as_json:
@@ -138,23 +134,14 @@ def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, qui
         stderr.print(f"note: {output} was not written: there is no best setting", soft_wrap=True)
 
 
-def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
-    if tuning.plan is None:
-        raise NotMeasuredError(
-            f"{output} was not written: the best setting has no plan that was proved",
-            hint="plan for it with `autoaccum plan`, and train with `autoaccum fit --learning-rate`",
-        )
-    tuning.plan.save(output, force=force)
-
-
 def _offers(tuning: Tuning, kept: str | None) -> dict[str, list[str]]:
     """Return the words of commands that are offered, by what they do."""
     params = click.get_current_context().params
     offers: dict[str, list[str]] = {}
-    if kept is not None and tuning.best is not None and tuning.best.setting is not None:
+    if kept is not None and tuning.best is not None:
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
-        words += ["--target-batch", str(tuning.best.setting.target_batch), "--epochs", "3"]
+        words += ["--target-batch", str(params["target_batch"]), "--epochs", "3"]
         offers[f"train by its plan, {kept}"] = [*words, "--plan", kept, "--run-dir", f"runs/{Path(kept).stem}"]
     elif tuning.best is not None:
         offers["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", "best.json"]

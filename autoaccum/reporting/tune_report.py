@@ -17,12 +17,11 @@ from autoaccum.checks import counted
 from autoaccum.reporting.console import Block, Facts, Table, copied
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
-from autoaccum.reporting.progress import PlanProgress, parameter_words
+from autoaccum.reporting.progress import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
     Row,
-    SearchSpace,
     SearchStarted,
     State,
     StudyOpened,
@@ -50,20 +49,25 @@ def tuning_record(tuning: Tuning) -> dict[str, Any]:
     return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
 
 
-def _row_cells(row: Row, space: SearchSpace) -> tuple[str, str, str, str, str]:
+def _row_cells(row: Row, own_rate: float) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
     took = f"{row.seconds:.1f} s" if row.samples else "-"
-    words = filter(None, (_setting_words(row, space), *_notes(row, space)))
+    words = filter(None, (_rate_words(row), *_notes(row, own_rate)))
     return str(row.number), _outcome(row), _format_loss(loss), took, "; ".join(words)
+
+
+def _rate_words(row: Row) -> str:
+    """Write the learning rate of a trial; empty until it is drawn."""
+    return "" if row.learning_rate is None else f"learning rate {row.learning_rate:.3g}"
 
 
 def _outcome(row: Row) -> str:
     return "interrupted" if row.lost else row.state.replace("_", " ")
 
 
-def _notes(row: Row, space: SearchSpace) -> Iterator[str]:
-    if row.setting is not None and row.setting.learning_rate == space.default_learning_rate:
+def _notes(row: Row, own_rate: float) -> Iterator[str]:
+    if row.learning_rate == own_rate:
         yield "the workload's learning rate"
     if row.state == "pruned" and row.losses:
         yield f"loss after {row.losses[-1][0]} %"
@@ -71,25 +75,6 @@ def _notes(row: Row, space: SearchSpace) -> Iterator[str]:
         yield f"out of memory {counted(row.oom_retries, 'time')}"
     if row.reason is not None:
         yield row.reason
-
-
-def _setting_words(trial: Row, space: SearchSpace) -> str:
-    """Write the settings of a trial that differ between trials; empty until they are drawn."""
-    setting = trial.setting
-    if setting is None:
-        return ""
-    words = [f"learning rate {setting.learning_rate:.3g}"]
-    if len(space.target_batches.sizes) > 1:
-        words.append(f"effective batch {setting.target_batch}")
-    return ", ".join(words)
-
-
-def _space_words(space: SearchSpace) -> str:
-    """Write the search space."""
-    rates, targets = space.learning_rates, space.target_batches
-    words = [f"learning rates {rates.low:.3g} to {rates.high:.3g}"]
-    words.append(f"effective batch {' or '.join(map(str, targets.sizes))}")
-    return "; ".join(words)
 
 
 def _format_loss(loss: float | None) -> str:
@@ -109,16 +94,14 @@ def tuning_blocks(tuning: Tuning, commands: Mapping[str, Sequence[str]]) -> list
 
 
 def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
-    best, plan, space = tuning.best, tuning.plan, tuning.space
+    best = tuning.best
     if best is None:
         yield "best", Text("no trial finished its budget with a finite loss", "bold red")
     else:
-        yield "best", Text(f"{_setting_words(best, space)}, of trial {best.number}", "bold green")
+        yield "best", Text(f"{_rate_words(best)}, of trial {best.number}", "bold green")
         yield "loss", Text(f"{_format_loss(best.loss)} on held-out data", "bold green")
         yield "default rate", _own_words(tuning, best)
-    yield "micro-batch", f"{space.micro_batch}, the plan's for all trials"
-    if plan is not None:
-        yield "plan", f"{format_parts(plan.micro_batches)} samples per update"
+    yield "plan", f"{format_parts(tuning.micro_batches)} samples per update, in all trials"
     yield "budget", f"{tuning.budget:,} samples a trial; losses are of {tuning.workload['held_out']}"
     yield "trials", _trial_words(tuning)
     yield "study", copied(f"{tuning.study} in {tuning.storage}")
@@ -129,7 +112,7 @@ def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
 
 def _own_words(tuning: Tuning, best: Row) -> str:
     """Compare with the workload's own learning rate."""
-    own, rate = tuning.own, f"{tuning.space.default_learning_rate:.3g}"
+    own, rate = tuning.own, f"{tuning.workload['learning_rate']:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
     if own.number == best.number:
@@ -150,7 +133,7 @@ def _trials_table(tuning: Tuning) -> Table:
     table = Table(">trial", "outcome", ">loss", ">time", "with")
     rows = sorted(tuning.rows, key=_rank)
     for row in rows[:_MOST_TRIALS]:
-        number, outcome, *others = _row_cells(row, tuning.space)
+        number, outcome, *others = _row_cells(row, tuning.workload["learning_rate"])
         is_best = tuning.best is not None and tuning.best.number == row.number
         table.add(number, Text(outcome, _STYLES[row.state]), *others, style="bold green" if is_best else "")
     if len(rows) > _MOST_TRIALS:
@@ -170,7 +153,7 @@ _TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"
 class TuneProgress(PlanProgress):
     """Shows the progress of a study and of its planning."""
 
-    _space: SearchSpace
+    _own_rate = 0.0
     _finished = _trials = 0
     _headed = False
 
@@ -179,14 +162,13 @@ class TuneProgress(PlanProgress):
         match event:
             case StudyOpened():
                 self._open(event)
-            case SearchStarted(space, remembered):
-                self._space = space
+            case SearchStarted(rates, plan, remembered):
                 how = "was planned for this study before" if remembered else "is the plan's for all trials"
-                self.say(f"micro-batch {space.micro_batch} {how}")
-                self.say(f"searching {_space_words(space)}")
+                self.say(f"micro-batch {plan.micro_batch} {how}")
+                self.say(f"searching learning rates {rates.low:.3g} to {rates.high:.3g}")
             case Row(state="running"):
                 done = f"{self._finished} of {self._trials} are done"
-                self.show(f"trial {event.number}, {done}: {_setting_words(event, self._space)} ...")
+                self.show(f"trial {event.number}, {done}: {_rate_words(event)} ...")
             case Row():
                 self._end_run(event)
             case Notice(text):
@@ -196,11 +178,11 @@ class TuneProgress(PlanProgress):
 
     def _open(self, event: StudyOpened) -> None:
         facts, self._finished, self._trials = event.facts, event.finished, event.trials
+        self._own_rate = facts.learning_rate
         schedule = f" with {facts.schedule}" if facts.schedule else ""
-        parameters = parameter_words(facts.parameters, facts.dtypes, facts.precision)
         trained = f"{facts.optimizer} at a learning rate of {facts.learning_rate:.3g}{schedule}"
         where = f"on {facts.device}; losses on {facts.held_out}"
-        self.say(f"{facts.name}: {facts.model}, {parameters}, {trained}; {where}")
+        self.say(f"{facts.name}: {trained}; {where}")
         done = f"; continuing after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
         self.say(f"study {event.name} in {event.storage}{done}")
 
@@ -209,6 +191,6 @@ class TuneProgress(PlanProgress):
         if not self._headed:
             self._headed = True
             self.say(_TRIAL.format("trial", "outcome", "loss", "time", "with"), "dim")
-        line = Text(_TRIAL.format(*_row_cells(row, self._space)))
+        line = Text(_TRIAL.format(*_row_cells(row, self._own_rate)))
         line.stylize(_STYLES[row.state], 7, 20)
         self.say(line)

@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from autoaccum.errors import StudyError, UsageError, WorkloadError, first_line
+from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.serialization import read_record, to_plain
 from autoaccum.training.fit_events import Notice
@@ -26,20 +27,18 @@ from autoaccum.tuning.tuning_records import (
     Listener,
     Outcome,
     Row,
-    SearchSpace,
-    Setting,
     TuneRequest,
     WorkloadFacts,
 )
 
-RATE, TARGET = "learning_rate", "target_batch"
+_RATE = "learning_rate"
 _HEARTBEAT_SECONDS = 20
 """Time between signs of life, by which Optuna detects trials whose process was killed, and retries them."""
 _MAX_RETRIES = 3
 _PATIENCE_SECONDS = 60
 """Seconds that a write waits for other workers."""
 _CONFIG, _PLAN = "autoaccum", "autoaccum_plan"
-_SETTING, _OUTCOME = "setting", "outcome"
+_OUTCOME = "outcome"
 """Attributes of ours, of a study and of a trial."""
 
 
@@ -90,13 +89,10 @@ def study_config(request: TuneRequest, facts: WorkloadFacts, budget: int, rates:
         "workload": facts.name,
         "source files": facts.digest,
         "learning rates": f"{rates.low:g}..{rates.high:g}",
-        "target batches": f"{request.target_batch.low}..{request.target_batch.high}",
+        "target batch": request.target_batch,
         "budget": budget,
         "seed": request.seed,
-        "precision": facts.precision,
-        "BatchNorm mode": facts.batchnorm,
-        "coupled loss": facts.coupled,
-        "optimizer": facts.optimizer,
+        "options": Options(spec=request.options.spec).to_record(),
         "held-out data": facts.held_out,
         "device": facts.device,
     }
@@ -160,13 +156,13 @@ def _check_config(stored: object, requested: dict[str, Any], study: str) -> None
 def _read_trial(trial: FrozenTrial) -> Row:
     """Convert one of Optuna's trials. Only a trial that ended by itself has the user attribute `_OUTCOME`."""
     state: Any = "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
-    setting, ended = trial.user_attrs.get(_SETTING), trial.user_attrs.get(_OUTCOME)
-    is_over, known = trial.state.is_finished(), trial.intermediate_values
+    ended, known = trial.user_attrs.get(_OUTCOME), trial.intermediate_values
+    is_over = trial.state.is_finished()
     outcome = read_record(ended, Outcome) if ended and is_over else Outcome(state=state)
     return Row(
         **vars(outcome),
         number=trial.number,
-        setting=None if setting is None else read_record(setting, Setting),
+        learning_rate=trial.params.get(_RATE),
         losses=tuple((at, known[at]) for at in MILESTONES if at in known),
         lost=is_over and ended is None,
     )
@@ -177,36 +173,39 @@ class _TrialFailed(Exception):  # noqa: N818 (an outcome, for Optuna)
 
 
 class Search:
-    """Runs trials of a study in child processes; `ceiling` is the micro-batch of every evaluation."""
+    """Runs trials of a study in child processes, each by `plan`."""
 
     def __init__(
         self,
         study: Study,
-        space: SearchSpace,
+        rates: LearningRateRange,
+        default_rate: float,
         budget: int,
-        ceiling: int,
+        plan: Plan,
         processes: TrialProcesses,
         notify: Listener,
     ) -> None:
-        self._study, self._space, self._budget, self._ceiling = study, space, budget, ceiling
+        self._study, self._rates, self._default_rate = study, rates, default_rate
+        self._budget, self._plan = budget, plan
         self._processes, self._notify = processes, notify
 
     def run(self) -> str | None:
         """Run trials until the study has as many as requested; return why it ended before, as a clause.
 
-        Several workers may do so at once, each with up to one trial too many.
+        The first one has the workload's own learning rate. Several workers may search at once, each with up to one
+        trial too many.
 
         Raises:
             WorkloadError: The user's code fails in the very first trial.
             StudyError: The storage can no longer be read or written.
         """
-        request, space, rows = self._processes.request, self._space, self._study.rows()
+        request, rate, rows = self._processes.request, self._default_rate, self._study.rows()
         if count_finished(rows) >= request.trials:
             return None
-        is_covered = space.learning_rates.low <= space.default_learning_rate <= space.learning_rates.high
+        is_covered = self._rates.low <= rate <= self._rates.high
         with storage_errors(self._study.file):
-            if is_covered and not any(is_default(row, space) and not row.lost for row in rows):
-                self._study.optuna.enqueue_trial(_default_parameters(space))
+            if is_covered and not any(row.learning_rate == rate and not row.lost for row in rows):
+                self._study.optuna.enqueue_trial({_RATE: rate})
             self._study.optuna.optimize(
                 self._objective,
                 timeout=request.options.time_limit,
@@ -217,16 +216,15 @@ class Search:
         return None if is_over else f"its time of {request.options.time_limit:g} s is over"
 
     def _objective(self, trial: Trial) -> float:
-        """Train with a trial's setting: Optuna's objective."""
-        setting = _suggest_setting(trial, self._space)
-        trial.set_user_attr(_SETTING, to_plain(setting))
-        self._notify(Row(number=trial.number, state="running", setting=setting))
+        """Train with a trial's learning rate: Optuna's objective."""
+        rate = trial.suggest_float(_RATE, self._rates.low, self._rates.high, log=True)
+        self._notify(Row(number=trial.number, state="running", learning_rate=rate))
 
         def should_continue(percent: int, loss: float) -> bool:
             trial.report(loss, percent)
             return not trial.should_prune()
 
-        outcome = self._processes.train(setting, self._budget, self._ceiling, should_continue)
+        outcome = self._processes.train(rate, self._plan, self._budget, should_continue)
         for text in outcome.warnings:
             self._notify(Notice(f"trial {trial.number}: {text}"))
         trial.set_user_attr(_OUTCOME, to_plain(outcome))
@@ -253,25 +251,3 @@ class Search:
 def count_finished(rows: tuple[Row, ...]) -> int:
     """Count the finished trials; lost ones do not count."""
     return sum(not row.lost and row.state not in ("running", "waiting") for row in rows)
-
-
-def is_default(row: Row, space: SearchSpace) -> bool:
-    """Return whether a trial has the workload's own learning rate, and the smallest of the target batches."""
-    setting = row.setting
-    return setting is not None and (setting.learning_rate, setting.target_batch) == (
-        space.default_learning_rate,
-        space.target_batches.low,
-    )
-
-
-def _suggest_setting(trial: Trial, space: SearchSpace) -> Setting:
-    rates, targets = space.learning_rates, space.target_batches
-    rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
-    target = targets.low if len(targets.sizes) == 1 else trial.suggest_categorical(TARGET, targets.sizes)
-    return Setting(learning_rate=rate, target_batch=target, micro_batch=space.micro_batch)
-
-
-def _default_parameters(space: SearchSpace) -> dict[str, float | int]:
-    """Return the workload's default learning rate and the smallest batch."""
-    batch = {TARGET: space.target_batches.low} if len(space.target_batches.sizes) > 1 else {}
-    return {RATE: space.default_learning_rate, **batch}

@@ -14,7 +14,8 @@ from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import check_device
 from autoaccum.errors import WorkloadError
-from autoaccum.tuning.tuning_records import Outcome, Setting, ShouldContinue, TuneRequest, WorkloadFacts
+from autoaccum.planning.plan_record import Plan
+from autoaccum.tuning.tuning_records import Outcome, ShouldContinue, TuneRequest, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
 """A finished child may exit by itself, so that the workload's exit handlers run."""
@@ -54,10 +55,12 @@ class TrainingProgress:
 class Train(Request[TrainingProgress]):
     """Train up to the first milestone."""
 
-    setting: Setting
+    learning_rate: float
+    target_batch: int
+    micro_batch: int
+    evaluation_batch: int
     budget: int
     seed: int
-    evaluation_batch: int
 
     doing = "training"
 
@@ -104,15 +107,21 @@ class TrialProcesses:
         self._digest = facts.digest
         return facts
 
-    def train(self, setting: Setting, budget: int, evaluation_batch: int, should_continue: ShouldContinue) -> Outcome:
-        """Train in a fresh process, which is ended afterwards; a failure in it becomes an `Outcome`.
+    def train(self, learning_rate: float, plan: Plan, budget: int, should_continue: ShouldContinue) -> Outcome:
+        """Train by a plan in a fresh process, which is ended afterwards; a failure in it becomes an `Outcome`.
 
         Raises:
             NotMeasuredError: No process can be started.
             WorkloadError: The workload's source files have changed since the study began.
         """
-        seed = self.request.seed
-        request = Train(setting=setting, budget=budget, seed=seed, evaluation_batch=evaluation_batch)
+        request = Train(
+            learning_rate=learning_rate,
+            target_batch=plan.target_batch,
+            micro_batch=max(plan.micro_batches),
+            evaluation_batch=plan.largest_fit,
+            budget=budget,
+            seed=self.request.seed,
+        )
         try:
             with self._loaded() as process:
                 progress = process.call(request, math.inf)
@@ -140,9 +149,9 @@ class TrialProcesses:
             paths=ImportPaths.of(),
             reference=self.request.reference,
             options=self.request.options.to_record(),
-            target_batch=self.request.target_batch.high,
+            target_batch=self.request.target_batch,
         )
-        process = ChildProcess("autoaccum.tuning.tuning_child", on_output=self._on_output, measured=False)
+        process = ChildProcess("autoaccum.tuning.trial_training", on_output=self._on_output, measured=False)
         try:
             self.check_unchanged(process.call(load, _LOAD_SECONDS))
             yield process

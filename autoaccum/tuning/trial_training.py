@@ -1,24 +1,30 @@
-"""The child's work: describe a workload, and train it as `autoaccum fit` would within a budget."""
+"""The child that describes a workload and trains it as `autoaccum fit` would within a budget.
+
+`python -m autoaccum.tuning.trial_training CONNECTION PARENT`: a training is a conversation, in which the child replies
+with its loss at each milestone, and waits for whether to continue.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import warnings
 from typing import Any
 
 import torch
 from torch.utils.data import Subset
 
-from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.inspection import name_dtype
+from autoaccum.devices.child.requests import ParentConnection, Request, read_request, serve
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
-from autoaccum.options import Options
+from autoaccum.options import Options, make_options
+from autoaccum.sources.loading import load_workload
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
+from autoaccum.sources.samples import replace_fields
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.training.data import is_map_style
@@ -26,7 +32,8 @@ from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
-from autoaccum.tuning.tuning_records import MILESTONES, Outcome, Setting, ShouldContinue, WorkloadFacts
+from autoaccum.tuning.trial_processes import ContinueTraining, Describe, LoadForTuning, Train, TrainingProgress
+from autoaccum.tuning.tuning_records import MILESTONES, Outcome, ShouldContinue, WorkloadFacts
 
 _HELD_OUT_SHARE = 10
 """One of this many samples is held out if the workload has no evaluation_dataset."""
@@ -38,10 +45,12 @@ _UNLIMITED = 10**12
 def train_setting(
     workload: Workload,
     *,
-    setting: Setting,
+    learning_rate: float,
+    target_batch: int,
+    micro_batch: int,
+    evaluation_batch: int,
     budget: int,
     seed: int,
-    evaluation_batch: int,
     device: str,
     should_continue: ShouldContinue,
 ) -> Outcome:
@@ -52,9 +61,9 @@ def train_setting(
         data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
         request = FitRequest(
             model_or_workload=dataclasses.replace(workload, **data, evaluation_batch=evaluation_batch),
-            target_batch=setting.target_batch,
-            micro_batch=max(setting.cut(workload.multiple_of or 1)),
-            learning_rate=setting.learning_rate,
+            target_batch=target_batch,
+            micro_batch=micro_batch,
+            learning_rate=learning_rate,
             steps=_UNLIMITED,
             seed=seed,
             options=Options(device=device),
@@ -146,19 +155,13 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
     return WorkloadFacts(
         name=workload.name,
         digest=workload.digest,
-        model=type_name(unwrap_model(model)),
-        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         optimizer=type_name(optimizer),
         learning_rate=get_learning_rate(optimizer),
         schedule=None if schedule is None else type_name(schedule),
-        precision=workload.precision,
-        batchnorm=workload.batchnorm,
         has_batch=workload.batch is not no_batch,
         training_samples=samples,
         held_out=held_out,
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-        dtypes=tuple(dict.fromkeys(name_dtype(parameter.dtype) for parameter in model.parameters())),
-        coupled=workload.coupled,
     )
 
 
@@ -194,3 +197,50 @@ def _count_samples(data: Any) -> int | None:
     """Count samples; None for batches, and for samples without an index."""
     by_index = isinstance(data, (list, tuple)) or is_map_style(data)
     return len(data) if by_index and hasattr(data, "__len__") else None
+
+
+class TuningChild:
+    """Handles the requests of `trial_processes`, `LoadForTuning` first."""
+
+    _workload: Workload
+    _load: LoadForTuning
+
+    def __init__(self, connection: ParentConnection) -> None:
+        self._connection = connection
+
+    def handle(self, request: Request[Any]) -> Any:
+        """Return the reply to `request`, or a `Failure`."""
+        try:
+            if isinstance(request, LoadForTuning):
+                return self._load_workload(request)
+            device = make_options(**self._load.options).device
+            if isinstance(request, Describe):
+                return describe_workload(self._workload, device, self._load.target_batch)
+            assert isinstance(request, Train)
+            settings = vars(request) | {"device": device, "should_continue": self._ask}
+            return TrainingProgress(outcome=train_setting(self._workload, **settings))
+        except BaseException as error:
+            return describe_failure(error, request.doing)
+
+    def _load_workload(self, request: LoadForTuning) -> str:
+        """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""
+        request.paths.use()
+        seed_everything()
+        self._load = request
+        self._workload = replace_fields(load_workload(request.reference), **make_options(**request.options).spec)
+        return self._workload.digest
+
+    def _ask(self, percent: int, loss: float) -> bool:
+        """Reply with the loss at a milestone; return whether to continue."""
+        self._connection.reply(TrainingProgress(percent=percent, loss=loss))
+        message = self._connection.read()
+        if message is None:  # The parent has gone.
+            raise SystemExit(0)
+        answer = read_request(message)
+        assert isinstance(answer, ContinueTraining)
+        return answer.should_continue
+
+
+if __name__ == "__main__":
+    connection = ParentConnection(sys.argv[1:])
+    serve(connection, TuningChild(connection).handle)

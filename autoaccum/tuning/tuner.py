@@ -10,17 +10,16 @@ from typing import Any
 from optuna.storages import RDBStorage
 
 from autoaccum.checks import check_alone
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest, Prefer
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.study import (
     Search,
     Study,
     count_finished,
-    is_default,
     open_storage,
     study_config,
 )
@@ -28,9 +27,7 @@ from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tuning_records import (
     LearningRateRange,
     Listener,
-    SearchSpace,
     SearchStarted,
-    Setting,
     StudyOpened,
     TuneRequest,
     Tuning,
@@ -72,14 +69,12 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
 class _Tuner:
     """The steps of one call, one after the other."""
 
-    _facts: WorkloadFacts
-
     def __init__(self, processes: TrialProcesses, notify: Listener, on_output: Output | None) -> None:
         self._processes, self._notify, self._on_output = processes, notify, on_output
 
     def run(self, storage: RDBStorage) -> Tuning:
         request = self._processes.request
-        facts = self._facts = self._processes.describe()
+        facts = self._processes.describe()
         budget, default = request.budget_samples or _one_epoch(facts), facts.learning_rate
         rates = request.learning_rate or LearningRateRange(default / _RANGE_FACTOR, default * _RANGE_FACTOR)
         name = request.study or facts.name
@@ -88,65 +83,46 @@ class _Tuner:
         plan = study.load_plan()
         is_known = plan is not None
         if plan is None:
-            plan = self._make_plan(request.target_batch.high, prefer="fastest")
-            plan = study.load_plan() or study.save_plan(plan)  # If another worker was first, its ceiling holds for all.
+            plan = self._make_plan(facts)
+            plan = study.load_plan() or study.save_plan(plan)  # If another worker was first, its plan holds for all.
         if plan.multiple_of > 1:
             options = request.options.with_spec(multiple_of=plan.multiple_of)
             self._processes.request = dataclasses.replace(request, options=options)
-        space = SearchSpace(
-            learning_rates=rates,
-            target_batches=request.target_batch,
-            micro_batch=plan.micro_batch,
-            default_learning_rate=default,
-        )
-        self._notify(SearchStarted(space, remembered=is_known))
-        ended = Search(study, space, budget, plan.largest_fit, self._processes, self._notify).run()
+        self._notify(SearchStarted(rates, plan, remembered=is_known))
+        ended = Search(study, rates, default, budget, plan, self._processes, self._notify).run()
         rows = study.rows()
         complete = sorted((row for row in rows if row.state == "complete"), key=lambda row: (row.loss, row.number))
-        best = complete[0].setting if complete else None
+        best = complete[0] if complete else None
+        rate = None if best is None else best.learning_rate
         for end in (rates.low, rates.high):
-            if best is not None and max(best.learning_rate / end, end / best.learning_rate) < _NEAR_FACTOR:
-                self._warn(f"the best learning rate lies near the end of the range, {end:.3g}: search beyond it")
+            if rate is not None and max(rate / end, end / rate) < _NEAR_FACTOR:
+                words = f"the best learning rate lies near the end of the range, {end:.3g}: search beyond it"
+                self._notify(Notice(words))
         return Tuning(
             study=name,
             storage=request.storage,
             workload={"reference": request.reference, **dataclasses.asdict(facts)},
-            space=space,
+            learning_rates=rates,
+            micro_batches=plan.micro_batches,
             budget=budget,
             rows=rows,
-            best=complete[0] if complete else None,
-            own=next((row for row in complete if is_default(row, space)), None),
-            plan=None if best is None else self._plan_best(best, plan),
+            best=best,
+            own=next((row for row in complete if row.learning_rate == default), None),
+            plan=None if best is None else dataclasses.replace(plan, learning_rate=rate),
             ended=ended,
             throughput=plan.throughput,
         )
 
-    def _make_plan(self, target_batch: int, most: int | None = None, prefer: Prefer = "largest") -> Plan:
-        """Plan updates as the study trains, with micro-batches of at most `most`. Raises as the planner."""
-        request, facts = self._processes.request, self._facts
+    def _make_plan(self, facts: WorkloadFacts) -> Plan:
+        """Plan updates as the study trains, the fastest; raises as the planner."""
+        request = self._processes.request
         given = request.options
         options = Options(spec=given.spec, device=given.device, memory=given.memory, reserve=given.reserve)
         options = options.with_spec(worst_of=None if facts.has_batch else DEFAULT_WORST_OF)
-        plan_request = PlanRequest(target_batch, options, max_micro_batch=most, ceiling=True, prefer=prefer)
+        plan_request = PlanRequest(request.target_batch, options, ceiling=True, prefer="fastest")
         plan = make_plan(request.reference, plan_request, on_event=self._notify, on_output=self._on_output)
         self._processes.check_unchanged(plan.workload.digest)
         return plan
-
-    def _plan_best(self, setting: Setting, plan: Plan) -> Plan | None:
-        """Plan the best setting's schedule, confirmed by a trial, with its learning rate; None where that fails."""
-        parts = setting.cut(plan.multiple_of)
-        if plan.kind != "measured" or plan.micro_batches != parts:
-            try:
-                plan = self._make_plan(setting.target_batch, max(parts))
-            except AutoaccumError as error:
-                self._warn(f"the best setting has no plan: {error}")
-                return None
-        if plan.micro_batches != parts:
-            self._warn(f"micro-batches of {max(parts)} no longer fit: the plan has {plan.micro_batch}")
-        return dataclasses.replace(plan, learning_rate=setting.learning_rate)
-
-    def _warn(self, text: str) -> None:
-        self._notify(Notice(text))
 
 
 def _one_epoch(facts: WorkloadFacts) -> int:

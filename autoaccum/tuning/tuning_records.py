@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Any, Literal
 
-from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.checks import read_count
 from autoaccum.devices.child.failures import Failure
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Throughput
-
-_RATE_HINT = "give two numbers above 0, the smaller first: 1e-4..1e-1"
-_BATCH_HINT = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
-
 
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial reports its loss before the end."""
@@ -37,23 +30,6 @@ class LearningRateRange:
     high: float
 
 
-@dataclass(frozen=True)
-class BatchSizeRange:
-    """A range of effective batches in samples, both ends included; the ends are equal for a single size.
-
-    >>> BatchSizeRange(64, 1024).sizes, BatchSizeRange(48, 100).sizes, BatchSizeRange(7, 7).sizes
-    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
-    """
-
-    low: int
-    high: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes that are searched: doublings of the smallest, and the largest."""
-        return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
     """The arguments of `autoaccum.tune`, which documents each; `reference` is its `workload`.
@@ -63,7 +39,7 @@ class TuneRequest:
     """
 
     reference: str
-    target_batch: BatchSizeRange
+    target_batch: int
     options: Options = Options()
     trials: int = 30
     learning_rate: LearningRateRange | None = None
@@ -79,8 +55,8 @@ class TuneRequest:
                 hint="give the name of its file: each trial trains in its own process, which has to load it",
             )
         object.__setattr__(self, "reference", os.fspath(self.reference))
-        read_count(self.trials, "trials")
-        read_count(self.seed, "seed", least=0)
+        for name, least in (("target_batch", 1), ("trials", 1), ("seed", 0)):
+            read_count(getattr(self, name), name, least=least)
         if "://" in self.storage:
             scheme = self.storage.partition("://")[0]
             raise UsageError(f"the storage is a URL, of {scheme}", hint="give an SQLite file, such as tune.db")
@@ -96,47 +72,7 @@ def read_rates(given: Any) -> LearningRateRange | None:
         low, high = map(float, given.split("..") if isinstance(given, str) else given)
         if 0 < low < high < math.inf:
             return LearningRateRange(low, high)
-    raise UsageError(f"the learning rate is {given!r}", hint=_RATE_HINT)
-
-
-def read_batches(given: Any) -> BatchSizeRange:
-    """Read a range of effective batches, `256`, `64..1024`, a number or two; raise UsageError if they are no counts."""
-    ends = given.split("..") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
-    with suppress(TypeError, ValueError):
-        low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))
-        if len(ends) <= 2 and 1 <= low <= high:
-            return BatchSizeRange(low, high)
-    raise UsageError(f"the target batch is {given!r}", hint=_BATCH_HINT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The learning rate of one trial (other groups keep their ratio to the first), and its batches in samples."""
-
-    learning_rate: float
-    target_batch: int
-    micro_batch: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batch", min(self.micro_batch, self.target_batch))
-
-    def cut(self, multiple_of: int = 1) -> tuple[int, ...]:
-        """Return the micro-batches of an update, in samples.
-
-        >>> Setting(learning_rate=0.1, target_batch=256, micro_batch=100).cut()
-        (86, 85, 85)
-        """
-        return make_schedule(self.target_batch, self.micro_batch, multiple_of=multiple_of).micro_batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """The ranges that settings are drawn from, the micro-batch of all, and the workload's own learning rate."""
-
-    learning_rates: LearningRateRange
-    target_batches: BatchSizeRange
-    micro_batch: int
-    default_learning_rate: float
+    raise UsageError(f"the learning rate is {given!r}", hint="give two numbers above 0, the smaller first: 1e-4..1e-1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,31 +81,22 @@ class WorkloadFacts:
 
     Attributes:
         digest: The digest of its source files.
-        parameters: The number of trainable parameters.
-        dtypes: The dtypes of the parameters, such as `bf16`.
         learning_rate: The default rate of the first parameter group.
         schedule: The class of its scheduler.
         training_samples: Samples without the held-out ones; None if the data has no known length.
         held_out: The held-out data, as a phrase.
         device: `cpu`, or the name of the GPU.
-        coupled: Whether its loss is computed of the outputs of the whole effective batch.
     """
 
     name: str
     digest: str
-    model: str
-    parameters: int
     optimizer: str
     learning_rate: float
     schedule: str | None
-    precision: str
-    batchnorm: str
     has_batch: bool
     training_samples: int | None
     held_out: str
     device: str
-    dtypes: tuple[str, ...] = ("fp32",)
-    coupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,13 +134,13 @@ class Row(Outcome):
     """One trial of a study; also the event when it starts (`running`) and when it has ended.
 
     Attributes:
-        setting: None until it is drawn.
+        learning_rate: That of the first group, to which the others keep their ratio; None until it is drawn.
         losses: The milestones so far: percent of the budget, and the loss there.
         lost: True if it was interrupted, or its process died: it does not count.
     """
 
     number: int
-    setting: Setting | None = None
+    learning_rate: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
     lost: bool = False
 
@@ -224,17 +151,19 @@ class Tuning:
 
     Attributes:
         storage: Its file.
+        micro_batches: Those of an update, in samples, in all trials.
         budget: The samples that each trial trains on.
         best: The complete trial with the lowest loss; None if no trial is complete.
         own: The trial with the workload's own learning rate; None if it was not run to the end.
-        plan: The plan for the best setting, with its learning rate; None without one.
+        plan: The plan of all trials, with the best learning rate; None without one.
         ended: Why the search ended before all trials, as a clause.
     """
 
     study: str
     storage: str
     workload: Mapping[str, Any]
-    space: SearchSpace
+    learning_rates: LearningRateRange
+    micro_batches: tuple[int, ...]
     budget: int
     rows: tuple[Row, ...]
     best: Row | None
@@ -260,9 +189,10 @@ class StudyOpened:
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """Trials come next; `remembered` is True if the plan was made before."""
+    """Trials come next, all by the plan; `remembered` is True if it was made before."""
 
-    space: SearchSpace
+    learning_rates: LearningRateRange
+    plan: Plan
     remembered: bool
 
 

@@ -21,7 +21,7 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tuning_records import BatchSizeRange, Outcome, Setting, TuneRequest
+from autoaccum.tuning.tuning_records import Outcome, TuneRequest
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05
@@ -67,10 +67,11 @@ def train_here(
     micro_batch: int = 16,
     should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
-    setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
     return train_setting(
         workload,
-        setting=setting,
+        learning_rate=rate,
+        target_batch=TARGET,
+        micro_batch=micro_batch,
         budget=SAMPLES,
         seed=0,
         evaluation_batch=32,
@@ -106,9 +107,7 @@ def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Ca
     reference = write_workload(WORKLOAD.format(width=width, samples=4 * target, depth=depth))
     made = plan(reference, target_batch=target, device="cuda", memory="1GiB")
     assert made.iter_size > 1, "the budget binds"
-    batches = BatchSizeRange(target, target)
-    request = TuneRequest(reference=reference, target_batch=batches, options=Options(device="cuda"))
-    setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=made.micro_batch)
+    request = TuneRequest(reference=reference, target_batch=target, options=Options(device="cuda"))
     asked: list[int] = []
 
     def ending(percent: int, loss: float) -> bool:
@@ -116,11 +115,10 @@ def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Ca
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     processes = TrialProcesses(request)
-    first = processes.train(setting, 2 * target, made.micro_batch, ending)
-    high = replace(setting, learning_rate=1e30)
-    wild = processes.train(high, 2 * target, made.micro_batch, lambda percent, loss: True)
-    again = processes.train(setting, 2 * target, made.micro_batch, ending)
-    pruned = processes.train(setting, 2 * target, made.micro_batch, ending)
+    first = processes.train(RATE, made, 2 * target, ending)
+    wild = processes.train(1e30, made, 2 * target, lambda percent, loss: True)
+    again = processes.train(RATE, made, 2 * target, ending)
+    pruned = processes.train(RATE, made, 2 * target, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

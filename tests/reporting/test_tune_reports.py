@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
+from small_studies import FACTS, RATES, plan_of, request_of, search_in, tuning_of
 
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.tune_report import TuneProgress, tuning_blocks, tuning_record
 from autoaccum.training.fit_events import Notice
-from autoaccum.tuning.tuning_records import Row, SearchStarted, Setting, StudyOpened, Tuning
+from autoaccum.tuning.tuning_records import Row, SearchStarted, StudyOpened, Tuning
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
     _, _, tuning = studied
     text = printed(tuning, {"train with it": ["autoaccum", "fit", "a b.py"]})
     best = tuning.best
-    assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.number}\n" in text
+    assert f"best         learning rate {best.learning_rate:.3g}, of trial {best.number}\n" in text
     assert f"loss         {best.loss:.4g} on held-out data\n" in text
     assert "default rate 0.05: loss" in text
-    assert "micro-batch  16, the plan's for all trials" in text
+    assert "plan         16 samples per update, in all trials" in text
     assert "not measured: the next larger ones are far from the fastest" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
     assert text.endswith("\n\ntrain with it:\n  autoaccum fit 'a b.py'\n")
@@ -59,8 +59,7 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
 
 def test_a_study_that_found_nothing_says_so() -> None:
     lost = Row(number=1, state="failed", lost=True)
-    own = Setting(learning_rate=0.05, target_batch=16, micro_batch=16)
-    bad = Row(number=0, state="diverged", setting=own, reason="update 3: the loss is\nnan")
+    bad = Row(number=0, state="diverged", learning_rate=0.05, reason="update 3: the loss is\nnan")
     text = printed(tuning_of((bad, lost), ended="its time of 9 s is over", warnings=("odd",)))
     assert "best         no trial finished its budget with a finite loss\n" in text
     assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
@@ -72,12 +71,12 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     _, told, tuning = studied
     begun = [
         StudyOpened(FACTS, "line", "tune.db", 3, 4),
-        SearchStarted(SPACE, remembered=True),
+        SearchStarted(RATES, plan_of(), remembered=True),
         Notice("odd"),
         Notice("odd"),
     ]
     text = told_lines([*begun, *told])
-    assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
+    assert "line: SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
     assert "study line in tune.db; continuing after 3 of 4 trials\n" in text
     assert "micro-batch 16 was planned for this study before\n" in text
     assert text.count("trial  outcome") == 1
@@ -92,6 +91,6 @@ def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
     assert record["schema"] == 5
     assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
-    assert record["best"]["setting"]["learning_rate"] == tuning.best.setting.learning_rate
-    assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.setting)
+    assert record["best"]["learning_rate"] == tuning.best.learning_rate
+    assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.learning_rate)
     assert tuning_record(replace(tuning, plan=None))["plan"] is None

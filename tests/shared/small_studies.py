@@ -18,15 +18,12 @@ from autoaccum.devices.base import Trial
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.tuning.study import Search, Study, is_default, open_storage, study_config
+from autoaccum.tuning.study import Search, Study, open_storage, study_config
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tuning_records import (
-    BatchSizeRange,
     LearningRateRange,
     Outcome,
     Row,
-    SearchSpace,
-    Setting,
     TuneRequest,
     Tuning,
     WorkloadFacts,
@@ -36,24 +33,15 @@ SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = WorkloadFacts(
     name="line",
     digest="0123456789abcdef",
-    model="Linear",
-    parameters=4,
     optimizer="SGD",
     learning_rate=OWN_RATE,
     schedule=None,
-    precision="fp32",
-    batchnorm="micro",
     has_batch=False,
     training_samples=72,
     held_out="8 of 80 samples of dataset, drawn by seed 0",
     device="cpu",
 )
-SPACE = SearchSpace(
-    learning_rates=LearningRateRange(OWN_RATE / 100, OWN_RATE * 100),
-    target_batches=BatchSizeRange(16, 16),
-    micro_batch=16,
-    default_learning_rate=OWN_RATE,
-)
+RATES = LearningRateRange(OWN_RATE / 100, OWN_RATE * 100)
 
 
 def line_data(count: int = SAMPLES) -> TensorDataset:
@@ -94,21 +82,23 @@ class Trainer:
     Attributes:
         request: The request of the study.
         workload: The workload to train.
-        before: Called with the setting before each training; its exception ends that training.
+        before: Called with the rate before each training; its exception ends that training.
     """
 
     request: TuneRequest
     workload: Workload
-    before: Callable[[Setting], object] = lambda setting: None
+    before: Callable[[float], object] = lambda rate: None
 
-    def train(self, setting: Setting, budget: int, evaluation_batch: int, should_continue: Any) -> Outcome:
-        self.before(setting)
+    def train(self, learning_rate: float, plan: Plan, budget: int, should_continue: Any) -> Outcome:
+        self.before(learning_rate)
         return train_setting(
             self.workload,
-            setting=setting,
+            learning_rate=learning_rate,
+            target_batch=plan.target_batch,
+            micro_batch=plan.micro_batch,
+            evaluation_batch=plan.largest_fit,
             budget=budget,
             seed=self.request.seed,
-            evaluation_batch=evaluation_batch,
             device="cpu",
             should_continue=should_continue,
         )
@@ -118,7 +108,7 @@ def request_of(**fields: Any) -> TuneRequest:
     options = Options(**{name: fields.pop(name) for name in ("device", "time_limit") if name in fields})
     known: dict[str, Any] = {
         "reference": "line.py",
-        "target_batch": BatchSizeRange(16, 16),
+        "target_batch": 16,
         "trials": 6,
         "options": options,
     }
@@ -129,7 +119,7 @@ def request_of(**fields: Any) -> TuneRequest:
 def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
     """A study in a file, created or resumed."""
     with open_storage(str(file)) as storage:
-        yield Study(storage, str(file), "line", study_config(request, facts, 64, SPACE.learning_rates))
+        yield Study(storage, str(file), "line", study_config(request, facts, 64, RATES))
 
 
 def search_in(
@@ -137,15 +127,17 @@ def search_in(
     request: TuneRequest,
     *,
     workload: Workload | None = None,
-    before: Callable[[Setting], object] = lambda setting: None,
-    space: SearchSpace = SPACE,
+    before: Callable[[float], object] = lambda rate: None,
+    rates: LearningRateRange = RATES,
+    own_rate: float = OWN_RATE,
+    plan: Plan | None = None,
     budget: int = 64,
     notify: Callable[[Any], object] = lambda event: None,
 ) -> tuple[Any, str | None]:
     """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
     with study_in(file, request) as study:
-        ended = Search(study, space, budget, 16, trainer, notify).run()
+        ended = Search(study, rates, own_rate, budget, plan or plan_of(), trainer, notify).run()
         return study.rows(), ended
 
 
@@ -163,23 +155,23 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         "study": "line",
         "storage": "tune.db",
         "workload": {"reference": "line.py", **vars(FACTS)},
-        "space": SPACE,
+        "learning_rates": RATES,
+        "micro_batches": (16,),
         "budget": 64,
         "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds)),
         "rows": rows,
         "best": best,
-        "own": next((row for row in complete if is_default(row, SPACE)), None),
-        "plan": None if best is None or best.setting is None else plan_of(best.setting),
+        "own": next((row for row in complete if row.learning_rate == OWN_RATE), None),
+        "plan": None if best is None else plan_of(best.learning_rate),
     }
     return Tuning(**known | changes)
 
 
-def plan_of(setting: Setting) -> Plan:
-    """Return a plan for a setting, as if it had been measured."""
-    parts = setting.cut()
+def plan_of(learning_rate: float | None = None, parts: tuple[int, ...] = (16,)) -> Plan:
+    """Return a plan of updates in these parts, as if it had been measured."""
     return Plan(
         kind="measured",
-        target_batch=setting.target_batch,
+        target_batch=sum(parts),
         micro_batch=parts[0],
         iter_size=len(parts),
         micro_batches=parts,
@@ -193,5 +185,5 @@ def plan_of(setting: Setting) -> Plan:
         workload=recorded({"name": "line"})["workload"],
         trials=(Trial(parts=(parts[0], parts[-1]), outcome="ok"),),
         warnings=(),
-        learning_rate=setting.learning_rate,
+        learning_rate=learning_rate,
     )

@@ -237,7 +237,7 @@ def _import(kind: str, imports: Sequence[str]) -> None:
     TrialChild.prepare()
     with ExitStack() as stack:
         if kind != "measured":
-            for name in ("devices.simulated.simulated_child", "tuning.tuning_child", "tuning.trial_training"):
+            for name in ("devices.simulated.simulated_child", "tuning.trial_training"):
                 import_module(f"autoaccum.{name}")
             from autoaccum.simulation.cards import find_card
             from autoaccum.simulation.tracing.simulation import simulate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import noisy_quadratic as quadratic
 import optuna
 import pytest
 import torch
-from small_studies import FEATURES, OWN_RATE, SPACE, Greedy, line_workload, request_of, search_in, study_in
+from small_studies import FEATURES, OWN_RATE, Greedy, line_workload, plan_of, request_of, search_in, study_in
 from torch import nn
 
 from autoaccum import Workload
 from autoaccum.errors import StudyError, UsageError, WorkloadError
 from autoaccum.tuning import study as studies
 from autoaccum.tuning.study import open_storage
-from autoaccum.tuning.tuning_records import BatchSizeRange, LearningRateRange, Setting
+from autoaccum.tuning.tuning_records import LearningRateRange
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def fails_above(rate: float) -> Any:
-    def look(setting: Setting) -> None:
-        if setting.learning_rate > rate:
+    def look(learning_rate: float) -> None:
+        if learning_rate > rate:
             raise KeyboardInterrupt
 
     return look
@@ -38,7 +37,7 @@ def test_a_study_tries_the_default_rate_first_and_reports_each_trial(file: Path)
     events: list[Any] = []
     rows, ended = search_in(file, request_of(), notify=events.append)
     assert (ended, len(rows)) == (None, 6)
-    assert rows[0].setting.learning_rate == OWN_RATE
+    assert rows[0].learning_rate == OWN_RATE
     assert [event for event in events if event.state != "running"] == list(rows)
     assert {row.state for row in rows} <= {"complete", "pruned", "diverged"}
     assert search_in(file, request_of())[0] == rows
@@ -46,12 +45,12 @@ def test_a_study_tries_the_default_rate_first_and_reports_each_trial(file: Path)
 
 def test_one_worker_s_study_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     one, again = (search_in(tmp_path / name, request_of())[0] for name in ("one.db", "again.db"))
-    assert [(row.setting, row.loss, row.losses) for row in one] == [
-        (row.setting, row.loss, row.losses) for row in again
+    assert [(row.learning_rate, row.loss, row.losses) for row in one] == [
+        (row.learning_rate, row.loss, row.losses) for row in again
     ]
     gone_on = search_in(tmp_path / "one.db", request_of(trials=9))[0]
     assert gone_on[:6] == one
-    assert len({row.setting for row in gone_on}) == 9
+    assert len({row.learning_rate for row in gone_on}) == 9
 
 
 def test_an_interrupted_trial_does_not_count_and_the_study_resumes(tmp_path: Path) -> None:
@@ -62,13 +61,13 @@ def test_an_interrupted_trial_does_not_count_and_the_study_resumes(tmp_path: Pat
         (first,) = study.rows()
     assert (first.state, first.lost) == ("failed", True)
     rows, _ = search_in(file, request_of())
-    assert [row.setting.learning_rate == OWN_RATE for row in rows if not row.lost] == [True] + [False] * 5
+    assert [row.learning_rate == OWN_RATE for row in rows if not row.lost] == [True] + [False] * 5
 
 
 def test_training_that_diverges_is_a_finished_trial_that_does_not_win(tmp_path: Path) -> None:
-    space = replace(SPACE, learning_rates=LearningRateRange(1e-3, 1e6), default_learning_rate=1e5)
     workload = line_workload(model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 1)))
-    rows, _ = search_in(tmp_path / "tune.db", request_of(), space=space, workload=workload)
+    wild: dict[str, Any] = {"rates": LearningRateRange(1e-3, 1e6), "own_rate": 1e5}
+    rows, _ = search_in(tmp_path / "tune.db", request_of(), workload=workload, **wild)
     assert (rows[0].state, rows[0].loss) == ("diverged", None)
     assert "not finite" in str(rows[0].reason) or "nan" in str(rows[0].reason)
     assert len(rows) == 6
@@ -123,15 +122,6 @@ def test_no_trial_begins_after_the_limit_on_time(tmp_path: Path) -> None:
     assert (rows[1:], ended) == ((), "its time of 1e-06 s is over")
 
 
-def test_batches_are_searched_by_doublings_with_the_plan_s_micro_batch(tmp_path: Path) -> None:
-    space = replace(SPACE, target_batches=BatchSizeRange(8, 32))
-    rows, _ = search_in(tmp_path / "tune.db", request_of(trials=8), space=space)
-    settings = [row.setting for row in rows]
-    assert {one.target_batch for one in settings} <= {8, 16, 32}
-    assert len({one.target_batch for one in settings}) > 1
-    assert all(one.micro_batch == min(16, one.target_batch) for one in settings)
-
-
 def test_a_study_with_other_settings_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tune.db"
     rows, _ = search_in(file, request_of(trials=1))
@@ -171,7 +161,7 @@ def test_a_trial_whose_process_was_killed_runs_again(tmp_path: Path, monkeypatch
     time.sleep(3.5)  # More than two heartbeats, in whole seconds.
     rows, _ = search_in(file, request_of(trials=2))
     assert rows[0].lost
-    assert rate in [row.setting.learning_rate for row in rows[1:]]
+    assert rate in [row.learning_rate for row in rows[1:]]
 
 
 @pytest.mark.slow
@@ -185,16 +175,10 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
         optimizer=quadratic.optimizer,
     )
     own, batch = quadratic.OWN_RATE, quadratic.TARGET_BATCH
-    rates = LearningRateRange(own / 100, own * 100)
-    space = replace(
-        SPACE,
-        learning_rates=rates,
-        target_batches=BatchSizeRange(batch, batch),
-        micro_batch=batch,
-        default_learning_rate=own,
-    )
+    searched: dict[str, Any] = {"rates": LearningRateRange(own / 100, own * 100), "own_rate": own}
+    searched |= {"plan": plan_of(parts=(batch,)), "budget": quadratic.BUDGET}
     request = request_of(trials=30, seed=0)
-    rows, _ = search_in(tmp_path / "study.db", request, workload=workload, space=space, budget=quadratic.BUDGET)
+    rows, _ = search_in(tmp_path / "study.db", request, workload=workload, **searched)
     best = min((row for row in rows if row.state == "complete"), key=lambda row: row.loss)
-    expected = quadratic.expected_loss(best.setting.learning_rate)
+    expected = quadratic.expected_loss(best.learning_rate)
     assert expected <= 1.1 * quadratic.expected_loss(quadratic.best_rate())

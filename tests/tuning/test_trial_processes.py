@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_studies import request_of
+from small_studies import plan_of, request_of
 
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tuning_records import Outcome, Setting
+from autoaccum.tuning.tuning_records import Outcome
 
 WORKLOAD = """
 import os, signal
@@ -52,13 +52,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 def processes(reference: str, warm_children: None) -> TrialProcesses:
     made = TrialProcesses(request_of(reference=reference, device="cpu"))
     facts = made.describe()
-    assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
+    assert (facts.name, facts.learning_rate, facts.training_samples) == ("line", 0.01, 72)
     return made
 
 
 def train(processes: TrialProcesses, rate: float) -> Outcome:
-    setting = Setting(learning_rate=rate, target_batch=16, micro_batch=8)
-    return processes.train(setting, 64, 8, lambda percent, loss: percent < 50 or rate < 1)
+    return processes.train(rate, plan_of(parts=(8, 8)), 64, lambda percent, loss: percent < 50 or rate < 1)
 
 
 def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
 from autoaccum.tuning.trial_training import describe_workload, split_data, train_setting
-from autoaccum.tuning.tuning_records import Outcome, Setting
+from autoaccum.tuning.tuning_records import Outcome
 
 
 class Streamed(IterableDataset[Any]):
@@ -32,10 +32,11 @@ def run(
     seed: int = 0,
     should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
-    setting = Setting(learning_rate=rate, target_batch=16, micro_batch=micro)
     return train_setting(
         workload,
-        setting=setting,
+        learning_rate=rate,
+        target_batch=16,
+        micro_batch=micro,
         budget=64,
         seed=seed,
         evaluation_batch=8,
@@ -74,8 +75,6 @@ def test_exact_and_coupled_trainings_are_the_same_in_micro_batches_of_any_size()
     workload = line_workload(**given, batchnorm="exact", coupled=True)
     losses = [run(workload, micro=micro).loss for micro in (16, 5, 1)]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
-    facts = describe_workload(workload, "cpu", 16)
-    assert (facts.batchnorm, facts.coupled) == ("exact", True)
 
 
 def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
@@ -132,10 +131,5 @@ def test_a_description_is_that_of_the_built_model() -> None:
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 1 / (1 + update)),
     )
     facts = describe_workload(workload, "cpu", 16)
-    assert facts.dtypes == ("fp32",)
-    assert (facts.model, facts.optimizer, facts.learning_rate, facts.schedule) == (
-        *("Sequential", "SGD", OWN_RATE),
-        "LambdaLR",
-    )
+    assert (facts.optimizer, facts.learning_rate, facts.schedule) == ("SGD", OWN_RATE, "LambdaLR")
     assert (facts.training_samples, facts.device) == (72, "cpu")
-    assert facts.parameters == sum(parameter.numel() for parameter in workload.build_model().parameters())

@@ -8,18 +8,19 @@ import pytest
 from small_studies import request_of
 
 from autoaccum.errors import UsageError
-from autoaccum.tuning.tuning_records import read_batches, read_rates
+from autoaccum.tuning.tuning_records import read_rates
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"reference": 3}, "the workload is a int"),
+        ({"target_batch": "64..16"}, "target_batch is '64..16': give a whole number"),
         ({"trials": 0}, "trials is 0: give a whole number of at least 1"),
         ({"budget_samples": 0}, "budget_samples is 0"),
         ({"storage": "postgresql://me:secret@host/db"}, "the storage is a URL, of postgresql: give an SQLite file"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_invalid_requests_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -30,9 +31,3 @@ def test_invalid_requests_are_refused(options: dict[str, Any], message: str) -> 
 def test_invalid_rate_ranges_are_refused(given: Any) -> None:
     with pytest.raises(UsageError, match="the learning rate is"):
         read_rates(given)
-
-
-@pytest.mark.parametrize("given", ["many", "64..16", "0", "1..2..3", 1.5, (1, 2, 3), None])
-def test_invalid_batch_ranges_are_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match="the target batch is"):
-        read_batches(given)
