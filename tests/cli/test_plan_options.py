@@ -1,4 +1,4 @@
-"""`autoaccum plan --explain --savers --prefer --max-trials --time-limit --keeps`, as a person asks for them."""
+"""`autoaccum plan` with its options, as a person gives them: cards, explanations, savers, limits, frameworks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import Command, Done
+from command_line import Command, Done, autoaccum
 from small_blocks import blocks_source
-from small_classifier import MODEL
+from small_classifier import LONG, MODEL
 
+from autoaccum.integrations.framework_arguments import arguments_for
 from autoaccum.planning.plan_record import Plan
 
 SLOW = """
@@ -52,6 +53,21 @@ criterion = nn.CrossEntropyLoss()
 """
 WIDE = blocks_source(3, hidden=1024, length=1024, width=16)
 """A sample takes 4 MiB in each block for the relu, which recomputed blocks run again: of 4, 16 MiB in each of 3."""
+MASKED = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+def batch(size):
+    return torch.randn(size, 32, 64), torch.randint(0, 10, (size, 32))
+
+def loss(model, batch):
+    inputs, labels = batch[0].flatten(0, 1), batch[1].flatten()
+    outputs = model(inputs)
+    wrong = outputs.argmax(1) != labels
+    return nn.functional.cross_entropy(outputs, labels) + model(inputs[wrong]).square().sum() / (1 + int(wrong.sum()))
+"""
 ENDLESS = """
 import os, time
 from pathlib import Path
@@ -65,6 +81,51 @@ def planned(folder: Path, command: Command, source: str, words: str, **variables
     done = command(folder, "plan", "model.py", "-o", "plan.json", "--force", *words.split(), **variables)
     assert done.returncode == 0, done.stderr
     return Plan.load(folder / "plan.json"), done
+
+
+def test_a_card_that_is_not_here(folder: Path, command: Command) -> None:
+    words = "--target-batch 256 --gpu rtx_3090 --memory 1GiB --emit step.py -v"
+    plan, done = planned(folder, command, LONG, words, COLUMNS="200")
+    assert plan.kind == "predicted"
+    assert 1 < plan.micro_batch < 256
+    assert plan.least_bytes is not None
+    assert plan.least_bytes <= plan.limit_bytes == 2**30
+    assert f"largest fit  {plan.largest_fit} (" in done.stdout
+    assert re.search(r"^band +[\d.,]+ [MG]iB either way", done.stdout, re.MULTILINE)
+    assert "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n" in done.stdout
+    assert "nothing ran on a card" in done.stdout
+    assert "predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256" in done.stderr
+    assert "predicted: nothing ran there" in " ".join((folder / "step.py").read_text().split())
+
+
+@pytest.mark.slow
+def test_json_is_alone_and_no_torch_is_in_this_process(folder: Path) -> None:
+    (folder / "model.py").write_text(LONG)
+    code = """
+import sys
+from autoaccum.cli import main
+try:
+    main()
+finally:
+    assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    words = "plan model.py --target-batch 16 --gpu 24GiB --json -q"
+    done = autoaccum(folder, *words.split(), code=code)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout)
+    assert (plan.kind, plan.device["name"], plan.device["card"]) == ("predicted", "24GiB (simulated)", None)
+    assert plan.micro_batches == (16,)
+
+
+def test_a_model_that_reads_values_is_planned_with_those_of_the_cpu(folder: Path, command: Command) -> None:
+    """The rows that a mask lets through do not grow evenly with the batch, so each size is traced by itself."""
+    words = "--target-batch 48 --max-micro-batch 24 --gpu rtx3090"
+    plan, _ = planned(folder, command, MASKED, f"{words} --values cpu")
+    assert plan.micro_batch == 24
+    note = next(note for note in plan.notes if note.startswith("values were read "))
+    assert "as the batch of 24 samples answered on the CPU" in note
+    refused = command(folder, "plan", "model.py", *words.split())
+    assert (refused.returncode, "have the CPU compute them (--values cpu)" in refused.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -174,3 +235,43 @@ def test_what_the_loop_holds_is_planned_and_offered_again(folder: Path, command:
     assert "an average of the weights (EMA); an evaluation between updates, in batches of 6" in said
     assert "batches made of the longest of 10" in said
     assert words in said
+
+
+def test_the_arguments_of_a_framework_are_printed_and_kept(folder: Path, command: Command) -> None:
+    words = "--memory 200MiB -q --for transformers --target-batch 96 --max-micro-batch 40"
+    plan, done = planned(folder, command, MODEL, words)
+    assert plan.micro_batches == (32, 32, 32)
+    pasted = "TrainingArguments(per_device_train_batch_size=32, gradient_accumulation_steps=3"
+    assert f"train with   {pasted}" in done.stdout
+    assert "\n             --per_device_train_batch_size 32 --gradient_accumulation_steps 3" in done.stdout
+    assert "Accumulator(" not in done.stdout
+    assert plan.arguments is not None
+    assert dict(plan.arguments["transformers"]) == arguments_for(plan, "transformers")
+
+
+def test_a_target_with_few_divisors_is_exact_and_a_better_one_is_named(folder: Path, command: Command) -> None:
+    words = "--memory 200MiB -q --for deepspeed --target-batch 257 --max-micro-batch 100"
+    plan, _ = planned(folder, command, MODEL, words)
+    assert (plan.micro_batch, plan.iter_size, plan.largest_fit) == (1, 257, 100)
+    assert any("a target batch of 258 is 3 x 86" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--for keras", "'keras' is not one of 'transformers', 'lightning', 'accelerate', 'deepspeed', 'torchtitan'"),
+        ("--for lightning --savers auto", "Lightning does not know autoaccum's savers (auto)"),
+        ("--for torchtitan --world-size 3", "a target batch of 8 does not divide equally over 3 ranks: take 6"),
+        ("--for accelerate", "the loss is a sum, and accelerate divides it by the number of micro-batches"),
+        ("--device cpu --values cpu", "--values is for a simulated card"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_trial(
+    words: str, text: str, folder: Path, command: Command
+) -> None:
+    (folder / "model.py").write_text(MODEL.replace("()\n", '(reduction="sum")\n'))
+    done = command(folder, "plan", "model.py", "--target-batch", "8", *words.split(), COLUMNS="200")
+    assert done.returncode == 2, done.stdout
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "  ok  " not in done.stderr

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from pictured_plans import extremes, plan, trial, usual
 
-from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.figures import COLOURS, draw_curve, draw_memory, label, picture_format, picture_settings
 from autoaccum.units import GIB, format_bytes
@@ -134,12 +133,5 @@ def test_every_colour_is_seen_on_both_panels(name: str) -> None:
             assert f'[style*="{what}: {light}"] {{ {what}: {others[light]} !important }}' in style
 
 
-@pytest.mark.parametrize(("path", "form"), [("a.b/memory.PNG", "png"), ("x.png.svg", "svg")])
-def test_the_ending_decides_the_format(path: str, form: str) -> None:
-    assert picture_format(path) == form
-
-
-@pytest.mark.parametrize(("path", "seen"), [("memory.pdf", "ends in .pdf"), ("memory", "has no ending")])
-def test_other_endings_are_refused(path: str, seen: str) -> None:
-    with pytest.raises(UsageError, match=f"the picture {path} {seen}: give a name that ends in .svg or .png"):
-        picture_format(path)
+def test_the_ending_decides_the_format() -> None:
+    assert (picture_format("a.b/memory.PNG"), picture_format("x.png.svg")) == ("png", "svg")
