@@ -14,7 +14,8 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.card_fleet import CardFleet
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.trace_cache import CardFleet
 
 _LEAST_TORCH = (2, 11)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
@@ -55,11 +56,11 @@ def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
     return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))
 
 
-def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet:
+def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet[SimulatedDevice]:
     """Return the simulated devices of many cards, whatever card the options name; `confirms` as of `CardFleet`."""
-    from autoaccum.devices.simulated.card_fleet import CardFleet
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.devices.simulated.trace_cache import CardFleet
 
     fields = _simulated_fields(settings)
     return CardFleet(

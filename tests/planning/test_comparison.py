@@ -19,9 +19,9 @@ from synthetic_traces import INSPECTION, SyntheticTracer
 
 from autoaccum.devices.base import Device
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.simulated.card_fleet import CardFleet
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
+from autoaccum.devices.simulated.trace_cache import CardFleet
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.comparison import (
     Comparison,

@@ -178,9 +178,7 @@ class SimulatedDevice(Device):
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
         """As `Device`, by one update of small micro-batches, the second one larger."""
-        step, share = self._traces.step, self._traces.share
-        sizes = next((pair for pair in (self._traces.small_sizes, (step, 2 * step)) if max(pair) <= share), (share,))
-        return self._traces.count_cost((*sizes, sizes[0]) if len(sizes) > 1 else sizes, limit_seconds)
+        return self._traces.count_cost(limit_seconds)
 
     def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""

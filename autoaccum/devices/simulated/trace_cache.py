@@ -1,18 +1,20 @@
-"""A cache of one workload's traces: those that were made, and those that are extrapolated from them."""
+"""The traces of one workload: those that were made, those that follow from them, and cards that share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
+from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, TraceParts, UseCard
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import Reduce
+from autoaccum.simulation.allocator.replay import Replays
+from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.simulation.tracing.trace_scaling import (
     AffineTrace,
@@ -22,6 +24,8 @@ from autoaccum.simulation.tracing.trace_scaling import (
     tell_parts_apart,
 )
 
+_Device = TypeVar("_Device")
+_Result = TypeVar("_Result")
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 """Sizes that are traced to extrapolate others; or factors of the least size, if micro-batches must be multiples of it.
 The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
@@ -100,11 +104,6 @@ class TraceCache:
         return self._traces.affine is not None
 
     @property
-    def small_sizes(self) -> tuple[int, ...]:
-        """The two sizes that are traced first, whose operators are known then."""
-        return self._sizes[:2]
-
-    @property
     def notes(self) -> list[str]:
         """Sentences for the plan on sizes that cannot be extrapolated from small ones."""
         return [note for traces in self._with_these_savers for note in traces.notes]
@@ -146,9 +145,11 @@ class TraceCache:
             self.keep(self.call(TraceParts(parts=parts, **self.way), limit_seconds))
         return self._traces.made[parts]
 
-    def count_cost(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> UpdateCost:
-        """Return what an update by `parts` costs, counted if it was not yet."""
-        request = CountCost(parts=parts, **self.way)
+    def count_cost(self, limit_seconds: float | None = None) -> UpdateCost:
+        """Return what an update by small micro-batches costs, of two sizes where possible."""
+        pairs = self._sizes[:2], (self.step, 2 * self.step)
+        pair = next((pair for pair in pairs if max(pair) <= self.share), None)
+        request = CountCost(parts=(self.share,) if pair is None else (*pair, pair[0]), **self.way)
         if request not in self._costs:
             self._costs[request] = self.call(request, limit_seconds)
         return self._costs[request]
@@ -217,8 +218,8 @@ class TraceCache:
             return None
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
-        deadline = Deadline(limit_seconds)
-        choose, self.choose = self.choose, None
+        deadline, choose = Deadline(limit_seconds), self.choose
+        self.choose = None
 
         def make(parts: tuple[int, ...]) -> Trace:
             return self.make(parts, deadline.left_seconds)
@@ -289,3 +290,79 @@ def _agrees(affine: AffineTrace, made: Trace) -> bool:
     before = 1 + max(made.events[: made.last_update], default=-1)
     sizes = zip(made.sizes, first.sizes, second.sizes, strict=True)
     return made.sizes[:before] == first.sizes[:before] and all(size in either for size, *either in sizes)
+
+
+class CardFleet(Generic[_Device]):
+    """The devices of many cards. Cards that answer alike share their traces, and one process makes all of them.
+
+    Args:
+        make_tracer: Starts the process that traces the workload on a card, of which others may share the traces.
+        make_device: Makes the device of a card from traces, and from replays that cards may have in common.
+        share, confirms: As of `TraceCache`.
+    """
+
+    def __init__(
+        self,
+        make_tracer: Callable[[Card, tuple[Card, ...]], TracingProcess],
+        make_device: Callable[[Card, TraceCache, Replays], _Device],
+        share: int,
+        *,
+        confirms: bool = False,
+    ) -> None:
+        self._make_tracer, self._make_device = make_tracer, make_device
+        self._share, self._confirms = share, confirms
+        self._replays = Replays()
+        self._tracer: TracingProcess | None = None
+        self._traced: _CardGroup | None = None
+
+    def each(self, cards: Sequence[Card], use: Callable[[Card, _Device], _Result]) -> Iterator[tuple[Card, _Result]]:
+        """Use the device of each card; those that no trace tells apart come together."""
+        waiting = list(cards)
+        while waiting:
+            group = _CardGroup(self, waiting[0], waiting[1:])
+            traces = TraceCache(lambda group=group: group, self._share, confirms=self._confirms)  # type: ignore[misc]
+            for card in (group.card, *group.alike):
+                if not group.is_alike(card):
+                    continue
+                result = use(card, self._make_device(card, traces, self._replays))
+                if group.is_alike(card):  # Else what was traced for this card has told it from that of the group.
+                    waiting.remove(card)
+                    yield card, result
+
+    def call(self, group: _CardGroup, request: Request[Reply], limit_seconds: float | None) -> Reply:
+        """Call the process as the card of a group, and learn which cards would have had another answer."""
+        if self._tracer is not None and self._traced is not group:
+            if self._tracer.call(UseCard(card=group.card, others=group.alike)):
+                self._traced = group
+            else:  # Something in the process keeps an answer of another card.
+                self.close()
+        if self._tracer is None:
+            self._tracer, self._traced = self._make_tracer(group.card, group.alike), group
+        reply = self._tracer.call(request, limit_seconds)
+        names = self._tracer.call(ListAlike())
+        group.alike = tuple(card for card in group.alike if card.name in names)
+        return reply
+
+    def close(self) -> None:
+        """End the process, if it runs."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.close()
+
+
+class _CardGroup:
+    """A card, and the cards that answered alike whatever was traced so far: the process of their `TraceCache`."""
+
+    def __init__(self, fleet: CardFleet[Any], card: Card, others: Sequence[Card]) -> None:
+        self._fleet, self.card, self.alike = fleet, card, tuple(others)
+
+    def is_alike(self, card: Card) -> bool:
+        return card == self.card or card in self.alike
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        return self._fleet.call(self, request, limit_seconds)
+
+    def close(self) -> None:
+        """End the process after a failure; what it was asked of the card is not known, so nothing is shared."""
+        self.alike = ()
+        self._fleet.close()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from autoaccum.simulation.cards import CardInUse
-from autoaccum.simulation.operators import attention, indexing, layers, losses_and_dropout, reductions, rnn
+from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn
 from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, Signature
 from autoaccum.simulation.torch_patches import is_strictly_deterministic, patch_optimizers
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
 
 _PATCHING = (attention, layers, rnn)
-_WITH_WORKSPACES = (attention, layers, rnn, losses_and_dropout, indexing, reductions)
+_WITH_WORKSPACES = (attention, layers, rnn, losses_and_dropout, reductions)
 
 
 def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
@@ -28,7 +28,6 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
         **losses_and_dropout.KERNELS,
         **layers.KERNELS,
         **rnn.KERNELS,
-        **indexing.KERNELS,
     }
     register: Any = library.impl
     for name, kernel in kernels.items():

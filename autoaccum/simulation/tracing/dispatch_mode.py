@@ -22,14 +22,16 @@ from autoaccum.simulation.tracing.known_values import (
     compute,
     find_tensors,
     load_host_copy,
+    locate_read,
     propagate_values,
+    read_scalar,
+    reads_for_user,
     save_host_copy,
     set_values,
     values_of,
 )
 from autoaccum.simulation.tracing.operator_cache import OperatorCache
 from autoaccum.simulation.tracing.recorder import Recorder
-from autoaccum.simulation.tracing.value_reads import locate_read, read_scalar, reads_for_user
 from autoaccum.simulation.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")

@@ -28,15 +28,16 @@ from autoaccum.simulation.torch_patches import patch_hashes, patched, torch_rele
 from autoaccum.simulation.tracing import autocast
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
-from autoaccum.simulation.tracing.known_values import find_tensors, forget_values
-from autoaccum.simulation.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
-from autoaccum.simulation.tracing.recorder import Recorder
-from autoaccum.simulation.tracing.value_reads import (
+from autoaccum.simulation.tracing.known_values import (
     calling_torch_module,
+    find_tensors,
+    forget_values,
     read_array,
     read_list,
     unknown_value_error,
 )
+from autoaccum.simulation.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
+from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.unsupported import UnsupportedError
 
 CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
