@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from itertools import combinations
@@ -228,7 +229,7 @@ def choose_savers(
     trying everything where memory falls and cost grows with each saver and each block.
 
     Args:
-        offloads: The offloads that may be used, of `options.OFFLOADS`.
+        offloads: The offloads that may be used, of `spec.OFFLOADS`.
         blocks: The number of blocks that may be recomputed.
         fits: Tries savers.
         cost: The cost of an update with savers; infinite where they cannot be used.
@@ -280,14 +281,7 @@ def least_blocks(offloaded: Words, blocks: int, fits: Callable[[Words], bool]) -
         return 0
     if not blocks or not fits(with_blocks(offloaded, blocks)):
         return None
-    fails, runs = 0, blocks
-    while runs - fails > 1:
-        middle = (fails + runs) // 2
-        if fits(with_blocks(offloaded, middle)):
-            runs = middle
-        else:
-            fails = middle
-    return runs
+    return 1 + bisect_left(range(1, blocks), True, key=lambda count: fits(with_blocks(offloaded, count)))
 
 
 def list_sets(offloads: Sequence[str], blocks: int, fits: Callable[[Words], bool]) -> list[Words]:
