@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.workload import Workload
@@ -240,3 +244,66 @@ def test_fp16_skips_an_update_that_is_not_finite(emit: Any, clip_norm: float | N
     assert skipped > 5
     assert not torch.equal(model.get_parameter("first.weight"), before.get_parameter("first.weight"))
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of storages that were created within and alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {id(t.untyped_storage()) for t in tensors_of((args, list((kwargs or {}).values())))}
+        for tensor in tensors_of(out):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given and storage.data_ptr() not in self.alive:
+                self.alive[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self.alive.values()))
+        return out
+
+
+def tensors_of(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, list | tuple):
+        for child in node:
+            yield from tensors_of(child)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("as_criterion", [True, False])
+def test_it_holds_no_more_at_once_than_the_accumulator(precision: Any, as_criterion: bool, emit: Any) -> None:
+    """With which its micro-batch was proved."""
+    loss = {"criterion": nn.MSELoss()} if as_criterion else {"loss": lambda m, b: F.mse_loss(m(b[0]), b[1])}
+    work = Workload(model=wide, batch=lambda n: (torch.randn(n, 64), torch.randn(n, 64)), precision=precision, **loss)
+    module, batch = emit(work, target=30, ceiling=10), work.build_batch(30)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if precision == "fp16" else None
+
+    def peak(train: Callable[[], object], model: nn.Module) -> int:
+        """Measure a second update: the first makes optimizer state, and the Accumulator keeps a copy for it."""
+        train()
+        model.zero_grad()
+        with PeakBytes() as seen:
+            train()
+        return int(seen.most)
+
+    model, other = work.build_model(), work.build_model()
+    optimizer, options = torch.optim.AdamW(model.parameters()), {"clip_norm": 1.0}
+    named: dict[str, Any] = options | ({} if scaler is None else {"scaler": scaler})
+    emitted = peak(lambda: run(module, work, model, batch, optimizer=optimizer, **named), model)
+    accumulator = Accumulator(
+        other, torch.optim.AdamW(other.parameters()), work.objective, micro_batch=10, precision=precision, **named
+    )
+    proved = peak(lambda: accumulator.step(batch), other)
+    assert 0.9 * proved <= emitted <= 1.01 * proved
