@@ -106,6 +106,8 @@ def command(
 
             blocks = {"Study": tuning_blocks(tuning, _offers(tuning, output))}
             write_page(report, tuning.study, blocks, made_of=(tuning.workload,), force=force)
+            if not as_json:
+                click.echo(f"report in {report}")
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None

@@ -56,12 +56,10 @@ def test_errors_become_exit_codes(raising: type[click.Command], error: BaseExcep
     assert ("Traceback" in result.stderr) == isinstance(error, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_help(words: list[str]) -> None:
-    result = invoke(*words)
-    assert result.exit_code == 0
-    assert "Usage: autoaccum [OPTIONS] COMMAND" in result.stdout
-    assert "plan" in result.stdout
+def test_help() -> None:
+    shown = {invoke(*words).stdout for words in ((), ("--help",), ("-h",))}
+    assert len(shown) == 1
+    assert "Usage: autoaccum [OPTIONS] COMMAND" in shown.pop()
 
 
 @pytest.mark.parametrize(
