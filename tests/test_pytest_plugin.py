@@ -127,17 +127,10 @@ def test_what_fits_passes_and_the_rest_fails(outcome: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_says_what_is_needed_and_where_it_goes(outcome: str) -> None:
+def test_a_failure_says_what_is_needed_and_what_would_fit(outcome: str) -> None:
     told = told_of("test_does_not", outcome)
-    first = told.splitlines()[0]
-    start = (
-        r"model\.py on rtx3090, .*: micro-batch 4000 does not fit: it needs at least \d+ MiB, 128 MiB are available; "
-    )
-    assert re.fullmatch(start + r"the largest that fits is \d+", first)
-    assert re.search(r"^where the memory goes, in (forward|backward):", told, re.MULTILINE)
-    assert re.search(r"^ +[\d.]+ MiB  activations$", told, re.MULTILINE)
-    assert re.search(r"^ +[\d.]+ MiB  \w+ of (\{0,2\}|[012])$", told, re.MULTILINE)
-    assert "Traceback" not in told
+    needed = r"micro-batch 4000 does not fit: it needs at least \d+ MiB, 128 MiB are available"
+    assert re.fullmatch(rf"model\.py --gpu rtx3090 .*: {needed}; the largest that fits is \d+", told.strip())
 
 
 @pytest.mark.slow

@@ -27,15 +27,15 @@ _SLACK = 16.0
 """The rounding in a combination of several runs, in units of that in one comparison."""
 
 
-def find_causes(runs: PairedRuns, comparison: Comparison, tolerance: float) -> tuple[Cause, ...]:
-    """Find out by experiment why `comparison`, made of these runs and with this tolerance, is not equal.
+def find_causes(runs: PairedRuns, comparison: Comparison) -> tuple[Cause, ...]:
+    """Find out by experiment why `comparison`, made of these runs, is not equal.
 
     What makes both updates equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights,
     the loss computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds
     what each part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a
     search that reaches the deadline of the runs' fixture.
     """
-    search = _Search(runs, comparison, tolerance)
+    search = _Search(runs, comparison)
     try:
         return search.run()
     except TimeIsOver:
@@ -46,11 +46,11 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerance: float) -> t
 class _Search:
     """Repeats an unequal comparison under ablations, with the same tolerance."""
 
-    def __init__(self, runs: PairedRuns, comparison: Comparison, tolerance: float) -> None:
-        self._runs, self._comparison, self._tolerance = runs, comparison, tolerance
+    def __init__(self, runs: PairedRuns, comparison: Comparison) -> None:
+        self._runs, self._comparison, self._tolerance = runs, comparison, runs.fixture.tolerance
         self._is_loop = comparison.method == "accumulate"
         self._is_coupled = bool(runs.objective.coupled) and not self._is_loop
-        self._rounding = _SLACK * tolerance
+        self._rounding = _SLACK * self._tolerance
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
@@ -122,13 +122,13 @@ class _Search:
         mode = self._runs.fixture.workload.batchnorm
         if not self._batchnorms or mode == "frozen" or (mode == "exact" and not self._is_loop):
             return None
-        if not self._is_loop:
-            try:
-                self._runs.accumulated(_EXACT)
-            except AutoaccumError:
-                return _FROZEN
-            return _EXACT
-        return _FROZEN
+        if self._is_loop:
+            return _FROZEN
+        try:
+            self._runs.accumulated(_EXACT)
+        except AutoaccumError:
+            return _FROZEN
+        return _EXACT
 
     def _causes(self, ablation: Ablation) -> tuple[Cause, ...]:
         """Return the causes that an ablation takes away, which is proved."""

@@ -32,6 +32,10 @@ Precision = Literal["fp64", "fp32"]
 OUTSIDE = "<"
 """The prefix for names of modules that the user's functions hold but the model does not."""
 
+_TOLERANCE, _NARROW_TOLERANCE, _CARD_TOLERANCE, _HALF_TOLERANCE = 1e-10, 1e-4, 5e-3, 5e-2
+"""Tolerances in float64; in float32; on a card, which may round products to 10 bits (TF32); of a model in bf16 or fp16.
+A mistake is larger than these."""
+
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
 
@@ -89,6 +93,16 @@ class Fixture:
         """Return a copy in its initial state."""
         objective = copy_objective(self.workload.objective, self._on_device, self.prepare_batch)
         return TrainingCopy(_copy_model(self._model), objective)
+
+    @property
+    def tolerance(self) -> float:
+        """How much runs of a batch may differ by rounding alone, relative to the largest entry."""
+        if self.precision == "fp64":
+            return _TOLERANCE
+        sizes = [parameter.element_size() for parameter in self._model.parameters() if parameter.is_floating_point()]
+        if min(sizes, default=4) < torch.float32.itemsize:
+            return _HALF_TOLERANCE
+        return _CARD_TOLERANCE if self.device.type == "cuda" else _NARROW_TOLERANCE
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch on the fixture's device, in float64 if that is its precision."""

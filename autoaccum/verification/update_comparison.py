@@ -138,23 +138,3 @@ def _entries(tensor: Tensor) -> Tensor:
 def is_finite(gradient: Tensor) -> bool:
     """Return whether all entries are finite."""
     return bool(_entries(gradient).isfinite().all())
-
-
-_TOLERANCE, _NARROW_TOLERANCE, _CARD_TOLERANCE, _HALF_TOLERANCE = 1e-10, 1e-4, 5e-3, 5e-2
-"""Tolerances in float64; in float32; on a card, which may round products to 10 bits (TF32); of a model in bf16 or fp16.
-A mistake is larger than these."""
-
-
-def find_tolerance(precision: str, parameters: Iterable[Tensor]) -> tuple[float, str]:
-    """Return how much the runs of a batch may differ by rounding alone, with these parameters of the model.
-
-    It is relative to the largest entry, and comes with a sentence.
-    """
-    if precision == "fp64":
-        return _TOLERANCE, "1e-10 of the largest entry, in float64"
-    floating = [parameter for parameter in parameters if parameter.is_floating_point()]
-    relative = _CARD_TOLERANCE if any(parameter.is_cuda for parameter in floating) else _NARROW_TOLERANCE
-    if any(parameter.element_size() < torch.float32.itemsize for parameter in floating):
-        relative = _HALF_TOLERANCE
-    words = f"an error below {relative:.0e} of the largest gradient entry goes unnoticed, --precision fp64 shows it"
-    return relative, words

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -35,7 +35,7 @@ from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.rank_team import RankRuns, RankTeam
-from autoaccum.verification.update_comparison import compare, find_tolerance, is_finite, largest_entry
+from autoaccum.verification.update_comparison import compare, is_finite, largest_entry
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
@@ -159,18 +159,8 @@ def _run(verifier: _Verifier, began: float) -> Verification:
         raise failure_error(failure, "this machine") from error
 
 
-class _Unequal(NamedTuple):
-    """A comparison that is not equal, with what made it."""
-
-    runs: PairedRuns
-    comparison: Comparison
-    tolerance: float
-
-
 class _Verifier:
     """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples."""
-
-    _tolerance: float
 
     def __init__(
         self,
@@ -184,7 +174,7 @@ class _Verifier:
         self._workload, self._reference, self._options = workload, reference, options
         self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
-        self._unequal: list[_Unequal] = []
+        self._unequal: list[tuple[PairedRuns, Comparison]] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
         self._untested: tuple[str, ...] = ()
@@ -216,12 +206,11 @@ class _Verifier:
         self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
-        self._tolerance, rounding = find_tolerance(self._precision, runs.fixture.fresh().model.parameters())
         self._compare_both(runs, "whole")
         self._compare_uneven(runs)
         self._compare_last(runs.fixture)
         self._search()
-        return self._record(runs, rounding, began)
+        return self._record(runs, began)
 
     def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
         """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""
@@ -332,7 +321,7 @@ class _Verifier:
 
     def _compare(self, runs: PairedRuns, method: Method, window: Window) -> None:
         other = runs.accumulated() if method == "accumulator" else runs.user_loop()
-        differences = compare(runs.full(), other, self._tolerance)
+        differences = compare(runs.full(), other, runs.fixture.tolerance)
         found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
         self._comparisons.append(found)
         self._notify(Compared(found))
@@ -342,25 +331,23 @@ class _Verifier:
             where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
             self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
         if not found.equal:
-            self._unequal.append(_Unequal(runs, found, self._tolerance))
+            self._unequal.append((runs, found))
 
     def _search(self) -> None:
         """Search for the causes of all differences, within the time limit."""
         deadline = Deadline(self._options.time_limit or SEARCH_SECONDS)
         explained: set[Method] = set()
-        for unequal in self._unequal:
-            unequal.runs.fixture.deadline = deadline
-            method = unequal.comparison.method
-            if method not in explained and self._diagnose(unequal, deadline):
-                explained.add(method)  # A shorter window has the causes of the whole one.
+        for runs, comparison in self._unequal:
+            runs.fixture.deadline = deadline
+            if comparison.method not in explained and self._diagnose(runs, comparison, deadline):
+                explained.add(comparison.method)  # A shorter window has the causes of the whole one.
 
-    def _diagnose(self, unequal: _Unequal, deadline: Deadline) -> bool:
+    def _diagnose(self, runs: PairedRuns, comparison: Comparison, deadline: Deadline) -> bool:
         """Add the causes of a difference, and return whether all are known."""
-        runs, comparison, _ = unequal
         if not runs.uses_host_rng:
             self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
-            causes = find_causes(*unequal)
+            causes = find_causes(runs, comparison)
         except (WorkloadError, NotMeasuredError) as error:
             self._note(f"the search for the cause failed: {first_line(error.message)}")
             return False
@@ -382,7 +369,7 @@ class _Verifier:
     def _is_equal(self) -> bool:
         return all(comparison.equal for comparison in self._comparisons)
 
-    def _record(self, runs: PairedRuns, rounding: str, began: float) -> Verification:
+    def _record(self, runs: PairedRuns, began: float) -> Verification:
         workload, objective = self._workload, self._workload.objective
         return Verification(
             equivalent=self._is_equal and not self._untested,
@@ -392,7 +379,7 @@ class _Verifier:
             device=str(runs.fixture.device),
             batchnorm=workload.batchnorm,
             coupled=workload.coupled,
-            rounding=rounding,
+            rounding=f"{runs.fixture.tolerance:.0e} of the largest entry, in {self._precision}",
             comparisons=tuple(self._comparisons),
             causes=tuple(self._causes),
             notes=tuple(self._notes),
