@@ -181,8 +181,7 @@ class ChildDevice(Device):
         self._end_child()
         process = self._start(measured=False)
         try:
-            found = {"multiple_of": self._multiple_of, "savers": self._savers}
-            child = self._load(process, **{name: value for name, value in found.items() if value is not None})
+            child = self._load(process, multiple_of=self._multiple_of, savers=self._savers)
             yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
@@ -211,10 +210,8 @@ class ChildDevice(Device):
         return self._child
 
     def _load(self, process: ChildProcess, **spec: Any) -> LoadedChild:
-        """Load the workload in a process, with other values of its spec."""
-        settings = self._settings
-        given: Any = {**settings.options.spec, **spec}
-        settings = dataclasses.replace(settings, options=dataclasses.replace(settings.options, spec=given))
+        given = {name: value for name, value in spec.items() if value is not None}
+        settings = dataclasses.replace(self._settings, options=self._settings.options.with_spec(**given))
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
         paths = ImportPaths.of(settings.checkout)

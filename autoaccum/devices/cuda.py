@@ -76,6 +76,38 @@ class InstalledCard:
         """The memory of other processes and the driver; None if this process's context is not known."""
         return None if self.context_bytes is None else max(0, self.held_outside_bytes - self.context_bytes)
 
+    @property
+    def holders(self) -> str:
+        """The processes that hold the card's memory, as the end of a sentence; empty if there are none."""
+        if self.others is None:
+            return f"; who holds the rest is not known ({self.nvml_missing or 'the driver does not tell'})"
+        largest = sorted(self.others, key=lambda process: -(process.used_bytes or 0))[:_MOST_NAMED]
+        held = ("some" if process.used_bytes is None else format_bytes(process.used_bytes) for process in largest)
+        named = [f"process {process.pid} holds {size}" for process, size in zip(largest, held, strict=True)]
+        return "; " + ", ".join(named) if named else ""
+
+    def choose_budget(self, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
+        """Return the budget in bytes (see `budget.choose_budget`), with what this process's allocator holds.
+
+        Raises:
+            UsageError: Nothing is left, or `memory` is more than is free; the message names the holders of the rest.
+        """
+        available = AvailableMemory(self.total_bytes, self.available_bytes, f"cuda:{self.index} ({self.name})")
+        return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=self.holders)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan's record of the card, and of how its trials are limited and measured."""
+        names = {"name": "card", "reserved_bytes": None, "allowed_bytes": None, "others": None}
+        record = {name: value for field, value in asdict(self).items() if (name := names.get(field, field))}
+        return {
+            **record,
+            "other_processes": None if self.others is None else [asdict(process) for process in self.others],
+            "capability": list(self.capability),
+            "used_by_others_bytes": self.used_by_others_bytes,
+            "enforced_by": "torch.cuda.set_per_process_memory_fraction",
+            "peak": "the most PyTorch's allocator held, whole segments",
+        }
+
     def to_simulate(self) -> Card:
         """Return this card as one that can be simulated."""
         from autoaccum.simulation.cards import Card
@@ -144,16 +176,14 @@ class CudaDevice(ChildDevice):
 
         None stands for what is not known (see `InstalledCard`).
         """
-        limit_bytes = self.limit_bytes
-        assert self._card is not None
-        return {"name": self.name, "kind": "cuda", **describe_card(self._card), "limit_bytes": limit_bytes}
+        return {"name": self.name, "kind": "cuda", **self._installed.describe(), "limit_bytes": self.limit_bytes}
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""
         with self.simulation() as card:
             card.use_savers(self._savers)
-            assert self._card is not None
-            return card.explain(parts, limit_seconds=limit_seconds, context_bytes=self._card.context_bytes, **options)
+            context_bytes = self._installed.context_bytes
+            return card.explain(parts, limit_seconds=limit_seconds, context_bytes=context_bytes, **options)
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Forecast peaks by a simulation of this card in another process, which has ended before trials run."""
@@ -174,16 +204,22 @@ class CudaDevice(ChildDevice):
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
         from autoaccum.simulation.cards import context_memory
 
-        limit_bytes = self.limit_bytes
-        assert self._card is not None
-        card = self._card.to_simulate()
+        card = self._installed.to_simulate()
         return SimulatedDevice(
             card,
             lambda: self._make_tracer(card),
             share=self._settings.share,
             torch_version=read_torch_release(),
-            memory=MemorySize(bytes=min(limit_bytes, card.total_bytes - context_memory(card).bytes)),
+            memory=MemorySize(bytes=min(self.limit_bytes, card.total_bytes - context_memory(card).bytes)),
         )
+
+    @property
+    def _installed(self) -> InstalledCard:
+        """The card when the budget was chosen."""
+        if self._card is None:
+            self._use_child()
+        assert self._card is not None
+        return self._card
 
     def _make_tracer(self, card: Card) -> Tracer:
         from autoaccum.devices.simulated.simulation_requests import Tracer
@@ -192,7 +228,7 @@ class CudaDevice(ChildDevice):
 
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         self._card = read_record(facts["card"], InstalledCard)
-        return choose_card_budget(self._card, self._settings.options.memory, self._settings.options.reserve)
+        return self._card.choose_budget(self._settings.options.memory, self._settings.options.reserve)
 
 
 def check_index(index: int, names: Sequence[str], visible: str | None) -> None:
@@ -216,45 +252,3 @@ take one of these, from cuda:0 on
         )
     hint = "take one of these, from cuda:0 on" if len(names) > 1 else "take cuda:0"
     raise UsageError(f"there is no cuda:{index}, visible are {', '.join(names)}{hidden}", hint=hint)
-
-
-def choose_card_budget(card: InstalledCard, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
-    """Return the budget in bytes (see `choose_budget`), including the memory that this process's allocator holds.
-
-    Raises:
-        UsageError: Nothing is left, or `memory` is more than is free; the message names the holders of the rest.
-    """
-    available = AvailableMemory(card.total_bytes, card.available_bytes, f"cuda:{card.index} ({card.name})")
-    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=name_holders(card))
-
-
-def describe_card(card: InstalledCard) -> dict[str, Any]:
-    """Return the plan's record of a card, and of how its trials are limited and measured."""
-    return {
-        "index": card.index,
-        "card": card.name,
-        "uuid": card.uuid,
-        "capability": list(card.capability),
-        "multiprocessors": card.multiprocessors,
-        "total_bytes": card.total_bytes,
-        "free_bytes": card.free_bytes,
-        "context_bytes": card.context_bytes,
-        "used_by_others_bytes": card.used_by_others_bytes,
-        "other_processes": None if card.others is None else [asdict(process) for process in card.others],
-        "driver": card.driver,
-        "nvml_missing": card.nvml_missing,
-        "enforced_by": "torch.cuda.set_per_process_memory_fraction",
-        "peak": "the most PyTorch's allocator held, whole segments",
-    }
-
-
-def name_holders(card: InstalledCard) -> str:
-    """Name the processes that hold the card's memory, as the end of a sentence; empty if there are none."""
-    if card.others is None:
-        return f"; who holds the rest is not known ({card.nvml_missing or 'the driver does not tell'})"
-    known = sorted(card.others, key=lambda process: -(process.used_bytes or 0))
-    named = []
-    for process in known[:_MOST_NAMED]:
-        held = "some" if process.used_bytes is None else format_bytes(process.used_bytes)
-        named.append(f"process {process.pid} holds {held}")
-    return "; " + ", ".join(named) if named else ""

@@ -8,24 +8,23 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import singledispatchmethod
 from typing import Any
 
 import torch
 
-from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
 from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
-from autoaccum.errors import UsageError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
 from autoaccum.sources.loading import load_workload
 from autoaccum.sources.samples import apply_spec
@@ -33,14 +32,13 @@ from autoaccum.sources.workload import Workload
 
 
 class TrialChild:
-    """Handles the requests of `trial_requests`, one after the other."""
+    """Handles the requests of `trial_requests`, one after the other; `LoadWorkload` comes first."""
 
-    def __init__(self) -> None:
-        self._workload: Workload | None = None
-        self._meter: Meter | None = None
-        self._share = 0
-        self._world_size = 1
-        self._timer: UpdateTimer | None = None
+    _workload: Workload
+    _meter: Meter
+    _share: int
+    _world_size: int
+    _timer: UpdateTimer | None = None
 
     @staticmethod
     def prepare() -> None:
@@ -52,23 +50,19 @@ class TrialChild:
 
     @singledispatchmethod
     def handle(self, request: Request[Any]) -> Any:
-        """Return the reply to `request`, or a `Failure`."""
+        """Return the reply to `request`."""
         raise NotImplementedError(request)
 
     @handle.register
-    def _load(self, request: LoadWorkload) -> Loaded | Failure:
+    def _load(self, request: LoadWorkload) -> Loaded:
         """Import the workload and warm PyTorch up; memory that the process holds by then does not count as a trial's.
 
         The workload comes first: a bad file is reported at once, and the warm-up uses its choice of threads and cards.
         """
         request.paths.use()
-        try:
-            meter = make_meter(request.device)
-            seed_everything()
-            self._workload = load_requested(request)
-        except BaseException as error:
-            return describe_failure(error, f"loading {request.reference}")
-        self._meter, self._share = meter, request.share
+        self._meter, self._share = make_meter(request.device), request.share
+        seed_everything()
+        self._workload = load_requested(request)
         options = make_options(**request.options)
         self._world_size = options.world_size
         if options.world_size > 1 and self._workload.parallelize is not None and options.parallel is None:
@@ -76,36 +70,27 @@ class TrialChild:
                 refused="the workload has parallelize, and trials on a device of this machine run the whole model: plan"
                 " for a simulated card (--gpu NAME), or take --parallel ddp"
             )
-        return _start(meter)
+        try:
+            return Loaded(facts=start_meter(self._meter))
+        except UsageError as error:
+            return Loaded(refused=str(error))
 
     @handle.register
-    def _inspect(self, request: Inspect) -> Inspection | Failure:
-        assert self._workload is not None
-        assert self._meter is not None
-        try:
-            inspection = inspect_workload(request.replaced(self._workload), self._share, meter=self._meter)
-        except BaseException as error:
-            return describe_failure(error, f"an update from a small batch of {self._workload.name}")
+    def _inspect(self, request: Inspect) -> Inspection:
+        inspection = inspect_workload(request.replaced(self._workload), self._share, meter=self._meter)
         release_memory()
         return inspection
 
     @handle.register
     def _trial(self, request: RunTrial) -> Trial:
-        assert self._workload is not None
-        assert self._meter is not None
         release_memory()
         return run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
 
     @handle.register
-    def _time(self, request: TimeUpdate) -> float | Failure:
+    def _time(self, request: TimeUpdate) -> float:
         """Time one update without a limit: larger micro-batches than this one have run within it."""
-        assert self._workload is not None
-        assert self._meter is not None
-        try:
-            self._timer = self._timer or UpdateTimer(self._workload, self._meter.device, self._share)
-            return self._timer.time(request.micro_batch)
-        except BaseException as error:
-            return describe_failure(error, request.doing)
+        self._timer = self._timer or UpdateTimer(self._workload, self._meter.device, self._share)
+        return self._timer.time(request.micro_batch)
 
 
 class UpdateTimer:
@@ -154,18 +139,20 @@ def load_requested(request: LoadWorkload) -> Workload:
     return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
 
 
-def _start(meter: Meter) -> Loaded | Failure:
-    """Make the device ready for trials."""
+def start_meter(meter: Meter) -> Mapping[str, Any]:
+    """Make the device ready for trials, and return the facts that a budget is chosen by.
+
+    Raises:
+        UsageError, NotMeasuredError: The device cannot be used. None of this is the user's code.
+    """
     try:
         meter.open()
         warm_up(meter.device)
-        release_memory()
-        # Looking through PyTorch's own modules takes 0.3 s, several times a trial, and they are never garbage.
-        gc.freeze()
-        return Loaded(facts=meter.begin())
-    except UsageError as error:
-        return Loaded(refused=str(error))
-    except BaseException as error:
-        failure = describe_failure(error, f"starting PyTorch on {meter.device}")
-        # None of this is the user's code.
-        return failure if failure.blames is None else replace(failure, blames="measurement")
+    except Exception as error:
+        if isinstance(error, AutoaccumError) or find_out_of_memory(error) is not None:
+            raise
+        raise NotMeasuredError(f"PyTorch does not start on {meter.device} ({first_line(error)})") from error
+    release_memory()
+    # Looking through PyTorch's own modules takes 0.3 s, several times a trial, and they are never garbage.
+    gc.freeze()
+    return meter.begin()

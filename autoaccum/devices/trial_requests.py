@@ -34,7 +34,10 @@ class LoadWorkload(Request[Loaded]):
     options: Mapping[str, Any]
     pickled: str | None = None
 
-    doing = "loading the workload"
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"loading {self.reference}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Inspect(Request[Inspection]):
 
     savers: tuple[str, ...] | None = None
 
-    doing = "building the model and checking an update of it"
+    doing = "an update from a small batch"
 
     def replaced(self, workload: Workload) -> Workload:
         """Return the workload with these savers in place of its own."""

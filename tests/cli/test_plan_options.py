@@ -219,7 +219,7 @@ def test_what_does_not_end_is_ended_and_named(
     done = command(folder, name, "model.py", "--target-batch", "8", *rest)
     assert done.returncode == 3, done.stderr
     said = " ".join((done.stdout + done.stderr).split())
-    assert re.search(r"loading the workload .*took longer than [\d.]+ s, and was ended", said)
+    assert re.search(r"loading .*took longer than [\d.]+ s, and was ended", said)
     assert "Traceback" not in said
     (pid,) = (folder / "pids").read_text().split()
     assert not Path(f"/proc/{pid}").exists()

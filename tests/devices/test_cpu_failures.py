@@ -133,6 +133,6 @@ def test_a_check_that_hangs_is_ended_in_time(write_workload: Any) -> None:
     with CpuDevice(settings) as device, pytest.raises(NotMeasuredError) as seen:
         device.inspect(limit_seconds=1.0)
     assert str(seen.value) == (
-        "building the model and checking an update of it took longer than 1 s, and was ended:"
+        "an update from a small batch took longer than 1 s, and was ended:"
         " look for what does not end there, or raise --time-limit or --trial-limit"
     )

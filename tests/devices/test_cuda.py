@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +16,12 @@ from autoaccum.devices.cuda import (
     CudaDevice,
     InstalledCard,
     check_index,
-    choose_card_budget,
-    describe_card,
-    name_holders,
 )
 from autoaccum.devices.meters import card_limit, check_allocator, memory_fraction, read_card
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CARD = InstalledCard(
     index=1,
     name="NVIDIA GeForce RTX 3090",
@@ -47,13 +42,13 @@ def size(count: int) -> MemorySize:
 
 
 def test_without_memory_the_reserve_of_a_card_is_smaller_than_that_of_the_host() -> None:
-    assert choose_card_budget(CARD) == 15 * GIB - int(15 * GIB * 0.02)
-    assert choose_card_budget(CARD, MemorySize(fraction=0.5)) == 12 * GIB
+    assert CARD.choose_budget() == 15 * GIB - int(15 * GIB * 0.02)
+    assert CARD.choose_budget(MemorySize(fraction=0.5)) == 12 * GIB
 
 
 def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     with pytest.raises(UsageError) as seen:
-        choose_card_budget(CARD, size(20 * GIB))
+        CARD.choose_budget(size(20 * GIB))
     assert str(seen.value) == (
         "a budget of 20.0 GiB is more than the 15.0 GiB that cuda:1 (NVIDIA GeForce RTX 3090) has free; process 4711 "
         "holds 8.0 GiB, process 1502 holds 310 MiB: lower --memory, leave it away to use what is free, or end other "
@@ -73,11 +68,11 @@ def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     ],
 )
 def test_holders(change: dict[str, Any], holders: str) -> None:
-    assert name_holders(dataclasses.replace(CARD, **change)) == holders
+    assert dataclasses.replace(CARD, **change).holders == holders
 
 
 def test_a_plan_records_the_card_and_who_was_on_it() -> None:
-    described = describe_card(CARD)
+    described = CARD.describe()
     assert described["card"] == "NVIDIA GeForce RTX 3090"
     assert (described["index"], described["capability"], described["multiprocessors"]) == (1, [8, 6], 82)
     assert (described["context_bytes"], described["used_by_others_bytes"]) == (400 * MIB, 9 * GIB - 400 * MIB)
@@ -121,38 +116,6 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
         pytest.raises(UsageError, match="^there is no cuda:99: no card is visible"),
     ):
         device.inspect()
-
-
-@pytest.mark.usefixtures("warm_children")
-@pytest.mark.slow
-def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the trials need the card; what it is comes from the report."""
-    settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
-    with CudaDevice(settings, index=1) as device:
-        monkeypatch.setattr(device, "_use_child", lambda: None)
-        device._card, device._limit_bytes = CARD, 8 * GIB
-        forecast = device.forecast()
-    assert forecast.notes == ()
-    assert forecast.peak_bytes is not None
-    peaks = [forecast.peak_bytes(size) for size in (2, 64, 128)]
-    assert None not in peaks
-    assert peaks == sorted(set(peaks), key=lambda peak: peak or 0)
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, write_workload: Any
-) -> None:
-    lines = "model = nn.Linear(3, 1)\ndef batch(n): return torch.zeros(n, 3)\n"
-    loss = "def loss(m, b): return m(b).sum() * float(m.bias)\n"
-    reference = write_workload(f"import torch\nfrom torch import nn\n{lines}{loss}")
-    with CudaDevice(TrialSettings(reference=reference, share=256)) as device:
-        monkeypatch.setattr(device, "_use_child", lambda: None)
-        device._card, device._limit_bytes = CARD, 8 * GIB
-        forecast = device.forecast()
-    assert forecast.peak_bytes is None
-    assert "began without a simulation of the card (" in forecast.notes[0]
-    assert "a value is read" in forecast.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -245,12 +208,6 @@ def test_a_fraction_never_permits_more_than_the_limit(total: int, data: st.DataO
     fraction = memory_fraction(limit, total)
     assert 0 <= fraction <= 1
     assert limit - 2 <= permitted_bytes(fraction, total) <= limit
-
-
-def test_beyond_the_card_is_all_of_it_and_below_nothing_is_nothing() -> None:
-    assert memory_fraction(25 * GIB, 24 * GIB) == 1.0
-    assert memory_fraction(-1, 24 * GIB) == 0.0
-    assert isinstance(memory_fraction(0, 24 * GIB), float)
 
 
 @pytest.mark.without_gpu

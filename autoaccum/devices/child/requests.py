@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_args
 
-from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.serialization import read_record
 
@@ -35,7 +35,7 @@ class Request(Generic[Reply]):
 
     @property
     def doing(self) -> str:
-        """The job as the subject of a message, such as `loading the workload`."""
+        """The job as the subject of a message, such as `loading model.py`."""
         raise NotImplementedError
 
 
@@ -139,9 +139,14 @@ class ParentConnection:
 
 
 def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -> None:
-    """Reply to requests until the parent closes its end; `handle` returns a reply, or a `Failure` in place of it."""
+    """Reply to requests until the parent closes its end, by what `handle` returns, or by a `Failure` if it raises."""
     while (message := connection.read()) is not None:
-        connection.reply(handle(read_request(message)))
+        request = read_request(message)
+        try:
+            reply = handle(request)
+        except BaseException as error:
+            reply = describe_failure(error, request.doing)
+        connection.reply(reply)
 
 
 def _leave() -> None:
