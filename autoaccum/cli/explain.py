@@ -53,7 +53,7 @@ def command(
       2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
       3  the workload cannot be simulated
     """
-    from autoaccum.devices.simulated.recorded_update import check_snapshot
+    from autoaccum.devices.simulated.recorded_update import compare_snapshot
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
@@ -69,10 +69,10 @@ def command(
         setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
         with setup.running() as device:
             assert isinstance(device, SimulatedDevice)  # `--gpu` is required.
-            check = check_snapshot(snapshot, device, request.target_batch, micro_batch)
+            update = compare_snapshot(snapshot, device, request.target_batch, micro_batch)
     if as_json:
-        click.echo(snapshot_json(check), nl=False)
+        click.echo(snapshot_json(update), nl=False)
     else:
-        print_snapshot(make_console(), check)
-    if not check.update.agrees:
+        print_snapshot(make_console(), update)
+    if not update.agrees:
         raise click.exceptions.Exit(_CODE_DIFFERENT)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from autoaccum.devices.simulated.recorded_update import (
         Figure,
         RequestDifference,
-        SnapshotCheck,
         SourceDifference,
         UpdateComparison,
     )
@@ -82,25 +81,24 @@ def _saved_words(saved_bytes: int | None) -> str:
     return signed_bytes(-saved_bytes) if saved_bytes else "no change"
 
 
-def print_snapshot(console: Console, check: SnapshotCheck) -> None:
+def print_snapshot(console: Console, update: UpdateComparison) -> None:
     """Print the figures of both updates, and what differs at their peaks."""
-    update = check.update
-    last = f"the last update of {check.snapshot} ({check.events:,} events)"
+    last = f"the last update of {update.snapshot} ({update.events:,} events)"
     parts = format_parts(update.parts)
     blocks: list[Block] = [
-        Text(f"{last} beside that predicted for {check.card}, micro-batches of {parts}"),
+        Text(f"{last} beside that predicted for {update.card}, micro-batches of {parts}"),
         _figures(update),
     ]
     if update.first_difference is not None and not update.agrees:
         blocks.append(Text(f"the first request that differs: {_request_words(update.first_difference)}"))
     if update.differences:
         blocks += ["", _differences(update.differences)]
-    show(console, *blocks, "", _verdict(check))
+    show(console, *blocks, "", _verdict(update))
 
 
-def snapshot_json(check: SnapshotCheck) -> str:
-    """Return the check as JSON."""
-    return json.dumps({"agrees": check.update.agrees, **to_plain(check)}, indent=2, allow_nan=False) + "\n"
+def snapshot_json(update: UpdateComparison) -> str:
+    """Return the comparison as JSON."""
+    return json.dumps({"agrees": update.agrees, **to_plain(update)}, indent=2, allow_nan=False) + "\n"
 
 
 def _peaks(update: UpdateComparison) -> dict[str, Figure]:
@@ -137,13 +135,13 @@ def _request_words(found: RequestDifference) -> str:
     return f"recorded {format_bytes(found.recorded_bytes)}{_at(found.recorded_line)}, predicted {predicted}"
 
 
-def _verdict(check: SnapshotCheck) -> Text:
-    if check.update.agrees:
-        band = format_bytes(check.update.held.band)
+def _verdict(update: UpdateComparison) -> Text:
+    if update.agrees:
+        band = format_bytes(update.held.band)
         return Text(f"the snapshot agrees with the prediction, to the band of {band}", "green")
     wrong = [
         f"the {name} by {_difference(peak)} (the band is {format_bytes(peak.band)})"
-        for name, peak in _peaks(check.update).items()
+        for name, peak in _peaks(update).items()
         if not peak.agrees
     ]
     return Text(f"the snapshot differs from the prediction: {', '.join(wrong)}", "red")

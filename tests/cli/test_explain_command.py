@@ -51,7 +51,7 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     assert (done.returncode, done.stderr) == (1, "")
     record = json.loads(done.stdout)
     assert record["agrees"] is False
-    update = record["update"]
+    update = record
     first = update["first_difference"]
     assert (first["recorded_bytes"], first["predicted_bytes"]) == (24 * 64 * 2048 * 4, 24 * 64 * 2304 * 4)
     assert first["source"]["op"] == "aten.addmm"

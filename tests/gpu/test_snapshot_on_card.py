@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.simulation.allocator.recording import read_recording
+from autoaccum.devices.simulated.recorded_update import compare_snapshot
 
 SHARED = Path(__file__).parents[1] / "shared"
 RECORD, WORKLOAD = SHARED / "real_allocator" / "record_snapshot.py", SHARED / "workloads" / "recorded_net.py"
@@ -21,8 +21,6 @@ def test_the_card_gives_the_predicted_peaks(tmp_path: Path) -> None:
     file = tmp_path / "step.pickle"
     words = [RECORD, WORKLOAD, file, "--micro-batch", "24", "--parts", "2"]
     subprocess.run([sys.executable, *map(str, words)], check=True, timeout=300)
-    recording = read_recording(file)
     with CudaDevice(TrialSettings(reference=str(WORKLOAD), share=96)) as device, device.simulation() as simulation:
-        simulation.inspect()
-        compared = simulation.compare(recording, (24, 24))
+        compared = compare_snapshot(file, simulation, 48, 24)
     assert compared.agrees, compared

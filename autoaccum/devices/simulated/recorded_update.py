@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from operator import eq
 from typing import Final
@@ -75,6 +75,7 @@ class UpdateComparison:
     """A recorded update and its prediction.
 
     Attributes:
+        snapshot: The file of the record, which has `events`; `card` is the simulated one.
         parts: The micro-batches of the update, in samples.
         held: The most bytes held in it.
         reserved: The most bytes reserved in it.
@@ -84,6 +85,9 @@ class UpdateComparison:
     Requests of less than 64 KiB count in the figures only: loops differ in scalars.
     """
 
+    snapshot: str = ""
+    events: int = 0
+    card: str = ""
     parts: tuple[int, ...]
     held: Figure
     reserved: Figure
@@ -96,26 +100,9 @@ class UpdateComparison:
         return self.held.agrees and self.reserved.agrees
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotCheck:
-    """The result of a check.
-
-    Attributes:
-        snapshot: The file.
-        events: The number of its events.
-        card: The simulated card.
-        update: The last update beside its prediction.
-    """
-
-    snapshot: str
-    events: int
-    card: str
-    update: UpdateComparison
-
-
-def check_snapshot(
+def compare_snapshot(
     snapshot: str | os.PathLike[str], device: SimulatedDevice, target_batch: int, micro_batch: int
-) -> SnapshotCheck:
+) -> UpdateComparison:
     """Lay the last update of a snapshot beside that of the device's workload.
 
     Args:
@@ -135,12 +122,9 @@ def check_snapshot(
         )
     recording = read_recording(snapshot)
     schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
-    return SnapshotCheck(
-        snapshot=str(snapshot),
-        events=len(recording.entries),
-        card=device.name,
-        update=device.compare(recording, schedule.micro_batches),
-    )
+    breakdown, reserved_bytes = device.break_down(schedule.micro_batches, recording.settings)
+    compared = compare_update(recording, breakdown, reserved_bytes)
+    return replace(compared, snapshot=str(snapshot), events=len(recording.entries), card=device.name)
 
 
 def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_bytes: int) -> UpdateComparison:

@@ -37,8 +37,7 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from autoaccum.devices.simulated.recorded_update import UpdateComparison
-    from autoaccum.simulation.allocator.recording import Recording
+    from autoaccum.devices.simulated.breakdown import MemoryBreakdown
     from autoaccum.simulation.allocator.replay import Replayer, Replays, SizedTrace
 
 
@@ -270,26 +269,20 @@ class SimulatedDevice(Device):
         explainer = Explainer(self.name, outside_bytes, self.limit_bytes, self._traces, self._replayer)
         return explainer.explain(traces, deadline, **options)
 
-    def compare(
-        self, recording: Recording, parts: tuple[int, ...], *, limit_seconds: float | None = None
-    ) -> UpdateComparison:
-        """Lay the last update of a recording beside a trace of exactly these parts.
+    def break_down(self, parts: tuple[int, ...], settings: AllocatorSettings) -> tuple[MemoryBreakdown, int]:
+        """Return the memory of an update by exactly these parts, and its peak under these settings of the allocator.
 
         Raises:
             WorkloadError, NotMeasuredError: The parts cannot be traced.
-            UsageError: The record does not end with such an update.
         """
         from autoaccum.devices.simulated.breakdown import MemoryBreakdown
-        from autoaccum.devices.simulated.recorded_update import compare_update
         from autoaccum.simulation.allocator.replay import Replayer
 
-        labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)
-        settings = dataclasses.replace(
-            recording.settings, total_bytes=self._card.total_bytes
-        )  # Those of this process may be others.
+        labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way))
+        settings = dataclasses.replace(settings, total_bytes=self._card.total_bytes)
         replayer = Replayer(self._card, settings, self._torch_version)
-        breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))
-        return compare_update(recording, breakdown, replayer.peak_bytes(labelled.trace))
+        sized = replayer.with_sizes(labelled.trace)
+        return MemoryBreakdown(labelled, sized), replayer.peak_bytes(labelled.trace)
 
     def close(self) -> None:
         """End the tracer's process, if it runs, unless it is shared."""

@@ -25,7 +25,6 @@ class Entry:
     action: str
     size: int = 0
     addr: int = 0
-    stream: int = 0
     frames: Any = ()
 
     @property
@@ -53,7 +52,6 @@ class RecordedBlock:
     """A block at the end of the record."""
 
     address: int
-    size: int
     state: str
     requested_size: int = 0
     frames: Any = ()
@@ -68,13 +66,9 @@ class RecordedBlock:
 class RecordedSegment:
     """A segment at the end of the record."""
 
-    address: int
     total_size: int
     blocks: tuple[RecordedBlock, ...]
     device: int = 0
-    stream: int = 0
-    segment_pool_id: tuple[int, int] = (0, 0)
-    is_expandable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
