@@ -6,8 +6,6 @@ import json
 import math
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +68,6 @@ def test_it_is_skipped_on_request(tmp_path: Path) -> None:
     assert lines[2]["loss"] is None, "JSON has no infinity"
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file can grow beyond a few bytes: EFBIG, as with a quota."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Of TensorBoard's writer.
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
     events: list[Any] = []
@@ -101,20 +88,6 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
     assert result.unsaved is None
     assert len([text for text in result.warnings if "no checkpoint was written" in text]) == 2
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Of TensorBoard's writer.
-def test_a_disk_that_stays_full_leaves_the_earlier_checkpoints_and_says_so(tmp_path: Path) -> None:
-    fit(samples(64), run_dir=tmp_path, steps=3)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
-    with full_disk():
-        result = fit(samples(64), run_dir=tmp_path)
-    assert result.updates == 6
-    assert result.unsaved is not None
-    assert "cannot be written" in result.unsaved
-    assert result.checkpoint is not None
-    assert result.checkpoint.name == "checkpoint-00000003.pt"
-    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
 
 
 class Late(torch.optim.lr_scheduler.LRScheduler):

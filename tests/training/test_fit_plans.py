@@ -10,7 +10,7 @@ from command_line import environment
 from warm_children import WarmPython
 
 SCRIPT = """
-import dataclasses, json, sys
+import dataclasses, json, os, sys
 import torch
 from torch import nn
 import autoaccum
@@ -63,7 +63,8 @@ refused("ranks", plan=dataclasses.replace(
     plan, target_batch=2048, world_size=2, ranks=(plan.micro_batches, plan.micro_batches)))
 refused("device", plan=dataclasses.replace(plan, device={**plan.device, "kind": "cuda", "card": "NVIDIA T4"}))
 refused("no file", plan=folder + "/nothing.json")
-refused("too small a budget", memory="1MiB")
+refused("too small a budget", memory="1MiB", run_dir=folder + "/refused")
+seen["left behind"] = os.path.exists(folder + "/refused")
 refused("a number", plan=3)
 json.dump(seen, sys.stdout)
 """
@@ -86,6 +87,7 @@ def test_it_plans_a_live_model_and_uses_plans(tmp_path: Path, warm_python: WarmP
     messages = {name: message for name, (_, message) in seen["refused"].items()}
     codes = {name: code for name, (code, _) in seen["refused"].items()}
     assert codes.pop("too small a budget") in (1, 2)
+    assert not seen["left behind"], "a run that never began leaves no folder"
     assert set(codes.values()) == {2}
     assert "the plan is for updates of 1024 samples; here is updates of 512" in messages["target"]
     assert "the plan is for the model Sequential" in messages["model"]

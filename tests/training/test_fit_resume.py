@@ -13,7 +13,7 @@ import pytest
 import torch
 from state_digests import digest as digest_of
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
@@ -136,14 +136,8 @@ class Kept(IterableDataset[Any]):
         self.place = state["place"]
 
 
-def own_draw() -> DataLoader[Any]:
-    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
-    return DataLoader(Augmented(), batch_size=7, sampler=sampler)
-
-
 DATA: dict[str, Callable[[], Any]] = {
     "dataset": Augmented,
-    "loader with a generator": own_draw,
     "stream that knows its place": Kept,
     "loader over a stream": lambda: DataLoader(Stream(), batch_size=7),
 }

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories import change_facts
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.fit_events import Evaluated, FitResult
-from autoaccum.units import MIB, MemorySize
 
 UPDATES, TARGET = 7, 16
 X = torch.randn(45, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -195,14 +193,3 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
     assert_same(done.model, full_batch("coupled criterion"), 1e-9)
     with pytest.raises(WorkloadError, match="coupled is set, but the loss is a function of model and batch: write def"):
         autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
-
-
-def test_a_plan_of_a_coupled_loss_is_refused_for_an_uncoupled_one_and_the_other_way_round() -> None:
-    own = workload("two towers")
-    plan = autoaccum.plan(own, target_batch=TARGET, memory=MemorySize(bytes=256 * MIB), max_micro_batch=5)
-    given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "device": "cpu"}
-    with pytest.raises(UsageError, match="a coupled loss of the whole batch; here is a loss of each micro-batch"):
-        autoaccum.fit(own, LOADED, plan=plan, **given, coupled=False)
-    uncoupled = change_facts(plan, coupled=False)
-    with pytest.raises(UsageError, match="a loss of each micro-batch; here is a coupled loss of the whole batch"):
-        autoaccum.fit(own, LOADED, plan=uncoupled, **given)
