@@ -39,6 +39,9 @@ _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name 
 """Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
 taken for one."""
 
+_FUNCTIONS = ("split", "size", "outputs", "coupled_loss")
+"""Functions that a file may define, two and two."""
+
 SAMPLES = 256
 """Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
 
@@ -55,8 +58,9 @@ def load_workload(reference: str) -> Workload:
 
     The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
     names a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of
-    `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
-    `split` or `size` without the other, are ignored.
+    `model`. `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and `criterion`
+    the first counts, since it may call the others. A `batchnorm` that is not a string is ignored, and so is one of
+    `split` and `size`, or of `outputs` and `coupled_loss`, without the other.
 
     Raises:
         WorkloadError: There is no such file or name; its code raises; or it defines no usable workload.
@@ -156,39 +160,19 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
     found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
         del found["accumulate"]  # Imported from itertools for another purpose.
-    if "criterion" in _called(found.get("loss")):
-        found.pop("criterion", None)  # `loss` calls it.
-    batching = {name: getattr(module, name, None) for name in ("split", "size")}
-    if all(map(inspect.isfunction, batching.values())):  # One alone is of another meaning.
-        found |= batching
-    if isinstance(mode := getattr(module, "batchnorm", None), str):
-        found["batchnorm"] = mode
-    found |= _find_coupling(module, found)
+    functions = {name: value for name in _FUNCTIONS if inspect.isfunction(value := getattr(module, name, None))}
+    for pair in (("split", "size"), ("outputs", "coupled_loss")):
+        if functions.keys() >= set(pair):  # One alone is of another meaning.
+            found |= {name: functions[name] for name in pair}
+    losses = [name for name in ("coupled_loss", "loss", "criterion") if name in found]
+    for name in losses[1:]:
+        del found[name]  # The first may call it.
+    for name, kind in (("batchnorm", str), ("coupled", bool | str)):
+        if isinstance(value := getattr(module, name, None), kind):
+            found[name] = value
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", label)
     return Workload(model=model, name=title, **found, **origin)
-
-
-def _find_coupling(module: ModuleType, found: dict[str, Any]) -> dict[str, Any]:
-    """Return `coupled`, and `outputs` and `coupled_loss` if they are the loss; drop what calls them from `found`."""
-    coupled = getattr(module, "coupled", None)
-    given = {"coupled": coupled} if isinstance(coupled, bool | str) else {}
-    named = {name: getattr(module, name, None) for name in ("outputs", "coupled_loss")}
-    functions = {name: function for name, function in named.items() if inspect.isfunction(function)}
-    if "coupled_loss" not in functions:
-        # Without a coupled loss, `outputs` may be a name of something else.
-        return given | (functions if coupled and not {"loss", "criterion"} & found.keys() else {})
-    if "coupled_loss" in _called(found.get("loss")):
-        del found["loss"]
-    if "criterion" in _called(functions["coupled_loss"]):
-        found.pop("criterion", None)
-    return given | functions
-
-
-def _called(function: Any) -> tuple[str, ...]:
-    """Return the global names in the code of a function."""
-    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
-    return names
 
 
 def _require(module: ModuleType, name: str, label: str) -> Any:

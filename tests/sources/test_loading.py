@@ -116,18 +116,16 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
 @pytest.mark.parametrize(
     ("removed", "added", "text"),
     [
-        ("def outputs", "", "there is coupled_loss, but no outputs: write both: def outputs"),
         (
             "def coupled_loss",
             "del loss, criterion; coupled = True",
-            "there is outputs, but no coupled_loss",
+            "coupled is set, but the loss is a function",
         ),
         (
             "criterion",
             "coupled = True; del coupled_loss",
             "coupled is set, but the loss is a function",
         ),
-        ("def loss", "def loss(model, batch): ...", "there are loss and coupled_loss: give only one"),
         ("def loss", "coupled = 'twice'", "coupled is 'twice': take True or False"),
         ("def outputs", "def outputs(batch): ...", r"outputs\(batch\) cannot be called as outputs\(model, batch\)"),
     ],
