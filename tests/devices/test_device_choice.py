@@ -14,6 +14,7 @@ from autoaccum.devices.device_choice import (
     has_device_for_each,
     has_nvidia_gpu,
     make_device,
+    read_torch_release,
     torch_build,
 )
 from autoaccum.errors import UsageError
@@ -61,23 +62,17 @@ def test_a_cuda_build_without_a_gpu_is_named(pretend_torch: Path, monkeypatch: p
     assert "driver" in str(seen.value)
 
 
-def test_a_gpu_is_seen_by_its_device_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("before", "file"), [("nvidiactl", "nvidia0"), ("dxg", "libcuda.so.1")], ids=["Linux", "WSL"])
+def test_a_gpu_is_seen_by_its_device_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, file: str
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "nvidiactl").touch()
-    assert not has_nvidia_gpu(tmp_path)
-    (tmp_path / "nvidia0").touch()
-    assert has_nvidia_gpu(tmp_path)
+    (tmp_path / before).touch()
+    assert not has_nvidia_gpu(tmp_path, tmp_path / "libcuda.so.1")
+    (tmp_path / file).touch()
+    assert has_nvidia_gpu(tmp_path, tmp_path / "libcuda.so.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert not has_nvidia_gpu(tmp_path)
-
-
-def test_under_wsl_a_gpu_is_seen_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    driver = tmp_path / "libcuda.so.1"
-    (tmp_path / "dxg").touch()
-    assert not has_nvidia_gpu(tmp_path, driver)
-    driver.touch()
-    assert has_nvidia_gpu(tmp_path, driver)
+    assert not has_nvidia_gpu(tmp_path, tmp_path / "libcuda.so.1")
 
 
 @pytest.mark.parametrize(
@@ -118,3 +113,12 @@ def test_ranks_are_started_where_each_has_a_device() -> None:
     assert not has_device_for_each(Options(world_size=2, gpu="rtx3090", memory=memory))
     assert not has_device_for_each(Options(world_size=2, device="cuda:0"))
     assert not has_device_for_each(Options(world_size=10_000, memory=memory))
+
+
+@pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
+def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(device_choice, "torch_build", lambda: (version, None))
+    assert read_torch_release() == release
+    monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.6.0+cu124", None))
+    with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
+        read_torch_release()

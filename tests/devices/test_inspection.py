@@ -9,11 +9,9 @@ import torch
 from asking import make_settings
 from torch import Tensor, nn
 
-from autoaccum.devices import device_choice
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import WorkloadError
 from autoaccum.sources.workload import Workload
 
 
@@ -35,15 +33,13 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
 
 def test_reports_what_will_be_trained() -> None:
     inspection = inspect_workload(make(name="small", optimizer="sgd"), share=8)
-    assert (inspection.workload.name, inspection.workload.model, inspection.workload.optimizer) == (
-        "small",
-        "Linear",
-        "SGD",
+    facts = inspection.workload
+    assert (facts.name, facts.model, facts.optimizer, facts.loss, facts.reduction) == (
+        *("small", "Linear", "SGD"),
+        *("criterion", "mean"),
     )
-    assert (inspection.workload.parameters, inspection.workload.parameter_bytes) == (10, 40)
-    assert inspection.workload.reduction == "mean"
-    assert "MSELoss" in inspection.workload.weight
-    assert inspection.workload.loss == "criterion"
+    assert (facts.parameters, facts.parameter_bytes) == (10, 40)
+    assert "MSELoss" in facts.weight
     assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), share=8).workload.loss == "loss"
     assert inspection.warnings == ()
     assert inspection.environment["torch"] == torch.__version__
@@ -114,12 +110,3 @@ def test_reports_the_memory_of_an_update(write_workload: Any) -> None:
 def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         inspect_workload(workload, share=8)
-
-
-@pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
-def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
-    monkeypatch.setattr(device_choice, "torch_build", lambda: (version, None))
-    assert read_torch_release() == release
-    monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.6.0+cu124", None))
-    with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
-        read_torch_release()

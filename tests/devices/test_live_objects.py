@@ -1,4 +1,4 @@
-"""Live objects as a Workload: what is refused, and batches of any size."""
+"""Live objects as a Workload: what is refused, batches of any size, and tensors on a card that wait on the host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from factories import Classifier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from autoaccum.devices.live_objects import make_batches, workload_of_objects
+from autoaccum.devices.live_objects import LiveTensors, make_batches, workload_of_objects
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import make_options
 from autoaccum.sources.batches import batch_size
@@ -57,18 +58,6 @@ def test_the_loss_is_that_of_the_objects(given: dict[str, Any]) -> None:
     made = live(model, **given)
     assert made.objective == resolve_objective(**given)
     assert made.model is model
-
-
-def test_a_live_optimizer_is_made_anew_for_each_model() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    made = live(model, criterion=nn.CrossEntropyLoss(), optimizer=optimizer)
-    copied = made.build_model()
-    own = made.build_optimizer(copied)
-    assert type(own) is torch.optim.SGD
-    assert [group["lr"] for group in own.param_groups] == [0.5, 0.1]
-    assert [p for group in own.param_groups for p in group["params"]] == [*copied.parameters()]
 
 
 @dataclass
@@ -166,3 +155,40 @@ def test_no_gradient_reaches_a_sample_that_requires_one(size: int) -> None:
         torch.autograd.backward([tensor.sum() for tensor in batch])
     assert inputs.grad is None
     assert scale.grad is None
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with tied weights, gradients and optimizer state, and a buffer that cannot be resized."""
+    model: Any = nn.Sequential(Classifier(norm=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[1].weight
+    model.register_buffer("shared", torch.ones(3).share_memory_())  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def sizes(tensors: list[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize("end", [None, ValueError, KeyboardInterrupt])
+def test_everything_is_freed_and_comes_back(end: type[BaseException] | None) -> None:
+    model, optimizer = trained()
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = [buffer for name, buffer in model.named_buffers() if name != "shared"]
+    held: list[Tensor] = [*model.parameters(), *own, *gradients, *state]
+    held.append(next(model.parameters()).detach()[:2])  # A view of the caller's.
+    before = [tensor.detach().clone() for tensor in held]
+    ended = False
+    try:
+        with LiveTensors.of(model, optimizer).on_host():
+            assert sizes(held) == {0}
+            if end is not None:
+                raise end
+    except (ValueError, KeyboardInterrupt):
+        ended = True
+    assert ended == (end is not None)
+    assert all(map(torch.equal, held, before))
+    assert model[2].weight is model[1].weight  # type: ignore[index]

@@ -108,13 +108,26 @@ def test_a_live_optimizer_arrives_with_its_settings_and_without_its_state() -> N
     assert len(built.state) == 1
 
 
+def test_an_optimizer_of_more_than_the_model_is_refused() -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
+    with pytest.raises(UsageError, match="the SGD holds parameters that are not the model's"):
+        like(optimizer, model)
+
+
 def lines() -> Any:
     yield from range(3)
 
 
 def cases() -> dict[str, tuple[Any, str]]:
     model, waiting = Tied(), lines()
+    holder: Any = Tied()
+    holder.last.waiting = waiting
     return {
+        "an attribute": (
+            {"model": holder},
+            r"model\.last\.waiting cannot be sent to another process .*: write model, batch and loss into a file",
+        ),
         "an iterator": (
             {"batch": lambda size: [next(waiting) for _ in range(size)]},
             "batch cannot be sent to another process .*generator.*: write model, batch and loss into a file",
@@ -136,13 +149,6 @@ def test_what_cannot_be_pickled_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=text) as caught:
         pack(workload(**changes))
     assert "\n" not in str(caught.value)
-
-
-def test_an_optimizer_of_more_than_the_model_is_refused() -> None:
-    model = Tied()
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
-    with pytest.raises(UsageError, match="the SGD holds parameters that are not the model's"):
-        like(optimizer, model)
 
 
 def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:
