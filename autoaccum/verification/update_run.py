@@ -130,12 +130,7 @@ class UpdateRun:
         counting = [
             index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
         ]
-        observer = _PartObserver(
-            self._with_generators(begin),
-            self._with_generators(go_on),
-            end,
-            counting,
-        )
+        observer = _PartObserver(self._with_generators(begin), self._with_generators(go_on), end, counting)
         optimizer, seen = make_optimizer("SGD", trained.model), dict[str, Tensor]()
         optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
         largest = max(sizes) if micro_batch is None else micro_batch
@@ -156,7 +151,7 @@ class UpdateRun:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))
-            return dataclasses.replace(self._result(result.loss, result.terms), gradients=seen)
+            return self._result(result.loss, result.terms, seen)
 
     def user_loop(self, parts: Sequence[Any]) -> UpdateResult:
         """Run the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
@@ -211,12 +206,15 @@ class UpdateRun:
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         return {name: _whole(gradient).clone() for name, gradient in found.items() if gradient is not None}
 
-    def _result(self, loss: float, terms: Mapping[str, float]) -> UpdateResult:
+    def _result(
+        self, loss: float, terms: Mapping[str, float], gradients: dict[str, Tensor] | None = None
+    ) -> UpdateResult:
+        """Return a result, with the current gradients if no others are given."""
         roots = self.trained.roots.items()
         buffers = {
             name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
         }
-        return UpdateResult(loss, dict(terms), self._gradients(), buffers)
+        return UpdateResult(loss, dict(terms), self._gradients() if gradients is None else gradients, buffers)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from typing import Any, cast
 
 from torch import nn
@@ -162,6 +163,8 @@ def _run(verifier: _Verifier, began: float) -> Verification:
 class _Verifier:
     """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples."""
 
+    _team: RankTeam | None
+
     def __init__(
         self,
         workload: Workload,
@@ -180,7 +183,6 @@ class _Verifier:
         self._untested: tuple[str, ...] = ()
         self._is_neutral = False
         self._precision = cast("Precision", options.spec.get("precision", "fp64"))  # May become float32.
-        self._team: RankTeam | None = None
         self._each = workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
         self._micro_batch = max(micro // self._each, 1) * self._each
@@ -192,25 +194,19 @@ class _Verifier:
 
     def run(self, began: float) -> Verification:
         """Compare, and find out why something differs; `began` is the `time.monotonic` of the call."""
-        if self._options.world_size == 1:
-            return self._run(began)
-        with RankTeam(self._options.world_size) as self._team:
-            return self._run(began)
-
-    def _run(self, began: float) -> Verification:
-        target = self._target
-        seed_everything()
-        self._batch = take_small_batch(self._workload, target)
-        self._random = RngState()
-        runs = self._window_runs(self._dealt(target))
-        self._notify(
-            VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
-        )
-        self._compare_both(runs, "whole")
-        self._compare_uneven(runs)
-        self._compare_last(runs.fixture)
-        self._search()
-        return self._record(runs, began)
+        ranks = self._options.world_size
+        with closing(RankTeam(ranks)) if ranks > 1 else nullcontext() as self._team:
+            seed_everything()
+            self._batch = take_small_batch(self._workload, self._target)
+            self._random = RngState()
+            runs = self._window_runs(self._dealt(self._target))
+            device = str(runs.fixture.device)
+            self._notify(VerificationStarted(**self._describe(runs), precision=self._precision, device=device))
+            self._compare_both(runs, "whole")
+            self._compare_uneven(runs)
+            self._compare_last(runs.fixture)
+            self._search()
+            return self._record(runs, began)
 
     def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
         """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum.api import verify
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.sources.workload import Workload
 from autoaccum.verification.verification_result import Compared, VerificationStarted
 
@@ -183,16 +183,6 @@ def test_a_failure_leaves_nothing_behind_either() -> None:
         verify(model=model, batch=_batch, loss=failing, target_batch=8, precision="fp32")
     assert "test_verification_setup.py" in (raised.value.user_traceback or "")
     assert _digest(model, optimizer, teacher) == before
-
-
-def test_out_of_memory_is_reported_in_one_line() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    with pytest.raises(
-        NotMeasuredError, match=r"ran out of memory.*2.0 GiB more.*verify with a smaller --target-batch"
-    ):
-        verify(Workload(model=_model, batch=_batch, loss=loss))
 
 
 @pytest.mark.parametrize(
