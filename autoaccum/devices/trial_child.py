@@ -18,7 +18,6 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_mem
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
@@ -135,7 +134,7 @@ def load_requested(request: LoadWorkload) -> Workload:
         from autoaccum.devices.child.pickling import unpack
 
         loaded = unpack(request.pickled)
-    check_loaded(request.reference, request.paths.original, request.paths.root)
+    request.paths.check_loaded(request.reference)
     return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
 
 

@@ -41,12 +41,10 @@ class LoadWorkload(Request[Loaded]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(Request[Inspection]):
-    """Check the workload by an update from a small batch; `savers` replace the workload's, if given."""
+class _WithSavers:
+    """What is done with `savers` in place of the workload's, if they are given."""
 
     savers: tuple[str, ...] | None = None
-
-    doing = "an update from a small batch"
 
     def replaced(self, workload: Workload) -> Workload:
         """Return the workload with these savers in place of its own."""
@@ -54,26 +52,28 @@ class Inspect(Request[Inspection]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartsRequest(Request[Reply]):
+class Inspect(Request[Inspection], _WithSavers):
+    """Check the workload by an update from a small batch."""
+
+    doing = "an update from a small batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsRequest(Request[Reply], _WithSavers):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `joined`: the parts need each other, and every update runs all of them. `savers` replace the workload's,
-    if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
+    `joined`: the parts need each other, and every update runs all of them. `reduce`: when FSDP2 sums gradients; None:
+    as the Accumulator does by default.
     """
 
     parts: tuple[int, ...]
     joined: bool = False
     reduce: Reduce | None = None
-    savers: tuple[str, ...] | None = None
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
         return f"micro-batch {max(self.parts)}"
-
-    def replaced(self, workload: Workload) -> Workload:
-        """Return the workload with these savers in place of its own."""
-        return workload if self.savers is None else replace(workload, savers=self.savers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,15 +60,14 @@ class ImportPaths:
 
     @classmethod
     def of(cls, checkout: Checkout | None = None) -> ImportPaths:
-        """Return those of this process, or of a checkout."""
+        """Return those of a checkout; None: of this process."""
+        checkout = checkout or Checkout(Path.cwd())
         pythonpath = os.environ.get("PYTHONPATH")
-        if checkout is None:
-            return cls(cwd=os.getcwd(), sys_path=tuple(sys.path), pythonpath=pythonpath)  # noqa: PTH109
         return cls(
             cwd=str(checkout.folder),
             sys_path=tuple(checkout.map_entry(entry) for entry in sys.path),
             pythonpath=None if pythonpath is None else checkout.map_path(pythonpath),
-            original=None if checkout.root is None else str(checkout.original),
+            original=None if checkout.original is None else str(checkout.original),
             root=None if checkout.root is None else str(checkout.root),
         )
 
@@ -81,25 +80,24 @@ class ImportPaths:
         else:
             os.environ["PYTHONPATH"] = self.pythonpath
 
+    def check_loaded(self, reference: str) -> None:
+        """Check that a workload and its modules were loaded from the checkout of its repository, where one is used.
 
-def check_loaded(reference: str, original_top: str | None, checkout_top: str | None) -> None:
-    """Check that a workload and its modules were loaded from a checkout of its repository, where one is used.
-
-    Raises:
-        NotMeasuredError: A module comes from elsewhere, so that a revision would be compared with itself.
-    """
-    if original_top is None or checkout_top is None:
-        return
-    original, root = Path(original_top), Path(checkout_top)
-    target, _, _ = split_reference(reference)
-    workload = Path(target).resolve()
-    astray = [] if workload.is_relative_to(root) else [workload]
-    for module in list(sys.modules.values()):
-        place = Path((module_files(module) or ["/"])[0]).resolve()
-        if place.is_relative_to(original) and not place.is_relative_to(root) and not place.is_relative_to(_OWN):
-            astray += [place] if (root / place.relative_to(original)).exists() else []
-    if astray:
-        raise NotMeasuredError(
-            f"{min(astray)} is loaded, and not from the revision that is to be measured",
-            hint="have what is installed of this repository uninstalled, and its folders on PYTHONPATH",
-        )
+        Raises:
+            NotMeasuredError: A module comes from elsewhere, so that a revision would be compared with itself.
+        """
+        if self.original is None or self.root is None:
+            return
+        original, root = Path(self.original), Path(self.root)
+        target, _, _ = split_reference(reference)
+        workload = Path(target).resolve()
+        astray = [] if workload.is_relative_to(root) else [workload]
+        for module in list(sys.modules.values()):
+            place = Path((module_files(module) or ["/"])[0]).resolve()
+            if place.is_relative_to(original) and not place.is_relative_to(root) and not place.is_relative_to(_OWN):
+                astray += [place] if (root / place.relative_to(original)).exists() else []
+        if astray:
+            raise NotMeasuredError(
+                f"{min(astray)} is loaded, and not from the revision that is to be measured",
+                hint="have what is installed of this repository uninstalled, and its folders on PYTHONPATH",
+            )
