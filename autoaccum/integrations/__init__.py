@@ -1,1 +1,1 @@
-"""What runs within other libraries' loops, one module for each library; each is imported only by its users."""
+"""Every framework: its Trainers as workloads, exact accumulation within its loops, and its arguments for a plan."""
