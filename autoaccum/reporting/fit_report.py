@@ -106,49 +106,45 @@ class TrainingProgress(PlanProgress):
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0
         self._started: Started | None = None
-        self._last: Updated | None = None
+        self._first: tuple[int, float] | None = None
         self._line = ""
-        self._first_update, self._first_time = 0, 0.0
 
     def notify(self, event: Any) -> None:
         """Show one event, of training or of planning."""
-        if isinstance(event, Updated) and self._started is not None:
-            now = self._clock()
-            if self._last is None:  # It took longer than others: state is allocated, kernels are chosen.
-                self._first_update, self._first_time = event.update, now
-            self._last, self._line = event, self._describe(self._started, event, now)
-            if now >= self._next_drawn:
-                self._draw(now)
-        elif isinstance(event, Started):
-            self.stop()
-            self._started, self._next_drawn = event, self._clock() + self._seconds_between
-            self.say(headline(event))
-            if self.console.can_redraw:
-                self.show(f"update {event.update}")
-        elif isinstance(event, WorkloadOutput):
-            self.print_output(event.line)
-        elif isinstance(event, Evaluated):
-            values = _format_values(event.values)
-            self.say(f"update {event.update}: evaluation {values} ({event.samples:,} samples in {event.seconds:.1f} s)")
-        elif isinstance(event, Notice):
-            if event.warns:
-                self.warn(event.text)
-            else:
-                self.say(f"note: {event.text}")
-        else:
-            super().notify(event)
+        match event:
+            case Started():
+                self.stop()
+                self._started, self._next_drawn = event, self._clock() + self._seconds_between
+                self.say(headline(event))
+                if self.console.can_redraw:
+                    self.show(f"update {event.update}")
+            case Updated() if self._started is not None:
+                now = self._clock()
+                # The first update takes longer than others: state is allocated, kernels are chosen.
+                self._first = self._first or (event.update, now)
+                self._line = self._describe(self._started, event, now)
+                if now >= self._next_drawn:
+                    self._next_drawn = now + self._seconds_between
+                    if self.console.can_redraw:
+                        self.show(self._line)
+                    else:
+                        self._write()
+            case WorkloadOutput(line):
+                self.print_output(line)
+            case Evaluated(update, values, samples, seconds):
+                text = f"{_format_values(values)} ({samples:,} samples in {seconds:.1f} s)"
+                self.say(f"update {update}: evaluation {text}")
+            case Notice(text, warns=True):
+                self.warn(text)
+            case Notice(text):
+                self.say(f"note: {text}")
+            case _:
+                super().notify(event)
 
     def stop(self) -> None:
         """Remove the live line, and print that of the last update."""
         super().stop()
         self._write()
-
-    def _draw(self, now: float) -> None:
-        self._next_drawn = now + self._seconds_between
-        if self.console.can_redraw:
-            self.show(self._line)
-        else:
-            self._write()
 
     def _write(self) -> None:
         if self._line:
@@ -162,9 +158,10 @@ class TrainingProgress(PlanProgress):
         if started.epochs is not None and (started.updates is None or started.epochs > 1):
             pieces[0] += f", epoch {event.epoch} of {started.epochs}"
         pieces.append(f"loss {event.loss:.4g}")
-        since_first, left = event.update - self._first_update, (started.updates or 0) - event.update
-        if since_first > 0 and left > 0:
-            pieces.append(f"{format_seconds((now - self._first_time) / since_first * left)} left")
+        first, began = self._first or (event.update, now)
+        if first < event.update < (total := started.updates or 0):
+            left = (now - began) / (event.update - first) * (total - event.update)
+            pieces.append(f"{format_seconds(left)} left")
         rate = event.samples_per_second
         pieces.append(f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
         if event.peak_bytes is not None:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -150,16 +151,25 @@ class TrainingSetup:
             UsageError: The given plan is for other updates or another device.
             DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
         """
-        earlier = None if checkpoint is None else read_plan(checkpoint)
-        choice = self._choose_without_planning(checkpoint, earlier, notify)
-        if choice is None:
+        request, plan, micro_batch = self.request, None, self.request.micro_batch
+        text = None if checkpoint is None else checkpoint["plan"]
+        earlier = None if text is None else Plan.from_json(text, source="the plan in the checkpoint")
+        moved = [] if earlier is None else _place_differences(earlier, self.device)
+        if micro_batch is None and request.plan is not None:
+            plan = self._read_given_plan(request.plan)
+        elif micro_batch is None and checkpoint is not None and not moved:
+            plan, micro_batch = earlier, int(checkpoint["micro_batch"])
+        elif micro_batch is None:
+            for there, here in moved[:1]:
+                notify(Notice(f"the run was planned for {there}, and this is {here}: it is planned again"))
             plan = self._make_plan(reader, notify)
             if earlier is not None:  # A tuned learning rate stays valid for the new plan.
                 plan = dataclasses.replace(plan, learning_rate=earlier.learning_rate)
-            choice = MicroBatchChoice(plan.micro_batch, plan)
-        multiple = max(self.workload.multiple_of or 1, 1 if choice.plan is None else choice.plan.multiple_of)
-        check_multiple(self.request.target_batch, multiple, "the target batch")
-        return dataclasses.replace(choice, multiple_of=multiple)
+        multiple = max(self.workload.multiple_of or 1, 1 if plan is None else plan.multiple_of)
+        check_multiple(request.target_batch, multiple, "the target batch")
+        chosen = micro_batch if plan is None else plan.micro_batch
+        assert chosen is not None
+        return MicroBatchChoice(chosen, plan, multiple)
 
     def build(self, plan: Plan | None) -> TrainingComponents:
         """Build the model and its components from the current random states.
@@ -218,30 +228,9 @@ class TrainingSetup:
             notes += map(Notice, plan.coupling.warnings(already_warned, is_joint=is_joint))
         return notes
 
-    def _choose_without_planning(
-        self, checkpoint: Mapping[str, Any] | None, earlier: Plan | None, notify: Callable[[Any], Any]
-    ) -> MicroBatchChoice | None:
-        request = self.request
-        if request.micro_batch is not None:
-            return MicroBatchChoice(request.micro_batch)
-        if request.plan is not None:
-            given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-            self._check_given_plan(given)
-            return MicroBatchChoice(given.micro_batch, given)
-        if checkpoint is None:
-            return None
-        if earlier is None:
-            return MicroBatchChoice(int(checkpoint["micro_batch"]))
-        different = _place_differences(earlier, self.device)
-        if not different:
-            return MicroBatchChoice(earlier.micro_batch, earlier)
-        there, here = different[0]
-        notify(Notice(f"the run was planned for {there}, and this is {here}: it is planned again"))
-        return None
-
-    def _check_given_plan(self, plan: Plan) -> None:
-        """Check a plan before anything is built; the Accumulator compares the rest."""
-        request = self.request
+    def _read_given_plan(self, given: Any) -> Plan:
+        """Return the plan that was given, or whose file was, after a check; the Accumulator compares the rest."""
+        request, plan = self.request, Plan.load(Path(given)) if isinstance(given, str | Path) else given
         if not isinstance(plan, Plan):
             raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
         if plan.parallel == "fsdp2" and self.is_live:
@@ -259,8 +248,10 @@ class TrainingSetup:
             planned, here = different[0]
             raise UsageError(
                 f"the plan is for {planned}; here is {here}",
-                hint=f"omit it to plan again, or use its micro-batch anyway: {_as_option(plan.micro_batch)}",
+                hint=f"omit it to plan again, or use its micro-batch anyway: micro_batch={plan.micro_batch}"
+                f" (--micro-batch {plan.micro_batch})",
             )
+        return plan
 
     def _make_plan(self, reader: WindowReader, on_event: Callable[[Any], Any]) -> Plan:
         """Find the micro-batch by trials, of the file if that has all the code, else of the objects.
@@ -368,12 +359,6 @@ def find_device(name: str) -> torch.device:
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-def read_plan(checkpoint: Mapping[str, Any]) -> Plan | None:
-    """Return the plan in the record of a checkpoint; None if the micro-batch was given as a number."""
-    text = checkpoint["plan"]
-    return None if text is None else Plan.from_json(text, source="the plan in the checkpoint")
-
-
 def _live_objects(request: FitRequest) -> dict[str, Any]:
     """Return a live model and what goes with it, by the names of `autoaccum.plan`'s arguments."""
     live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
@@ -421,7 +406,3 @@ def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]
     different = [(plan.world_size, world_size())] if plan.world_size != world_size() else []
     by_ranks = [(counted(planned, "rank"), counted(ranks, "rank")) for planned, ranks in different]
     return [*by_ranks, *differences(plan_facts(plan), here)]
-
-
-def _as_option(micro_batch: int) -> str:
-    return f"micro_batch={micro_batch} (--micro-batch {micro_batch})"
