@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,8 +59,9 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, kind in found if number[kind] > 1)
 
 
-def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it."""
+@contextmanager
+def checkpointed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint` within it."""
     before: dict[nn.Module, Any] = {}
     for name in names:
         module = model.get_submodule(name)
@@ -68,15 +69,14 @@ def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], No
             before[module] = vars(module).get("forward")
             norms = [one for one in module.modules() if isinstance(one, BATCHNORMS)]
             module.forward = partial(_run, module, before[module], norms)
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         for module, forward in before.items():
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
-
-    return undo
 
 
 def describe_blocks(names: Sequence[str]) -> str:
@@ -208,14 +208,9 @@ class Recompute:
                     hint='take batchnorm="running" or "frozen", or another saver',
                 )
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Recompute in forwards and backwards within it."""
-        undo = checkpoint_blocks(self._model, self.names)
-        try:
-            yield
-        finally:
-            undo()
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards and backwards recompute."""
+        return checkpointed(self._model, self.names)
 
 
 def _is_compiled(model: nn.Module, name: str) -> bool:

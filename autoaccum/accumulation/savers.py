@@ -24,11 +24,8 @@ from autoaccum.spec import OFFLOADS, RECOMPUTE, read_savers
 class Savers:
     """Lets an Accumulator take less memory of the device.
 
-    Attributes:
-        words: The ways, as `spec.read_savers` returns them.
-
     Args:
-        words: The ways, as `spec.read_savers` returns them.
+        words: The ways, as `spec.read_savers` returns them; the attribute has those added since, too.
         model: The model.
         optimizer: Its optimizer.
         exact_batchnorm: Whether BatchNorm normalises by the whole batch.

@@ -191,10 +191,6 @@ def test_each_term_has_shares_of_its_own() -> None:
     assert [has_weight(part) for part in shares] == [True, True, False]
 
 
-def test_a_sum_is_not_divided() -> None:
-    assert make_shares([{"a": 7.0}, {"a": 0.0}], "sum") == ({"a": 1.0}, {"a": 0.0})
-
-
 def test_weights_of_different_kinds_are_refused() -> None:
     with pytest.raises(WorkloadError, match="a number for some parts"):
         make_shares([1.0, {"a": 1.0}], "mean")

@@ -98,31 +98,15 @@ DEAD = [
 ]
 
 
-@pytest.mark.parametrize("text", CERTAIN)
-def test_texts_that_mean_out_of_memory(text: str) -> None:
+TEXTS = {True: CERTAIN, False: UNCERTAIN, None: [*NOT_OUT_OF_MEMORY, *DEAD]}
+
+
+@pytest.mark.parametrize(("text", "certain"), [(text, certain) for certain, texts in TEXTS.items() for text in texts])
+def test_texts_mean_out_of_memory_surely_perhaps_or_not(text: str, certain: bool | None) -> None:
+    """None: neither; of these, some mean that the device's context is lost."""
     oom = find_out_of_memory(RuntimeError(text))
-    assert oom is not None
-    assert oom.certain
-    assert oom.text
-
-
-@pytest.mark.parametrize("text", UNCERTAIN)
-def test_texts_that_may_also_be_bugs(text: str) -> None:
-    oom = find_out_of_memory(RuntimeError(text))
-    assert oom is not None
-    assert not oom.certain
-
-
-@pytest.mark.parametrize("text", NOT_OUT_OF_MEMORY)
-def test_texts_that_mean_something_else(text: str) -> None:
-    assert find_out_of_memory(RuntimeError(text)) is None
-    assert not is_context_dead(RuntimeError(text))
-
-
-@pytest.mark.parametrize("text", DEAD)
-def test_a_dead_context_is_not_out_of_memory(text: str) -> None:
-    assert is_context_dead(RuntimeError(text))
-    assert find_out_of_memory(RuntimeError(text)) is None
+    assert (None if oom is None else oom.certain) == certain
+    assert is_context_dead(RuntimeError(text)) == (text in DEAD)
 
 
 def test_a_dead_context_outranks_the_out_of_memory_error_before_it() -> None:

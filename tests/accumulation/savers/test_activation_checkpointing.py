@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.accumulation.activation_checkpointing import (
-    checkpoint_blocks,
+    checkpointed,
     find_blocks,
 )
 
@@ -103,9 +103,8 @@ def test_the_gradient_is_the_same(form: str) -> None:
     model = MODELS[form]().double()
     inputs = torch.randn(5, 4, 6, dtype=torch.float64) if form == "transformer" else torch.randn(5, 6).double()
     plain = gradients(model, inputs)
-    undo = checkpoint_blocks(model, find_blocks(model))
-    saved = gradients(model, inputs)
-    undo()
+    with checkpointed(model, find_blocks(model)):
+        saved = gradients(model, inputs)
     assert plain.keys() == saved.keys()
     scale = max(float(gradient.abs().max()) for gradient in plain.values())
     for name, gradient in plain.items():
