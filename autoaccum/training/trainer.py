@@ -500,7 +500,8 @@ class Run:
             reader.start_epoch(self.progress.epoch)
         while True:
             self._evaluate_if_due()
-            if self.progress.update and self.progress.update % self._request.checkpoint_every == 0:
+            is_new = self._saved_at is None or self._saved_at[0] != self.progress.update
+            if is_new and self.progress.update % self._request.checkpoint_every == 0:
                 self._save()
             if self.is_done:
                 break
