@@ -210,7 +210,7 @@ def map_tensors(
         return change(node)
     inner = children(node)
     if inner is None:
-        if not any(isinstance(each, Tensor) for each in _walk(node)):
+        if next(inner_tensors(node), None) is None:
             return node
         return map_object_tensors(node, change) if change_object is None else change_object(node)
     return rebuild_changed(node, [map_tensors(child, change, change_object) for _, child in inner])
@@ -223,8 +223,13 @@ def contains_tensors(node: Any) -> bool:
 
 def map_object_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of an object that is no container, with `change` applied to the tensors inside it."""
-    found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
+    found = {id(tensor): tensor for tensor in inner_tensors(node)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
+
+
+def inner_tensors(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside an object that is no container, such as a graph of torch_geometric."""
+    return (each for each in _walk(node) if isinstance(each, Tensor))
 
 
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:

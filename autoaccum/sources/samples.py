@@ -131,7 +131,10 @@ def _length(node: Any) -> int:
         return node.numel() if isinstance(node, Tensor) else node.size
     if isinstance(node, list) and node and all(isinstance(entry, numbers.Real) for entry in node):
         return len(node)
-    lengths = [length for _, child in pytree.children(node) or () if (length := _length(child)) >= 0]
+    if (children := pytree.children(node)) is None:
+        lengths = [tensor.numel() for tensor in pytree.inner_tensors(node)]
+    else:
+        lengths = [length for _, child in children if (length := _length(child)) >= 0]
     return sum(lengths) if lengths else -1
 
 
