@@ -97,8 +97,7 @@ class BlockPool:
 
     def best_fit(self, size: int) -> Block | None:
         """Return the smallest block of at least `size` bytes; of equal ones, the one at the lowest address."""
-        index = bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
-        return self._blocks[self._keys[index]] if index < len(self._keys) else None
+        return next(self.blocks_from(size), None)
 
     def blocks_from(self, size: int) -> Iterator[Block]:
         """Yield the blocks of at least `size` bytes, the smallest first."""

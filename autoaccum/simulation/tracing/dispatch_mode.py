@@ -22,7 +22,6 @@ from autoaccum.simulation.tracing.known_values import (
     compute,
     find_tensors,
     load_host_copy,
-    locate_read,
     propagate_values,
     read_scalar,
     reads_for_user,
@@ -73,7 +72,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on differences between the simulation and a real run.
         checks: Sentences on checks of values that were assumed to pass.
-        read_at: The first line that has read known values; empty if none has.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
@@ -96,7 +94,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self.checks: dict[str, None] = {}
-        self.read_at = ""
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
@@ -213,9 +210,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return values.to(kwargs.get("dtype") or values.dtype, copy=True)
 
     def count_read(self) -> None:
-        """Count a read of values, where they are computed, and keep the line of the first one."""
+        """Count a read of values, where they are computed."""
         self.recorder.reads += self.cpu_values is not None
-        self.read_at = self.read_at or locate_read()
 
     def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator with a value-dependent shape; None if the values are not known."""

@@ -30,7 +30,7 @@ def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     ask = simulated(MODEL, batchnorm=mode)
     seen = ask(Inspect())
     assert not isinstance(seen, Failure), seen
-    assert seen.batchnorm == mode
+    assert seen.spec.batchnorm == mode
     takes_one = mode in ("frozen", "exact")
     assert seen.least_size == (1 if takes_one else 2)
     reply = ask(TraceParts(parts=(1, 1) if takes_one else (8, 8, 3), joined=mode == "exact"))
