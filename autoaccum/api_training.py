@@ -150,7 +150,7 @@ def fit(
 def tune(
     workload: str | os.PathLike[str],
     *,
-    target_batch: int,
+    target_batch: int | range,
     trials: int = 30,
     learning_rate: str | tuple[float, float] | None = None,
     budget_samples: int | None = None,
@@ -161,14 +161,14 @@ def tune(
     on_event: Callable[[Any], Any] | None = None,
     **options: Unpack[OptionArguments],
 ) -> Tuning:
-    """Search the learning rate that trains a workload best, with Optuna.
+    """Search the learning rate, effective batch and micro-batch that train a workload best, with Optuna.
 
         found = autoaccum.tune("model.py", target_batch=256)
         found.best.learning_rate, found.plan.save("best.json")
 
     Every trial trains in a process of its own, from the same weights and in the same order of data, and is ranked by
-    its loss on held-out data. The micro-batch changes speed and memory alone, so it is planned once, the fastest; a
-    BatchNorm in `micro` mode normalises by it in every trial.
+    its loss on held-out data. The micro-batch is searched where samples depend on others of theirs, as by BatchNorm in
+    `micro` mode; otherwise it changes speed and memory alone, and the fastest is planned once.
 
     The same call resumes an interrupted Optuna study, and several processes may work on one study at the same time.
     On one card, give each its share as `memory`.
@@ -176,7 +176,8 @@ def tune(
     Args beside those of `autoaccum.api`:
         workload: `model.py` or `model.py:name`, with a `dataset`. Losses are measured on its
             `evaluation_dataset`, else on a tenth of the dataset.
-        target_batch: Samples per update.
+        target_batch: Samples per update; or a range, such as `range(64, 1025)`, of which the doublings of its first are
+            searched.
         trials: The number of trials of the study, earlier ones and other workers' included.
         learning_rate: The range, `"1e-4..1e-1"` or a pair; from a hundredth to a hundred times the workload's own
             when None.

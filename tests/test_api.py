@@ -49,6 +49,6 @@ def test_a_guard_locks_compares_and_refuses_what_contradicts(tmp_path: Path, mon
     autoaccum.guard("model.py", gpus=["rtx3090", "t4"], target_batch=8, update=True)
     report = autoaccum.guard()
     assert (report.exit_code, len(report.verdicts)) == (0, 2)
-    for wrong in ({"gpus": "t4"}, {"gpus": ["t4"], "gpu": "t4"}, {"lock": "a.lock", "baseline": "HEAD"}):
+    for wrong in ({"gpus": "t4"}, {"gpus": ["t4"], "gpu": "t4"}):
         with pytest.raises(UsageError, match="given"):
             autoaccum.guard("model.py", target_batch=8, **wrong)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, natural, options
+from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, natural, options
 from autoaccum.cli.outputs import check_files, running_words, write_page
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _OF_THE_STUDY = (
 """The flags that a command for `fit` leaves out, or gives itself."""
 
 
-@click.command("tune", cls=HelpWithHeadings, short_help="Search the learning rate by a study of real trainings.")
+@click.command("tune", cls=HelpWithHeadings, short_help="Search learning rate and batch by a study of real trainings.")
 @click.argument("workload")
 @click.option(
     "--trials",
@@ -54,6 +54,11 @@ _OF_THE_STUDY = (
 @options(
     "tune",
     *("target_batch", "as_json", "output", "report", "force", "quiet"),
+    target_batch={
+        "type": CountOrRange(),
+        "metavar": "N|N..M",
+        "help": "Samples per update; or a range, of which the doublings of N are searched.",
+    },
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
@@ -68,15 +73,16 @@ def command(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Search the learning rate that trains WORKLOAD best.
+    """Search the learning rate, effective batch and micro-batch that train WORKLOAD best.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
     `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
 
     Each trial trains in a process of its own, from the same weights and in the same order of data; the first one
     has the workload's own learning rate. Poor trials are ended at a quarter or at half of the budget. A trial that
-    diverges or runs out of memory finishes with an infinite loss. The micro-batch changes speed and memory alone, so
-    it is planned once, as by `plan --prefer fastest`.
+    diverges or runs out of memory finishes with an infinite loss. The micro-batch is searched where samples depend
+    on others of theirs, as by BatchNorm; otherwise it changes speed and memory alone, and is planned once, as by
+    `plan --prefer fastest`.
 
     The study is Optuna's, whose commands and dashboard read it. The same command resumes it, and several may run at
     once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
@@ -85,7 +91,7 @@ def command(
     Run it once, not under torchrun: trials train on one card.
 
     Example:
-      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json
+      autoaccum tune model.py --target-batch 64..1024 --trials 20 -o best.json
 
     Exit codes:
       0    a best setting was found
@@ -143,7 +149,7 @@ def _offers(tuning: Tuning, kept: str | None) -> dict[str, list[str]]:
     if kept is not None and tuning.best is not None:
         words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
-        words += ["--target-batch", str(params["target_batch"]), "--epochs", "3"]
+        words += ["--target-batch", str(tuning.best.target_batch), "--epochs", "3"]
         offers[f"train by its plan, {kept}"] = [*words, "--plan", kept, "--run-dir", f"runs/{Path(kept).stem}"]
     elif tuning.best is not None:
         offers["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", "best.json"]

@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.checks import counted
+from autoaccum.checks import counted, join_words
 from autoaccum.reporting.console import Block, Facts, Table, copied
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
@@ -58,8 +58,11 @@ def _row_cells(row: Row, own_rate: float) -> tuple[str, str, str, str, str]:
 
 
 def _rate_words(row: Row) -> str:
-    """Write the learning rate of a trial; empty until it is drawn."""
-    return "" if row.learning_rate is None else f"learning rate {row.learning_rate:.3g}"
+    """Write the setting of a trial; empty until it is drawn."""
+    if row.learning_rate is None:
+        return ""
+    batch = f", {row.target_batch} samples in micro-batches of {row.micro_batch}" if row.target_batch else ""
+    return f"learning rate {row.learning_rate:.3g}{batch}"
 
 
 def _outcome(row: Row) -> str:
@@ -101,7 +104,8 @@ def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
         yield "best", Text(f"{_rate_words(best)}, of trial {best.number}", "bold green")
         yield "loss", Text(f"{_format_loss(best.loss)} on held-out data", "bold green")
         yield "default rate", _own_words(tuning, best)
-    yield "plan", f"{format_parts(tuning.micro_batches)} samples per update, in all trials"
+    if tuning.plan is not None:
+        yield "plan", f"{format_parts(tuning.plan.micro_batches)} samples per update"
     yield "budget", f"{tuning.budget:,} samples a trial; losses are of {tuning.workload['held_out']}"
     yield "trials", _trial_words(tuning)
     yield "study", copied(f"{tuning.study} in {tuning.storage}")
@@ -162,10 +166,15 @@ class TuneProgress(PlanProgress):
         match event:
             case StudyOpened():
                 self._open(event)
-            case SearchStarted(rates, plan, remembered):
-                how = "was planned for this study before" if remembered else "is the plan's for all trials"
+            case SearchStarted(space, plan, remembered):
+                how = "was planned for this study before" if remembered else "is planned"
                 self.say(f"micro-batch {plan.micro_batch} {how}")
-                self.say(f"searching learning rates {rates.low:.3g} to {rates.high:.3g}")
+                rates = space.learning_rates
+                self.say(
+                    f"searching learning rates {rates.low:.3g} to {rates.high:.3g}, batches of"
+                    f" {join_words(map(str, space.target_batches))}, micro-batches of"
+                    f" {join_words(map(str, space.micro_batches))}"
+                )
             case Row(state="running"):
                 done = f"{self._finished} of {self._trials} are done"
                 self.show(f"trial {event.number}, {done}: {_rate_words(event)} ...")

@@ -27,11 +27,12 @@ from autoaccum.tuning.tuning_records import (
     Listener,
     Outcome,
     Row,
+    SearchSpace,
     TuneRequest,
     WorkloadFacts,
 )
 
-_RATE = "learning_rate"
+_RATE, _TARGET, _MICRO = "learning_rate", "target_batch", "micro_batch"
 _HEARTBEAT_SECONDS = 20
 """Time between signs of life, by which Optuna detects trials whose process was killed, and retries them."""
 _MAX_RETRIES = 3
@@ -89,7 +90,7 @@ def study_config(request: TuneRequest, facts: WorkloadFacts, budget: int, rates:
         "workload": facts.name,
         "source files": facts.digest,
         "learning rates": f"{rates.low:g}..{rates.high:g}",
-        "target batch": request.target_batch,
+        "target batches": list(request.target_batches),
         "budget": budget,
         "seed": request.seed,
         "options": Options(spec=request.options.spec).to_record(),
@@ -163,6 +164,8 @@ def _read_trial(trial: FrozenTrial) -> Row:
         **vars(outcome),
         number=trial.number,
         learning_rate=trial.params.get(_RATE),
+        target_batch=trial.user_attrs.get(_TARGET),
+        micro_batch=trial.user_attrs.get(_MICRO),
         losses=tuple((at, known[at]) for at in MILESTONES if at in known),
         lost=is_over and ended is None,
     )
@@ -173,39 +176,42 @@ class _TrialFailed(Exception):  # noqa: N818 (an outcome, for Optuna)
 
 
 class Search:
-    """Runs trials of a study in child processes, each by `plan`."""
+    """Runs trials of a study in child processes; `plan` is that of the largest target batch."""
 
     def __init__(
         self,
         study: Study,
-        rates: LearningRateRange,
+        space: SearchSpace,
         default_rate: float,
         budget: int,
         plan: Plan,
         processes: TrialProcesses,
         notify: Listener,
     ) -> None:
-        self._study, self._rates, self._default_rate = study, rates, default_rate
+        self._study, self._space, self._default_rate = study, space, default_rate
         self._budget, self._plan = budget, plan
         self._processes, self._notify = processes, notify
 
     def run(self) -> str | None:
         """Run trials until the study has as many as requested; return why it ended before, as a clause.
 
-        The first one has the workload's own learning rate. Several workers may search at once, each with up to one
-        trial too many.
+        The first one has the workload's own learning rate, and the smallest target batch. Several workers may search at
+        once, each with up to one trial too many.
 
         Raises:
             WorkloadError: The user's code fails in the very first trial.
             StudyError: The storage can no longer be read or written.
         """
         request, rate, rows = self._processes.request, self._default_rate, self._study.rows()
+        space = self._space
         if count_finished(rows) >= request.trials:
             return None
-        is_covered = self._rates.low <= rate <= self._rates.high
+        is_covered = space.learning_rates.low <= rate <= space.learning_rates.high
         with storage_errors(self._study.file):
             if is_covered and not any(row.learning_rate == rate and not row.lost for row in rows):
-                self._study.optuna.enqueue_trial({_RATE: rate})
+                self._study.optuna.enqueue_trial(
+                    {_RATE: rate, _TARGET: space.target_batches[0], _MICRO: space.micro_batches[-1]}
+                )
             self._study.optuna.optimize(
                 self._objective,
                 timeout=request.options.time_limit,
@@ -216,15 +222,22 @@ class Search:
         return None if is_over else f"its time of {request.options.time_limit:g} s is over"
 
     def _objective(self, trial: Trial) -> float:
-        """Train with a trial's learning rate: Optuna's objective."""
-        rate = trial.suggest_float(_RATE, self._rates.low, self._rates.high, log=True)
-        self._notify(Row(number=trial.number, state="running", learning_rate=rate))
+        """Train with a trial's setting: Optuna's objective."""
+        rates = self._space.learning_rates
+        row = Row(
+            number=trial.number,
+            state="running",
+            learning_rate=trial.suggest_float(_RATE, rates.low, rates.high, log=True),
+            target_batch=_choose(trial, _TARGET, self._space.target_batches),
+            micro_batch=_choose(trial, _MICRO, self._space.micro_batches),
+        )
+        self._notify(row)
 
         def should_continue(percent: int, loss: float) -> bool:
             trial.report(loss, percent)
             return not trial.should_prune()
 
-        outcome = self._processes.train(rate, self._plan, self._budget, should_continue)
+        outcome = self._processes.train(row, self._plan, self._budget, should_continue)
         for text in outcome.warnings:
             self._notify(Notice(f"trial {trial.number}: {text}"))
         trial.set_user_attr(_OUTCOME, to_plain(outcome))
@@ -246,6 +259,13 @@ class Search:
         self._notify(_read_trial(trial))
         if count_finished(self._study.rows()) >= self._processes.request.trials:
             study.stop()
+
+
+def _choose(trial: Trial, name: str, choices: tuple[int, ...]) -> int:
+    """Let the sampler choose one of several numbers, and note it with the trial."""
+    chosen: int = trial.suggest_categorical(name, choices) if len(choices) > 1 else choices[0]
+    trial.set_user_attr(name, chosen)
+    return chosen
 
 
 def count_finished(rows: tuple[Row, ...]) -> int:

@@ -15,7 +15,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import check_device
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.plan_record import Plan
-from autoaccum.tuning.tuning_records import Outcome, ShouldContinue, TuneRequest, WorkloadFacts
+from autoaccum.tuning.tuning_records import Outcome, Row, ShouldContinue, TuneRequest, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
 """A finished child may exit by itself, so that the workload's exit handlers run."""
@@ -107,17 +107,17 @@ class TrialProcesses:
         self._digest = facts.digest
         return facts
 
-    def train(self, learning_rate: float, plan: Plan, budget: int, should_continue: ShouldContinue) -> Outcome:
-        """Train by a plan in a fresh process, which is ended afterwards; a failure in it becomes an `Outcome`.
+    def train(self, row: Row, plan: Plan, budget: int, should_continue: ShouldContinue) -> Outcome:
+        """Train with a trial's setting in a fresh process, which is ended afterwards; a failure becomes an `Outcome`.
 
         Raises:
             NotMeasuredError: No process can be started.
             WorkloadError: The workload's source files have changed since the study began.
         """
         request = Train(
-            learning_rate=learning_rate,
-            target_batch=plan.target_batch,
-            micro_batch=max(plan.micro_batches),
+            learning_rate=row.learning_rate or 0.0,
+            target_batch=row.target_batch or plan.target_batch,
+            micro_batch=row.micro_batch or plan.micro_batch,
             evaluation_batch=plan.largest_fit,
             budget=budget,
             seed=self.request.seed,
@@ -149,7 +149,7 @@ class TrialProcesses:
             paths=ImportPaths.of(),
             reference=self.request.reference,
             options=self.request.options.to_record(),
-            target_batch=self.request.target_batch,
+            target_batch=self.request.target_batches[-1],
         )
         process = ChildProcess("autoaccum.tuning.trial_training", on_output=self._on_output, measured=False)
         try:

@@ -10,10 +10,10 @@ from typing import Any
 from optuna.storages import RDBStorage
 
 from autoaccum.checks import check_alone
-from autoaccum.errors import UsageError
+from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest, Prefer
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.study import (
@@ -27,6 +27,8 @@ from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tuning_records import (
     LearningRateRange,
     Listener,
+    Row,
+    SearchSpace,
     SearchStarted,
     StudyOpened,
     TuneRequest,
@@ -83,13 +85,16 @@ class _Tuner:
         plan = study.load_plan()
         is_known = plan is not None
         if plan is None:
-            plan = self._make_plan(facts)
+            plan = self._make_plan(facts, request.target_batches[-1], prefer="fastest")
             plan = study.load_plan() or study.save_plan(plan)  # If another worker was first, its plan holds for all.
         if plan.multiple_of > 1:
             options = request.options.with_spec(multiple_of=plan.multiple_of)
             self._processes.request = dataclasses.replace(request, options=options)
-        self._notify(SearchStarted(rates, plan, remembered=is_known))
-        ended = Search(study, rates, default, budget, plan, self._processes, self._notify).run()
+        space = SearchSpace(
+            learning_rates=rates, target_batches=request.target_batches, micro_batches=_micro_batches(plan)
+        )
+        self._notify(SearchStarted(space, plan, remembered=is_known))
+        ended = Search(study, space, default, budget, plan, self._processes, self._notify).run()
         rows = study.rows()
         complete = sorted((row for row in rows if row.state == "complete"), key=lambda row: (row.loss, row.number))
         best = complete[0] if complete else None
@@ -102,27 +107,50 @@ class _Tuner:
             study=name,
             storage=request.storage,
             workload={"reference": request.reference, **dataclasses.asdict(facts)},
-            learning_rates=rates,
-            micro_batches=plan.micro_batches,
+            space=space,
             budget=budget,
             rows=rows,
             best=best,
             own=next((row for row in complete if row.learning_rate == default), None),
-            plan=None if best is None else dataclasses.replace(plan, learning_rate=rate),
+            plan=None if best is None else self._plan_best(facts, best, plan),
             ended=ended,
             throughput=plan.throughput,
         )
 
-    def _make_plan(self, facts: WorkloadFacts) -> Plan:
-        """Plan updates as the study trains, the fastest; raises as the planner."""
+    def _plan_best(self, facts: WorkloadFacts, best: Row, plan: Plan) -> Plan | None:
+        """Return the plan of the best setting, proved by a trial, with its learning rate; None where that fails."""
+        if (best.target_batch, best.micro_batch) != (plan.target_batch, plan.micro_batch):
+            try:
+                plan = self._make_plan(facts, best.target_batch or plan.target_batch, best.micro_batch)
+            except AutoaccumError as error:
+                self._notify(Notice(f"the best setting has no plan: {error}"))
+                return None
+        return dataclasses.replace(plan, learning_rate=best.learning_rate)
+
+    def _make_plan(
+        self, facts: WorkloadFacts, target_batch: int, most: int | None = None, prefer: Prefer = "largest"
+    ) -> Plan:
+        """Plan updates as the study trains, in micro-batches of at most `most` samples; raises as the planner."""
         request = self._processes.request
         given = request.options
         options = Options(spec=given.spec, device=given.device, memory=given.memory, reserve=given.reserve)
         options = options.with_spec(worst_of=None if facts.has_batch else DEFAULT_WORST_OF)
-        plan_request = PlanRequest(request.target_batch, options, ceiling=True, prefer="fastest")
+        plan_request = PlanRequest(target_batch, options, max_micro_batch=most, ceiling=True, prefer=prefer)
         plan = make_plan(request.reference, plan_request, on_event=self._notify, on_output=self._on_output)
         self._processes.check_unchanged(plan.workload.digest)
         return plan
+
+
+def _micro_batches(plan: Plan) -> tuple[int, ...]:
+    """Return the micro-batches to search: those that were timed, where their samples depend on each other.
+
+    Without such coupling the gradient is the full batch's whatever the micro-batch is, so that the plan's is best. A
+    BatchNorm normalises no single sample.
+    """
+    if not plan.coupling or plan.throughput is None:
+        return (plan.micro_batch,)
+    sizes = {speed.micro_batch for speed in plan.throughput.speeds if speed.micro_batch > 1}
+    return tuple(sorted(sizes | {plan.micro_batch}))
 
 
 def _one_epoch(facts: WorkloadFacts) -> int:

@@ -31,6 +31,21 @@ class LearningRateRange:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What the trials of a study may train with.
+
+    Attributes:
+        target_batches: Effective batches, ascending.
+        micro_batches: The largest micro-batches, ascending: the plan's alone, unless samples of a micro-batch depend
+            on each other, so that its size decides what is learned.
+    """
+
+    learning_rates: LearningRateRange
+    target_batches: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneRequest:
     """The arguments of `autoaccum.tune`, which documents each; `reference` is its `workload`.
 
@@ -39,7 +54,7 @@ class TuneRequest:
     """
 
     reference: str
-    target_batch: int
+    target_batch: int | range
     options: Options = Options()
     trials: int = 30
     learning_rate: LearningRateRange | None = None
@@ -55,13 +70,25 @@ class TuneRequest:
                 hint="give the name of its file: each trial trains in its own process, which has to load it",
             )
         object.__setattr__(self, "reference", os.fspath(self.reference))
-        for name, least in (("target_batch", 1), ("trials", 1), ("seed", 0)):
+        for name, least in (("trials", 1), ("seed", 0)):
             read_count(getattr(self, name), name, least=least)
+        if isinstance(self.target_batch, range) and self.target_batch and self.target_batch.step == 1:
+            read_count(self.target_batch[0], "target_batch")
+        else:
+            read_count(self.target_batch, "target_batch")
         if "://" in self.storage:
             scheme = self.storage.partition("://")[0]
             raise UsageError(f"the storage is a URL, of {scheme}", hint="give an SQLite file, such as tune.db")
         if self.budget_samples is not None:
             read_count(self.budget_samples, "budget_samples")
+
+    @property
+    def target_batches(self) -> tuple[int, ...]:
+        """The effective batches to search, ascending: of a range, its first and the doublings of that."""
+        if not isinstance(self.target_batch, range):
+            return (self.target_batch,)
+        first, last = self.target_batch[0], self.target_batch[-1]
+        return tuple(first << doublings for doublings in range((last // first).bit_length()))
 
 
 def read_rates(given: Any) -> LearningRateRange | None:
@@ -135,12 +162,16 @@ class Row(Outcome):
 
     Attributes:
         learning_rate: That of the first group, to which the others keep their ratio; None until it is drawn.
+        target_batch: Samples per update; None until it is drawn.
+        micro_batch: The largest micro-batch that the updates may be cut into; None until it is drawn.
         losses: The milestones so far: percent of the budget, and the loss there.
         lost: True if it was interrupted, or its process died: it does not count.
     """
 
     number: int
     learning_rate: float | None = None
+    target_batch: int | None = None
+    micro_batch: int | None = None
     losses: tuple[tuple[int, float], ...] = ()
     lost: bool = False
 
@@ -151,19 +182,18 @@ class Tuning:
 
     Attributes:
         storage: Its file.
-        micro_batches: Those of an update, in samples, in all trials.
+        space: What was searched.
         budget: The samples that each trial trains on.
         best: The complete trial with the lowest loss; None if no trial is complete.
         own: The trial with the workload's own learning rate; None if it was not run to the end.
-        plan: The plan of all trials, with the best learning rate; None without one.
+        plan: The plan of the best setting, with its learning rate; None without one.
         ended: Why the search ended before all trials, as a clause.
     """
 
     study: str
     storage: str
     workload: Mapping[str, Any]
-    learning_rates: LearningRateRange
-    micro_batches: tuple[int, ...]
+    space: SearchSpace
     budget: int
     rows: tuple[Row, ...]
     best: Row | None
@@ -173,7 +203,7 @@ class Tuning:
     throughput: Throughput | None = None
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    schema: int = 5
+    schema: int = 6
 
 
 @dataclass(frozen=True)
@@ -189,9 +219,9 @@ class StudyOpened:
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """Trials come next, all by the plan; `remembered` is True if it was made before."""
+    """Trials come next; `remembered` is True if the plan, of the largest target batch, was made before."""
 
-    learning_rates: LearningRateRange
+    space: SearchSpace
     plan: Plan
     remembered: bool
 

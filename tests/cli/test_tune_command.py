@@ -198,7 +198,7 @@ def test_whatever_ends_it_is_said_in_the_last_line(study: Stand, error: BaseExce
     ("words", "says"),
     [
         ("", "missing option '--target-batch': see `autoaccum tune --help`"),
-        ("--target-batch 64..16", "'64..16' is not a valid integer range"),
+        ("--target-batch 64..16", "64..16 is an empty range"),
         ("--target-batch 8 --learning-rate 0.1", "the learning rate is '0.1': give two numbers above 0"),
         ("--target-batch 8 --trials 0", "'--trials': 0 is not in the range x>=1"),
         ("--target-batch 8 -o there.json", "there.json exists already: add --force"),

@@ -21,7 +21,7 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tuning_records import Outcome, TuneRequest
+from autoaccum.tuning.tuning_records import Outcome, Row, TuneRequest
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
 RATE = 0.05
@@ -115,10 +115,11 @@ def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Ca
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     processes = TrialProcesses(request)
-    first = processes.train(RATE, made, 2 * target, ending)
-    wild = processes.train(1e30, made, 2 * target, lambda percent, loss: True)
-    again = processes.train(RATE, made, 2 * target, ending)
-    pruned = processes.train(RATE, made, 2 * target, ending)
+    row = Row(number=0, state="running", learning_rate=RATE, target_batch=target, micro_batch=made.micro_batch)
+    first = processes.train(row, made, 2 * target, ending)
+    wild = processes.train(replace(row, learning_rate=1e30), made, 2 * target, lambda percent, loss: True)
+    again = processes.train(row, made, 2 * target, ending)
+    pruned = processes.train(row, made, 2 * target, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert math.isfinite(first.loss)

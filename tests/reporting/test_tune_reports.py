@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_studies import FACTS, RATES, plan_of, request_of, search_in, tuning_of
+from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console, show
@@ -46,10 +46,11 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
     _, _, tuning = studied
     text = printed(tuning, {"train with it": ["autoaccum", "fit", "a b.py"]})
     best = tuning.best
-    assert f"best         learning rate {best.learning_rate:.3g}, of trial {best.number}\n" in text
+    setting = f"learning rate {best.learning_rate:.3g}, 16 samples in micro-batches of 16"
+    assert f"best         {setting}, of trial {best.number}\n" in text
     assert f"loss         {best.loss:.4g} on held-out data\n" in text
     assert "default rate 0.05: loss" in text
-    assert "plan         16 samples per update, in all trials" in text
+    assert "plan         16 samples per update\n" in text
     assert "not measured: the next larger ones are far from the fastest" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
     assert text.endswith("\n\ntrain with it:\n  autoaccum fit 'a b.py'\n")
@@ -71,7 +72,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     _, told, tuning = studied
     begun = [
         StudyOpened(FACTS, "line", "tune.db", 3, 4),
-        SearchStarted(RATES, plan_of(), remembered=True),
+        SearchStarted(SPACE, plan_of(), remembered=True),
         Notice("odd"),
         Notice("odd"),
     ]
@@ -89,7 +90,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
 def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     tuning = studied[2]
     record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
-    assert record["schema"] == 5
+    assert record["schema"] == 6
     assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
     assert record["best"]["learning_rate"] == tuning.best.learning_rate
     assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.learning_rate)

@@ -24,6 +24,7 @@ from autoaccum.tuning.tuning_records import (
     LearningRateRange,
     Outcome,
     Row,
+    SearchSpace,
     TuneRequest,
     Tuning,
     WorkloadFacts,
@@ -42,6 +43,7 @@ FACTS = WorkloadFacts(
     device="cpu",
 )
 RATES = LearningRateRange(OWN_RATE / 100, OWN_RATE * 100)
+SPACE = SearchSpace(learning_rates=RATES, target_batches=(16,), micro_batches=(16,))
 
 
 def line_data(count: int = SAMPLES) -> TensorDataset:
@@ -89,13 +91,15 @@ class Trainer:
     workload: Workload
     before: Callable[[float], object] = lambda rate: None
 
-    def train(self, learning_rate: float, plan: Plan, budget: int, should_continue: Any) -> Outcome:
+    def train(self, row: Row, plan: Plan, budget: int, should_continue: Any) -> Outcome:
+        assert None not in (row.learning_rate, row.target_batch, row.micro_batch)
+        learning_rate = row.learning_rate or 0.0
         self.before(learning_rate)
         return train_setting(
             self.workload,
             learning_rate=learning_rate,
-            target_batch=plan.target_batch,
-            micro_batch=plan.micro_batch,
+            target_batch=row.target_batch or 0,
+            micro_batch=row.micro_batch or 0,
             evaluation_batch=plan.largest_fit,
             budget=budget,
             seed=self.request.seed,
@@ -130,14 +134,19 @@ def search_in(
     before: Callable[[float], object] = lambda rate: None,
     rates: LearningRateRange = RATES,
     own_rate: float = OWN_RATE,
+    micro_batches: tuple[int, ...] = (),
     plan: Plan | None = None,
     budget: int = 64,
     notify: Callable[[Any], object] = lambda event: None,
 ) -> tuple[Any, str | None]:
     """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
+    plan = plan or plan_of()
+    space = SearchSpace(
+        learning_rates=rates, target_batches=request.target_batches, micro_batches=micro_batches or (plan.micro_batch,)
+    )
     with study_in(file, request) as study:
-        ended = Search(study, rates, own_rate, budget, plan or plan_of(), trainer, notify).run()
+        ended = Search(study, space, own_rate, budget, plan, trainer, notify).run()
         return study.rows(), ended
 
 
@@ -155,8 +164,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         "study": "line",
         "storage": "tune.db",
         "workload": {"reference": "line.py", **vars(FACTS)},
-        "learning_rates": RATES,
-        "micro_batches": (16,),
+        "space": SPACE,
         "budget": 64,
         "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds)),
         "rows": rows,

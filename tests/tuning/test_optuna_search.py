@@ -177,8 +177,19 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
     own, batch = quadratic.OWN_RATE, quadratic.TARGET_BATCH
     searched: dict[str, Any] = {"rates": LearningRateRange(own / 100, own * 100), "own_rate": own}
     searched |= {"plan": plan_of(parts=(batch,)), "budget": quadratic.BUDGET}
-    request = request_of(trials=30, seed=0)
+    request = request_of(trials=30, seed=0, target_batch=batch)
     rows, _ = search_in(tmp_path / "study.db", request, workload=workload, **searched)
     best = min((row for row in rows if row.state == "complete"), key=lambda row: row.loss)
     expected = quadratic.expected_loss(best.learning_rate)
     assert expected <= 1.1 * quadratic.expected_loss(quadratic.best_rate())
+
+
+@pytest.mark.slow
+def test_a_range_of_batches_and_coupled_micro_batches_are_searched_with_the_rate(tmp_path: Path) -> None:
+    request = request_of(target_batch=range(8, 33), trials=12)
+    assert request.target_batches == (8, 16, 32)
+    rows, _ = search_in(tmp_path / "tune.db", request, micro_batches=(2, 4), plan=plan_of(parts=(16, 16)))
+    assert (rows[0].learning_rate, rows[0].target_batch, rows[0].micro_batch) == (OWN_RATE, 8, 4)
+    assert {row.target_batch for row in rows} > {8}
+    assert {row.micro_batch for row in rows} == {2, 4}
+    assert all(row.state in ("complete", "pruned", "diverged") for row in rows)

@@ -9,7 +9,7 @@ from small_studies import plan_of, request_of
 
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tuning_records import Outcome
+from autoaccum.tuning.tuning_records import Outcome, Row
 
 WORKLOAD = """
 import os, signal
@@ -57,7 +57,8 @@ def processes(reference: str, warm_children: None) -> TrialProcesses:
 
 
 def train(processes: TrialProcesses, rate: float) -> Outcome:
-    return processes.train(rate, plan_of(parts=(8, 8)), 64, lambda percent, loss: percent < 50 or rate < 1)
+    row = Row(number=0, state="running", learning_rate=rate, target_batch=16, micro_batch=8)
+    return processes.train(row, plan_of(parts=(8, 8)), 64, lambda percent, loss: percent < 50 or rate < 1)
 
 
 def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:
