@@ -25,7 +25,7 @@ from autoaccum.simulation.cards import find_card
 
 AUTOACCUM = [sys.executable, "-m", "autoaccum"]
 PLANS = {
-    "resnet50": ("tests/gpu/compared/cnn.py:fp32_sgd", "1024", "rtx3090"),
+    "resnet50": ("tests/gpu/compared.py:cnn_fp32_sgd", "1024", "rtx3090"),
     "gpt2": ("examples/gpt2.py", "256", "rtx4090"),
     "llama_8b": ("tests/shared/workloads/llama_8b.py", "64", "b200"),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
@@ -16,35 +17,55 @@ from autoaccum.errors import NotMeasuredError
 from autoaccum.simulation.allocator.caching_allocator import read_settings
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.trace_records import Trace
 from autoaccum.units import MIB
-from tests.gpu.cases import Case
+from tests.gpu.compared import WORKLOADS
 
 GRAIN_BYTES = 2 * MIB
 TOLERANCE = 0.01
 MOST_TRIALS = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Least:
-    """The least memory in which a case still runs, between two limits, and the number of trials that found it."""
+@dataclass(frozen=True)
+class Case:
+    """A workload of `compared.py` at one micro-batch size.
 
-    ran_bytes: int
-    failed_bytes: int
-    trials: int
+    Attributes:
+        name: The name of the workload.
+        size: Samples in each of the two micro-batches.
+        least: Whether to search for its least memory, too.
+    """
+
+    name: str
+    size: int
+    least: bool = True
+
+    @property
+    def title(self) -> str:
+        """The title of its row, such as `gpt_bf16_foreach 24`."""
+        return f"{self.name} {self.size}"
+
+    @property
+    def settings(self) -> TrialSettings:
+        """The settings of a device for its trials."""
+        return TrialSettings(reference=f"{Path(__file__).parent / 'compared.py'}:{self.name}", share=2 * self.size)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The parts of its trial."""
+        return self.size, self.size
 
 
-def trace_case(case: Case, card: Card) -> Trace:
-    """The trace of the case's parts on `card`, by the tracer that plans use."""
-    tracer = Tracer(TrialSettings(reference=case.reference, share=sum(case.parts)), card)
+CASES = tuple(Case(name, size, size == sizes[-1]) for name, (_, sizes) in WORKLOADS.items() for size in sizes)
+"""Only the last size of each searches for the least memory, which takes most of the time."""
+
+
+def predict(case: Case, card: Card) -> dict[str, Any]:
+    """Predict the memory of a case on `card`, from the trace that plans use."""
+    tracer = Tracer(case.settings, card)
     try:
-        return tracer.call(TraceParts(parts=case.parts))
+        trace = tracer.call(TraceParts(parts=case.parts))
     finally:
         tracer.close()
-
-
-def predict(trace: Trace, card: Card) -> dict[str, Any]:
-    """Predict the memory of a trace."""
     began = time.perf_counter()
     replayer = Replayer(card, read_settings(os.environ, card.total_bytes), read_torch_release())
     trial, sized = predict_trial(replayer, [trace], card.total_bytes), replayer.with_sizes(trace)
@@ -70,6 +91,13 @@ def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[st
     Raises:
         NotMeasuredError: It did not run.
     """
+
+    def runs(limit_bytes: int) -> bool:
+        trial = device.trial(case.parts, limit_bytes=limit_bytes)
+        if trial.outcome == "error":
+            raise NotMeasuredError(f"with {limit_bytes:,} bytes: {trial.message}")
+        return trial.ran
+
     trial = device.trial(case.parts)
     if not trial.ran or trial.peak_reserved_bytes is None:
         raise NotMeasuredError(f"{trial.outcome} in {trial.phase}: {trial.message}")
@@ -81,24 +109,14 @@ def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[st
     }
     if not case.least or predicted["least_bytes"] is None:
         return row
-    return {**row, "least": _measure_least(case, device, predicted["least_bytes"], trial.peak_reserved_bytes)}
+    return {**row, "least": find_least(runs, predicted["least_bytes"], trial.peak_reserved_bytes)}
 
 
-def _measure_least(case: Case, device: Device, guess_bytes: int, most_bytes: int) -> Mapping[str, Any]:
-    def runs(limit_bytes: int) -> bool:
-        trial = device.trial(case.parts, limit_bytes=limit_bytes)
-        if trial.outcome == "error":
-            raise NotMeasuredError(f"with {limit_bytes:,} bytes: {trial.message}")
-        return trial.ran
-
-    return dataclasses.asdict(find_least(runs, guess_bytes, most_bytes))
-
-
-def find_least(runs: Callable[[int], bool], guess_bytes: int, most_bytes: int) -> Least:
-    """Close in on the least limit at which `runs` says yes, to 1 % of it.
+def find_least(runs: Callable[[int], bool], guess_bytes: int, most_bytes: int) -> dict[str, int]:
+    """Close in on the least limit at which `runs` says yes, to 1 % of it; return the two limits, and the trials made.
 
     It begins on both sides of a guess, since a refusal costs a process: a guess that is right takes two trials. From
-    one that is not, steps double. Limits are multiples of 2 MiB.
+    one that is not, steps double, and what they enclose is halved. Limits are multiples of 2 MiB.
 
     Args:
         runs: Whether it runs within a limit in bytes.
@@ -107,36 +125,17 @@ def find_least(runs: Callable[[int], bool], guess_bytes: int, most_bytes: int) -
     """
     step = max(GRAIN_BYTES, _round_down(int(guess_bytes * TOLERANCE)))
     ran, failed, trials = -(-most_bytes // GRAIN_BYTES) * GRAIN_BYTES, 0, 0
-
-    def ask(limit: int) -> None:
-        nonlocal ran, failed, trials
+    limit, stride = min(_round_down(guess_bytes + step // 2), ran - step), step
+    while ran - failed > step and trials < MOST_TRIALS:
+        if not failed < limit < ran:
+            limit = _round_down((ran + failed) // 2)
         trials += 1
         if runs(limit):
-            ran = limit
+            ran, limit = limit, limit - stride
         else:
-            failed = limit
-
-    start, stride = _round_down(guess_bytes + step // 2), step
-    if start < ran:
-        ask(start)
-    while failed and ran - failed > step and failed + stride < ran and trials < MOST_TRIALS:  # Upwards.
-        before = failed
-        ask(failed + stride)
-        if failed == before:
-            break
+            failed, limit = limit, limit + stride
         stride *= 2
-    while not failed and trials < MOST_TRIALS:  # Downwards; nothing runs in nothing.
-        below = ran - stride
-        if below <= 0:
-            break
-        ask(below)
-        stride *= 2
-    while ran - failed > step and trials < MOST_TRIALS:
-        middle = _round_down((ran + failed) // 2)
-        if middle in (ran, failed):
-            break
-        ask(middle)
-    return Least(ran, failed, trials)
+    return {"ran_bytes": ran, "failed_bytes": failed, "trials": trials}
 
 
 def _round_down(size: int) -> int:

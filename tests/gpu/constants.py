@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from tests.gpu.alignment import TENSOR, Pair, align, peak_bytes
-from tests.gpu.operation import Operation
-from tests.gpu.simulated_operations import Simulated
+from tests.gpu.operations import Operation
+from tests.gpu.simulated_operations import TENSOR, Expected, Simulated, peak_bytes
 
 UNEXPLAINED = "unexplained"
+Pair = tuple[Expected | None, int | None]
+"""A block of the simulation, and the bytes of one of the card; either may be missing."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Measured:
     """The requests of an operation to the card's allocator: bytes by block, in order, and their peak."""
 
@@ -64,25 +67,50 @@ def number_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[list[int], list
     return events, sizes
 
 
+def align(expected: Sequence[Expected], measured: Sequence[int]) -> list[Pair]:
+    """Pair blocks in the order of their requests: first those of equal size, then those between them.
+
+    >>> small, large = Expected("tensor", (), 512), Expected("sort", (8,), 64)
+    >>> [(block.rule, size) for block, size in align([small, large], [512, 80])]
+    [('tensor', 512), ('sort', 80)]
+    """
+    sizes, pairs, done, taken = [block.bytes for block in expected], list[Pair](), 0, 0
+    for run in SequenceMatcher(None, sizes, measured, autojunk=False).get_matching_blocks():
+        pairs += _pair_up(expected[done : run.a], measured[taken : run.b])
+        done, taken = run.a + run.size, run.b + run.size
+        pairs += zip(expected[run.a : done], measured[run.b : taken], strict=True)
+    return pairs
+
+
+def _pair_up(expected: Sequence[Expected], measured: Sequence[int]) -> Iterable[Pair]:
+    """Pair in order; if the card has fewer blocks, those of 0 bytes stay unpaired first, then other workspaces."""
+    by_need = sorted(range(len(expected)), key=lambda at: (expected[at].bytes > 0, expected[at].rule == TENSOR))
+    unpaired = by_need[: max(0, len(expected) - len(measured))]
+    yield from zip_longest((block for at, block in enumerate(expected) if at not in unpaired), measured)
+    yield from ((expected[at], None) for at in unpaired)
+
+
 def compare_operation(simulated: Simulated, measured: Measured | None) -> dict[str, Any]:
     """The rows of one operation: every rule of it, tensors that are not as simulated, and what nothing explains."""
     row: dict[str, Any] = {"predicted_peak_bytes": simulated.peak_bytes}
     if simulated.error is not None:
         row = {"predicted_peak_bytes": None, "not_simulated": simulated.error}
     if measured is None:
-        rules = [Pair(block, None, 0) for block in simulated.blocks if block.rule != TENSOR]
-        return {**row, "measured_peak_bytes": None, "rows": [_row(pair) for pair in rules]}
-    pairs = align(simulated.blocks, measured.sizes)
-    shown = [pair for pair in pairs if not pair.agrees or (pair.expected is not None and pair.expected.rule != TENSOR)]
-    return {**row, "measured_peak_bytes": measured.peak_bytes, "rows": [_row(pair, 0) for pair in shown]}
+        rows = [_row(block, None) for block in simulated.blocks if block.rule != TENSOR]
+        return {**row, "measured_peak_bytes": None, "rows": rows}
+    rows = [
+        _row(block, size or 0)
+        for block, size in align(simulated.blocks, measured.sizes)
+        if block is None or block.rule != TENSOR or block.bytes != (size or 0)
+    ]
+    return {**row, "measured_peak_bytes": measured.peak_bytes, "rows": rows}
 
 
-def _row(pair: Pair, missing: int | None = None) -> Mapping[str, Any]:
-    block = pair.expected
+def _row(block: Expected | None, measured_bytes: int | None) -> Mapping[str, Any]:
     return {
         "rule": UNEXPLAINED if block is None else block.rule,
         "numbers": [] if block is None else list(block.numbers),
-        "measured_bytes": missing if pair.measured_bytes is None else pair.measured_bytes,
+        "measured_bytes": measured_bytes,
         "predicted_bytes": 0 if block is None else block.bytes,
         "band_bytes": 0 if block is None else block.band_bytes,
     }

@@ -13,20 +13,34 @@ import platform
 import re
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
+from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.cuda import CudaDevice
+from autoaccum.devices.device_choice import make_device
 from autoaccum.devices.meters import read_card
+from autoaccum.options import Options
 from autoaccum.simulation.cards import Card, find_card
-from tests.gpu.rows import Bench, Job, Row
+from autoaccum.units import GIB, MemorySize
+from tests.gpu.comparison import CASES, Case, measure, predict
+from tests.gpu.constants import compare_operation, measure_operation
+from tests.gpu.operations import Operation, all_operations
+from tests.gpu.probes import measure_context, measure_growth
+from tests.gpu.simulated_operations import Simulated, ask_simulation
 from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table
 
 _STAND_IN = "rtx3090"
+Row = Mapping[str, Any]
+Job = tuple[str, str, Callable[[], Row]]
+"""A section, the title of a row, and how to make it."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,14 +54,51 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     table.write("machine", "variables", {name: value for name, value in os.environ.items() if _steers(name)})
-    bench = Bench(place, card, options.size, options.match)
     wanted = re.compile(options.match)
-    jobs = (job for job in bench.jobs() if job[0] in options.only and wanted.search(f"{job[0]}: {job[1]}"))
-    try:
-        measure_rows(jobs, table, options.limit_seconds, again=options.again)
-    finally:
-        bench.close()
+    jobs = list_jobs(place, card, options.match, options.size)
+    chosen = (job for job in jobs if job[0] in options.only and wanted.search(f"{job[0]}: {job[1]}"))
+    measure_rows(chosen, table, options.limit_seconds, again=options.again)
     print("\n".join(summarise(read_table(options.output))))
+
+
+def list_jobs(place: torch.device | None, card: Card, match: str = "", size: int | None = None) -> Iterator[Job]:
+    """Yield all rows, in the order in which they are measured.
+
+    Args:
+        place: Where operations and trials run: a card, or a stand-in; None: nothing runs, all is only predicted.
+        card: Which is simulated.
+        match: The pattern of the rows that are wanted.
+        size: Samples in a micro-batch, of all cases; None: as they have it.
+    """
+    simulated: dict[str, Simulated] = {}
+
+    def constant(operation: Operation) -> Row:
+        if not simulated:
+            simulated.update(ask_simulation(card, match))
+        measured = None if place is None else measure_operation(operation, place)
+        return compare_operation(simulated[operation.title], measured)
+
+    def compare(case: Case) -> Row:
+        predicted, measured = predict(case, card), None
+        if place is not None:
+            with _make_device(place, case.settings) as device:
+                measured = measure(case, device, predicted)
+        return {"parts": list(case.parts), "simulated": predicted, "measured": measured}
+
+    if place is not None:
+        yield "probes", "context", partial(measure_context, place)
+        yield "probes", "growth", partial(measure_growth, place)
+    for operation in all_operations():
+        yield "constants", operation.title, partial(constant, operation)
+    for case in CASES:
+        yield "comparison", case.title, partial(compare, case if size is None else replace(case, size=size))
+
+
+def _make_device(place: torch.device, settings: TrialSettings) -> Device:
+    """The card, with all that is free of it; of the host 4 GiB."""
+    if place.type == "cuda":
+        return CudaDevice(settings, index=place.index)
+    return make_device(replace(settings, options=Options(device="cpu", memory=MemorySize(bytes=4 * GIB))))
 
 
 def measure_rows(jobs: Iterable[Job], table: Table, limit_seconds: float, *, again: bool = False) -> None:

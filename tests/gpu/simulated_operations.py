@@ -7,15 +7,14 @@ A process of its own: a simulation changes PyTorch for the whole process, and th
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from autoaccum.devices.child.process import PACKAGE_ROOT
@@ -26,12 +25,30 @@ from autoaccum.simulation.trace_records import Workspace
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.simulation import simulate
-from tests.gpu.alignment import TENSOR, Expected, peak_bytes
-from tests.gpu.operation import Operation
-from tests.gpu.operations import all_operations
+from tests.gpu.operations import Operation, all_operations
+
+TENSOR = "tensor"
+_GRAIN = 512
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Expected:
+    """A block of a simulation.
+
+    Attributes:
+        rule: A rule of `workspace_rules.RULES`; `tensor` for an output of an operator.
+        numbers: The arguments of the rule; none for a tensor.
+        bytes: The predicted size; 0 if the rule predicts no block.
+        band_bytes: The uncertainty of the prediction.
+    """
+
+    rule: str
+    numbers: tuple[int, ...]
+    bytes: int
+    band_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Simulated:
     """The requests of one operation to a simulated card; or the reason why it cannot be simulated."""
 
@@ -43,12 +60,10 @@ class Simulated:
 
 def ask_simulation(card: Card, match: str) -> dict[str, Simulated]:
     """Simulate operations whose rows `match` finds on `card` in a process of its own; return them by title."""
-    command = [sys.executable, "-m", "tests.gpu.simulated_operations", json.dumps(dataclasses.asdict(card)), match]
+    command = [sys.executable, "-m", "tests.gpu.simulated_operations", msgspec.json.encode(card).decode(), match]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=PACKAGE_ROOT, timeout=200, env=environment
-    )
-    found = [_read(json.loads(line)) for line in done.stdout.splitlines()]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=PACKAGE_ROOT, timeout=200, env=environment)
+    found = [msgspec.json.decode(line, type=Simulated) for line in done.stdout.splitlines()]
     return {simulated.title: simulated for simulated in found}
 
 
@@ -70,6 +85,28 @@ def simulate_operation(operation: Operation, card: Card, recorder: Recorder) -> 
     return Simulated(operation.title, tuple(sizes[first:]), peak_bytes(events, [size.bytes for size in sizes]))
 
 
+def peak_bytes(events: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the peak of the bytes in blocks, each rounded up to 512 bytes.
+
+    Args:
+        events: The number of a block that is allocated, or `~number` of one that is freed; others are not counted.
+        sizes: By block, in bytes.
+
+    >>> peak_bytes((0, 1, ~1, 2, ~7), (512, 1, 600))
+    1536
+    """
+    held = most = 0
+    alive: set[int] = set()
+    for event in events:
+        number, rounded = max(event, ~event), 0
+        if event >= 0 or number in alive:
+            rounded = -(-sizes[number] // _GRAIN) * _GRAIN
+            alive ^= {number}
+        held += rounded if event >= 0 else -rounded
+        most = max(most, held)
+    return most
+
+
 def _weigh(size: int | Workspace, card: Card) -> Expected:
     if isinstance(size, int):
         return Expected(TENSOR, (), size)
@@ -77,21 +114,16 @@ def _weigh(size: int | Workspace, card: Card) -> Expected:
     return Expected(size.rule, size.numbers, found.bytes, found.band_bytes)
 
 
-def _read(record: Mapping[str, Any]) -> Simulated:
-    blocks = (Expected(**{**block, "numbers": tuple(block["numbers"])}) for block in record["blocks"])
-    return Simulated(**{**record, "blocks": tuple(blocks)})
-
-
 def main() -> None:
     """Answer for the card of the command line."""
-    record = json.loads(sys.argv[1])
-    card, recorder = Card(**{**record, "capability": tuple(record["capability"])}), Recorder()
+    card, recorder = msgspec.json.decode(sys.argv[1], type=Card), Recorder()
     wanted = re.compile(sys.argv[2])
     with simulate(card, recorder):
         torch.manual_seed(0)
         for operation in all_operations():
             if wanted.search(f"constants: {operation.title}"):
-                print(json.dumps(dataclasses.asdict(simulate_operation(operation, card, recorder))), flush=True)
+                answer = simulate_operation(operation, card, recorder)
+                print(msgspec.json.encode(answer).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,31 @@
-"""A file is planned, and the plan's schedule then trains under the plan's budget."""
+"""A plan was proved on the card, its schedule trains under its budget, and the simulation predicts the card."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_blocks import blocks_source
 from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.api import plan
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.meters import card_limit
+from autoaccum.devices.simulated.recorded_update import compare_snapshot
 from autoaccum.errors import UsageError
+from autoaccum.sources.loading import load_workload
 from autoaccum.units import MIB
+
+SHARED = Path(__file__).parents[1] / "shared"
+RECORD, RECORDED = SHARED / "real_allocator" / "record_snapshot.py", SHARED / "workloads" / "recorded_net.py"
 
 WORKLOAD = """
 import torch
@@ -31,17 +42,11 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-@pytest.fixture
-def reference(place: torch.device, write_workload: Callable[[str], str]) -> str:
-    return write_workload(f"SIDE = {64 if place.type == 'cpu' else 96}\n{WORKLOAD}")
-
-
-def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, reference: str) -> None:
-    memory = "48MiB" if place.type == "cpu" else "1GiB"
-    target = 120 if place.type == "cpu" else 1500
+def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, write_workload: Callable[[str], str]) -> None:
+    side, memory, target = (64, "48MiB", 120) if place.type == "cpu" else (96, "1GiB", 1500)
+    reference = write_workload(f"SIDE = {side}\n{WORKLOAD}")
     made = plan(reference, target_batch=target, device=str(place), memory=memory)
-    assert (made.kind, sum(made.micro_batches)) == ("measured", target)
-    assert made.device["name"] == str(place)
+    assert (made.kind, sum(made.micro_batches), made.device["name"]) == ("measured", target, str(place))
     assert made.iter_size > 1
     assert not made.capped
     assert made.micro_batch <= made.largest_fit < target
@@ -55,8 +60,6 @@ def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, referenc
 
 def train(made: Any, reference: str, place: torch.device) -> None:
     """Two updates by the plan, under its own budget and not by retries."""
-    from autoaccum.sources.loading import load_workload
-
     workload = load_workload(reference)
     model = workload.build_model().to(place)
     torch.cuda.empty_cache()
@@ -71,15 +74,36 @@ def train(made: Any, reference: str, place: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_auto_is_the_card(write_workload: Callable[[str], str]) -> None:
-    made = plan(write_workload(f"SIDE = 32\n{WORKLOAD}"), target_batch=8, device="auto")
+def test_auto_is_the_card_and_another_is_not_there(write_workload: Callable[[str], str]) -> None:
+    reference = write_workload(f"SIDE = 32\n{WORKLOAD}")
+    made = plan(reference, target_batch=8, device="auto")
     assert (made.device["name"], made.iter_size) == ("cuda:0", 1)
+    with pytest.raises(UsageError, match="there is no cuda:99"):
+        plan(reference, target_batch=8, device="cuda:99")
+
+
+@pytest.mark.gpu  # On the CPU as tests/cli/test_plan_fastest.py has it.
+@pytest.mark.parametrize(("memory", "options"), [("256MiB", {}), ("64MiB", {"savers": "auto"})])
+def test_the_fastest_that_fits_and_its_savers_are_timed(
+    memory: str, options: Any, write_workload: Callable[[str], str]
+) -> None:
+    reference = write_workload(blocks_source(4, hidden=512, length=64))
+    made = plan(reference, target_batch=64, device="cuda:0", memory=memory, prefer="fastest", **options)
+    assert made.throughput is not None
+    assert made.micro_batch == made.throughput.knee <= min(made.largest_fit, made.throughput.fastest)
+    proof = made.trials[-1]
+    assert (proof.parts, proof.fresh, proof.outcome) == (made.schedule.trial_parts, True, "ok")
+    assert ("sets of savers that were timed" in "".join(made.notes[:1])) == bool(options)
 
 
 @pytest.mark.gpu
-def test_a_card_that_is_not_there(write_workload: Callable[[str], str]) -> None:
-    with pytest.raises(UsageError, match="there is no cuda:99"):
-        plan(write_workload(f"SIDE = 32\n{WORKLOAD}"), target_batch=8, device="cuda:99")
+def test_the_card_gives_the_predicted_peaks(tmp_path: Path) -> None:
+    file = tmp_path / "step.pickle"
+    words = [RECORD, RECORDED, file, "--micro-batch", "24", "--parts", "2"]
+    subprocess.run([sys.executable, *map(str, words)], check=True, timeout=300)
+    with CudaDevice(TrialSettings(reference=str(RECORDED), share=96)) as device, device.simulation() as simulation:
+        compared = compare_snapshot(file, simulation, 48, 24)
+    assert compared.agrees, compared
 
 
 def test_a_live_model_leaves_the_card_to_its_trials_and_comes_back(place: torch.device) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 
-WIDTH = 512
-PARTS = 4
+WIDTH, PARTS = 512, 4
 
 
 def make_accumulator(place: torch.device) -> tuple[Accumulator, torch.optim.Optimizer]:
@@ -22,66 +20,48 @@ def make_accumulator(place: torch.device) -> tuple[Accumulator, torch.optim.Opti
     return Accumulator(model, optimizer, nn.MSELoss(), micro_batch=8, clip_norm=1.0), optimizer
 
 
-def make_batch(place: torch.device) -> tuple[Tensor, Tensor]:
-    size = 8 * PARTS
-    return torch.randn(size, WIDTH, device=place), torch.randn(size, WIDTH, device=place)
+def make_batch(place: torch.device | str) -> tuple[Tensor, Tensor]:
+    return torch.randn(8 * PARTS, WIDTH, device=place), torch.randn(8 * PARTS, WIDTH, device=place)
 
 
-def segments_asked(place: torch.device) -> int:
-    """Return how many segments the allocator has got from the driver; the CPU's has none."""
-    return 0 if place.type == "cpu" else int(torch.cuda.memory_stats(place)["segment.all.allocated"])
-
-
-@contextmanager
-def counted_waits(place: torch.device) -> Iterator[list[str]]:
-    """Collect each wait for the card, as PyTorch warns of it (`torch.cuda.set_sync_debug_mode`)."""
-    waits: list[str] = []
+def waits_of(work: Callable[[], object]) -> list[str]:
+    """Return each wait for the card, as PyTorch warns of it (`torch.cuda.set_sync_debug_mode`); the CPU has none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if place.type == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield waits
+            work()
         finally:
-            if place.type == "cuda":
+            if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("default")
-    waits += [str(entry.message) for entry in caught if "synchronizing CUDA operation" in str(entry.message)]
+    return [str(entry.message) for entry in caught if "synchronizing CUDA operation" in str(entry.message)]
 
 
 def test_later_updates_ask_the_driver_for_nothing(place: torch.device) -> None:
+    def segments() -> int:
+        return 0 if place.type == "cpu" else int(torch.cuda.memory_stats(place)["segment.all.allocated"])
+
     accumulator, optimizer = make_accumulator(place)
     asked: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: asked.append(-segments_asked(place)))
-    optimizer.register_step_post_hook(lambda *_: asked.append(segments_asked(place)))
+    optimizer.register_step_pre_hook(lambda *_: asked.append(-segments()))
+    optimizer.register_step_post_hook(lambda *_: asked.append(segments()))
     for _ in range(5):
-        assert accumulator.step(make_batch(torch.device("cpu"))).updated
+        assert accumulator.step(make_batch("cpu")).updated
     grown = [sum(asked[index : index + 2]) for index in range(0, len(asked), 2)]
-    assert len(grown) == 5
     assert grown[1:] == [0] * 4
 
 
-def test_an_update_waits_once_when_the_batch_is_there(place: torch.device) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_an_update_waits_once_and_for_each_tensor_that_it_moves(place: torch.device, on_host: bool) -> None:
     accumulator, _ = make_accumulator(place)
-    batch = make_batch(place)
+    batch = make_batch("cpu" if on_host else place)
     for _ in range(3):
         accumulator.step(batch)
-    with counted_waits(place) as waits:
-        accumulator.step(batch)
-    assert len(waits) <= 1, waits
-
-
-def test_a_batch_on_the_host_costs_one_wait_for_each_tensor_of_each_part(place: torch.device) -> None:
-    accumulator, _ = make_accumulator(place)
-    batch = make_batch(torch.device("cpu"))
-    for _ in range(3):
-        accumulator.step(batch)
-    with counted_waits(place) as waits:
-        accumulator.step(batch)
-    assert len(waits) <= 1 + 2 * PARTS, waits
+    waits = waits_of(lambda: accumulator.step(batch))
+    assert len(waits) <= 1 + 2 * PARTS * on_host, waits
 
 
 @pytest.mark.gpu
 def test_the_waits_are_counted_at_all() -> None:
-    with counted_waits(torch.device("cuda", 0)) as waits:
-        torch.ones(1, device="cuda").item()
-    assert waits
+    assert waits_of(torch.ones(1, device="cuda").item)

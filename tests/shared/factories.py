@@ -121,7 +121,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def contrastive_loss(similarities: Tensor) -> Tensor:
     """Return the mean cross entropy of each pair among all pairs of the batch."""
-    return functional.cross_entropy(similarities, torch.arange(len(similarities)))
+    return functional.cross_entropy(similarities, torch.arange(len(similarities), device=similarities.device))
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
