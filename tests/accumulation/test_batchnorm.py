@@ -32,8 +32,13 @@ def small(**settings: Any) -> nn.Sequential:
 
 def trained(model: nn.Module, batch: tuple[Tensor, Tensor], mode: str, micro_batch: int = 3, **options: Any) -> None:
     """Make one update by SGD with a learning rate of 1, so that the parameters show the gradient."""
-    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=micro_batch, batchnorm=mode, **options)  # type: ignore[arg-type]
-    assert accumulator.step(batch).updated
+    options = {"loss": CRITERION, "micro_batch": micro_batch, "batchnorm": mode, **options}
+    assert Accumulator(model, sgd(model), **options).step(batch).updated
+
+
+def assert_same_statistics(one: Any, other: Any) -> None:
+    for name in STATISTICS:
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def train_whole(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -70,8 +75,7 @@ def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro
         batch = batch_of(11 if micro_batch != 2 else 8)
         trained(model, batch, "running", micro_batch)
         train_whole(whole, batch)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            torch.testing.assert_close(getattr(model[0], name), getattr(whole[0], name), rtol=TOLERANCE, atol=TOLERANCE)
+        assert_same_statistics(model[0], whole[0])
     assert model[0].momentum == settings.get("momentum", 0.1)
     assert updates_of(model[2]) == 3
 
@@ -82,9 +86,7 @@ def test_the_gradient_of_running_is_that_of_micro() -> None:
     micro = copy.deepcopy(model)
     trained(model, batch, "running")
     trained(micro, batch, "micro")
-    assert set(differing(model, micro)) == {
-        f"{index}.{name}" for index in (0, 2) for name in ("running_mean", "running_var", "num_batches_tracked")
-    }
+    assert set(differing(model, micro)) == {f"{index}.{name}" for index in (0, 2) for name in STATISTICS}
 
 
 class Images(nn.Module):
@@ -115,8 +117,7 @@ def test_calls_of_a_shared_batchnorm_are_matched_in_order_and_a_checkpoint_count
     whole.checkpointed = False
     trained(model, batch, "running")
     train_whole(whole, batch)
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        torch.testing.assert_close(getattr(model.shared, name), getattr(whole.shared, name), rtol=1e-10, atol=1e-10)
+    assert_same_statistics(model.shared, whole.shared)
     block: Any = model.block
     assert updates_of(block[1]) == 1
     assert updates_of(model.shared) == 2
@@ -172,18 +173,19 @@ def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
         assert updates_of(model[0]) == 0
 
 
-def test_each_mode_has_its_warning() -> None:
-    cases: list[tuple[str, nn.Module, str | None]] = [
-        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"exact" corrects that.*"running"'),
-        ("running", small(), r"in 0 and 2: only running statistics are exact, the gradient is not .*exact"),
-        ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),
-    ]
-    for mode, model, message in cases:
-        with pytest.warns(AccumulationWarning, match=message) as caught:
-            trained(model.double(), batch_of(8), mode)
-        assert [warning.filename for warning in caught] == [__file__]
-    for mode, model in (("running", nn.Linear(5, 3)), ("frozen", nn.Linear(5, 3))):
-        trained(model.double(), batch_of(8), mode)
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("micro", r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"exact" corrects that.*"running"'),
+        ("running", r"in 0 and 2: only running statistics are exact, the gradient is not .*exact"),
+        ("frozen", r"never estimated \(mean 0, variance 1\)"),
+    ],
+)
+def test_each_mode_has_its_warning(mode: str, message: str) -> None:
+    with pytest.warns(AccumulationWarning, match=message) as caught:
+        trained(small(), batch_of(8), mode)
+    assert [warning.filename for warning in caught] == [__file__]
+    trained(nn.Linear(5, 3).double(), batch_of(8), mode)
 
 
 def test_impossible_modes_are_refused() -> None:
@@ -249,39 +251,18 @@ def test_parts_without_weight_do_not_count() -> None:
     assert not differing(model, whole)
 
 
-Batch = tuple[Tensor, Tensor]
-
-
-def one_norm(**settings: Any) -> nn.Sequential:
-    return nn.Sequential(nn.BatchNorm1d(5, **settings), nn.Linear(5, 3)).double()
-
-
-def step(model: nn.Module, batch: Batch, mode: str, loss: Any = CRITERION, micro_batch: int = 3) -> None:
-    """Make one update from micro-batches of 3."""
-    assert accumulator_of(model, mode, loss, micro_batch).step(batch).updated
-
-
-def accumulator_of(model: nn.Module, mode: str, loss: Any = CRITERION, micro_batch: int = 3) -> Accumulator:
-    return Accumulator(model, sgd(model), loss, micro_batch=micro_batch, batchnorm=mode)  # type: ignore[arg-type]
-
-
-def assert_same_statistics(one: nn.Module, other: nn.Module) -> None:
-    for name in STATISTICS:
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-10, atol=1e-10)
-
-
 @FORGIVING
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # Of torch 2.12.
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_statistics_of_a_model_compiled_before_are_recorded(fullgraph: bool) -> None:
-    model, batch = one_norm(), batch_of(8)
+    model, batch = small(), batch_of(8)
     whole = copy.deepcopy(model)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
     for _ in range(2):
         compiled(batch[0])
         whole(batch[0])
-        step(compiled, batch, "running")
+        trained(compiled, batch, "running")
         whole(batch[0])
         assert_same_statistics(model[0], whole[0])
 
@@ -290,11 +271,11 @@ def test_statistics_of_a_model_compiled_before_are_recorded(fullgraph: bool) -> 
 def test_torchscript_is_refused_and_named_in_micro(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated.
-        scripted = torch.jit.script(one_norm())
-    with pytest.raises(UsageError, match=f'"{mode}", and 0 are TorchScript\'s'):
-        accumulator_of(scripted, mode)
-    with pytest.warns(AccumulationWarning, match="by the micro-batch.* in 0: "):
-        step(scripted, batch_of(8), "micro")
+        scripted = torch.jit.script(small())
+    with pytest.raises(UsageError, match=f'"{mode}", and 0 and 2 are TorchScript\'s'):
+        trained(scripted, batch_of(8), mode)
+    with pytest.warns(AccumulationWarning, match="by the micro-batch.* in 0 and 2: "):
+        trained(scripted, batch_of(8), "micro")
 
 
 class NormalisedLoss(nn.Module):
@@ -321,7 +302,7 @@ def test_batchnorms_of_the_criterion_count_and_are_named(mode: str, updates: int
     whole = copy.deepcopy(criterion)
     whole(model(batch[0]), batch[1])
     with pytest.warns(AccumulationWarning, match=message):
-        step(model, batch, mode, criterion)
+        trained(model, batch, mode, loss=criterion)
     assert int(criterion.norm.get_buffer("num_batches_tracked")) == updates
     if mode == "running":
         assert_same_statistics(criterion.norm, whole.norm)

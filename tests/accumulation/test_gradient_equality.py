@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as torch's documentation has it
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.step_result import StepResult
 from autoaccum.sources.criteria import CLASSES
 
 SAMPLES = 7
@@ -110,61 +111,59 @@ CASES = [
 
 
 def gradients_of(model: nn.Module, run: Callable[[torch.optim.Optimizer], Any]) -> list[Tensor]:
-    """The gradients the optimizer is handed."""
+    """The gradients the optimizer is handed, once."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen: list[Tensor] = []
-
-    def look(*_: Any) -> None:
-        assert not seen
-        for parameter in model.parameters():
-            seen.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
-
-    optimizer.register_step_pre_hook(look)
+    seen: list[list[Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in model.parameters()]
+        )
+    )
     run(optimizer)
-    assert seen
-    return seen
+    [gradients] = seen
+    return gradients
 
 
-def full_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
-    def run(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(loss())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return gradients_of(model, run)
-
-
-def assert_equal(mine: list[Tensor], theirs: list[Tensor], tolerance: float = TOLERANCE) -> None:
+def check_equal(
+    model: nn.Module, step: Callable[[torch.optim.Optimizer], StepResult], full: Callable[[], Any]
+) -> StepResult:
+    """Check gradients and terms of the loss against `full`, the full batch's loss or its terms."""
+    results: list[StepResult] = []
+    mine = gradients_of(model, lambda optimizer: results.append(step(optimizer)))
+    value = full()
+    terms: dict[str, Tensor] = value if isinstance(value, dict) else {"loss": value}
+    theirs = torch.autograd.grad(
+        torch.stack(list(terms.values())).sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
     scale = max(float(gradient.abs().max()) for gradient in theirs)
     assert scale > 0
-    assert max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True)) <= tolerance * scale
+    assert max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True)) <= TOLERANCE * scale
+    expected = {name: float(term.detach()) for name, term in terms.items()}
+    assert results[0].terms == pytest.approx(expected, rel=TOLERANCE)
+    assert results[0].loss == pytest.approx(sum(expected.values()), rel=TOLERANCE)
+    return results[0]
+
+
+def check_split(model: nn.Module, batch: Any, split: str, full: Callable[[], Any], loss: Any, **options: Any) -> None:
+    size, most = size_of(split), SPLITS[split]
+    result = check_equal(
+        model, lambda opt: Accumulator(model, opt, loss, micro_batch=most, **options).step(batch), full
+    )
+    assert sum(result.micro_batches) == result.samples == size
+    assert max(result.micro_batches) <= most
+
+
+def size_of(split: str) -> int:
+    return 8 if split == "even-of-8" else SAMPLES
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:reduction")
 def test_every_criterion(case: Case, split: str) -> None:
-    size = 8 if split == "even-of-8" else SAMPLES
     model = Shaped(case.outputs, case.shape).double()
-    x, targets = torch.randn(size, 5, dtype=torch.float64), case.targets(size)
-    outcome: list[Any] = []
-
-    def loss() -> Tensor:
-        value = case.criterion(model(x), targets)
-        outcome.append(float(value.detach()))
-        assert isinstance(value, Tensor)
-        return value
-
-    def accumulate(optimizer: torch.optim.Optimizer) -> None:
-        accumulator = Accumulator(model, optimizer, case.criterion, micro_batch=SPLITS[split])
-        outcome.append(accumulator.step((x, targets)))
-
-    assert_equal(gradients_of(model, accumulate), full_gradients(model, loss))
-    result, expected = outcome
-    assert result.loss == pytest.approx(expected, rel=1e-10)
-    assert sum(result.micro_batches) == result.samples == size
-    assert max(result.micro_batches) <= SPLITS[split]
+    x, targets = reals(5)(size_of(split)), case.targets(size_of(split))
+    check_split(model, (x, targets), split, lambda: case.criterion(model(x), targets), case.criterion)
 
 
 def test_no_criterion_is_forgotten() -> None:
@@ -203,16 +202,14 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_batch(form: str, split: str) -> None:
     make, read = FORMS[form]
-    size = 8 if split == "even-of-8" else SAMPLES
     model = Shaped(4, nn.Identity()).double()
-    batch = make(torch.randn(size, 5, dtype=torch.float64), classes(4)(size))
+    batch = make(reals(5)(size_of(split)), classes(4)(size_of(split)))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x, y = read(batch)
         return F.cross_entropy(torch.as_tensor(model(x)), y)
 
-    mine = gradients_of(model, lambda opt: Accumulator(model, opt, loss, micro_batch=SPLITS[split]).step(batch))
-    assert_equal(mine, full_gradients(model, lambda: loss(model, batch)))
+    check_split(model, batch, split, lambda: loss(model, batch), loss)
 
 
 def token_mean(model: nn.Module, batch: Any) -> Tensor:
@@ -247,33 +244,9 @@ WEIGHTINGS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_every_weighting(weighting: str, split: str) -> None:
     loss, weight, reduction = WEIGHTINGS[weighting]
-    size = 8 if split == "even-of-8" else SAMPLES
     model = Shaped(12, nn.Identity()).double()
-    targets = partly_ignored(size)
-    batch = (torch.randn(size, 5, dtype=torch.float64), targets)
-    outcome: list[Any] = []
-
-    def accumulate(optimizer: torch.optim.Optimizer) -> None:
-        accumulator = Accumulator(
-            model,
-            optimizer,
-            loss,
-            micro_batch=SPLITS[split],
-            weight=weight,
-            reduction=reduction,  # type: ignore[arg-type]
-        )
-        outcome.append(accumulator.step(batch))
-
-    def full() -> Tensor:
-        value = loss(model, batch)
-        terms = value if isinstance(value, dict) else {"loss": value}
-        outcome.append({name: float(term.detach()) for name, term in terms.items()})
-        return torch.stack(list(terms.values())).sum()
-
-    assert_equal(gradients_of(model, accumulate), full_gradients(model, full))
-    result, terms = outcome
-    assert result.terms == pytest.approx(terms, rel=1e-10)
-    assert result.loss == pytest.approx(sum(terms.values()), rel=1e-10)
+    batch = reals(5)(size_of(split)), partly_ignored(size_of(split))
+    check_split(model, batch, split, lambda: loss(model, batch), loss, weight=weight, reduction=reduction)
 
 
 def test_a_window_of_unequal_micro_batches() -> None:
@@ -281,16 +254,11 @@ def test_a_window_of_unequal_micro_batches() -> None:
     sizes = (4, 1, 5, 2)
     window = [(torch.randn(size, 5, dtype=torch.float64), partly_ignored(size + 1)[1:]) for size in sizes]
     joined = (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))
-    criterion = nn.CrossEntropyLoss()
-    outcome: list[Any] = []
-
-    def accumulate(optimizer: torch.optim.Optimizer) -> None:
-        accumulator = Accumulator(
-            model, optimizer, lambda m, b: criterion(by_position(m(b[0])), b[1]), micro_batch=3, weight=count_tokens
-        )
-        outcome.append(accumulator.step_parts(window))
-
-    expected = full_gradients(model, lambda: criterion(by_position(model(joined[0])), joined[1]))
-    assert_equal(gradients_of(model, accumulate), expected)
-    assert outcome[0].micro_batches == (2, 2, 1, 3, 2, 2)
-    assert outcome[0].samples == 12
+    options: dict[str, Any] = {"micro_batch": 3, "weight": count_tokens}
+    result = check_equal(
+        model,
+        lambda optimizer: Accumulator(model, optimizer, token_mean, **options).step_parts(window),
+        lambda: token_mean(model, joined),
+    )
+    assert result.micro_batches == (2, 2, 1, 3, 2, 2)
+    assert result.samples == 12

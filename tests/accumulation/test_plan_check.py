@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from factories import change_facts
+from factories import Classifier, change_facts, labelled_rows, make_plan
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts, differences, plan_facts, storage_bytes
-from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
@@ -39,51 +38,23 @@ class Planned:
     device: dict[str, Any] = field(default_factory=dict)
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, width)
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.last(torch.tanh(self.first(x))))
-
-
-class Other(Net):
+class Other(Classifier):
     pass
 
 
 def batch_of(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 5), torch.randint(0, 3, (size,))
+    return labelled_rows(size, torch.float32)
 
 
-def plan_of(world_size: int = 1, **changes: Any) -> Plan:
+def plan_of(**changes: Any) -> Plan:
     """Return a plan as the planner makes it on the CPU, from a real inspection."""
-    work = Workload(**{"model": Net, "batch": batch_of, "criterion": nn.CrossEntropyLoss(), **changes})
+    work = Workload(**{"model": Classifier, "batch": batch_of, "criterion": nn.CrossEntropyLoss(), **changes})
     seen = inspect_workload(work, 8)
-    parts = (3, 3, 2)
-    return Plan(
-        kind="measured",
-        target_batch=8 * world_size,
-        micro_batch=3,
-        iter_size=3,
-        micro_batches=parts,
-        world_size=world_size,
-        ranks=None if world_size == 1 else (parts,) * world_size,
-        largest_fit=3,
-        capped=False,
-        limit_bytes=GIB,
-        peak_bytes=None,
-        device={"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB},
-        environment={},
-        workload=seen.workload,
-        spec=seen.spec,
-        trials=(Trial(parts=(3, 2), outcome="ok"),),
-    )
+    return replace(make_plan(8, 3), workload=seen.workload, spec=seen.spec)
 
 
 def accumulator(plan: Any, model: nn.Module | None = None, **changes: Any) -> Accumulator:
-    model = model or Net()
+    model = model or Classifier()
     arguments: dict[str, Any] = {
         "optimizer": torch.optim.AdamW(model.parameters()),
         "loss": nn.CrossEntropyLoss(),
@@ -93,14 +64,8 @@ def accumulator(plan: Any, model: nn.Module | None = None, **changes: Any) -> Ac
     return Accumulator(model, **arguments)
 
 
-def test_a_plan_for_this_training_trains() -> None:
-    result = accumulator(plan_of()).step(batch_of(8))
-    assert result.micro_batches == (3, 3, 2)
-    assert result.updated
-
-
 def test_the_plan_gives_the_precision() -> None:
-    model = Net()
+    model = Classifier()
     dtypes = []
     model.last.register_forward_hook(lambda *given: dtypes.append(given[-1].dtype))
     accumulator(plan_of(precision="bf16"), model).step(batch_of(8))
@@ -130,10 +95,10 @@ def test_a_plan_for_a_memory_size_fits_any_card() -> None:
 @pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
 def test_a_plan_of_a_wrapped_model_is_one_of_the_model(wrap: Any) -> None:
     plan = plan_of()
-    wrapped = change_facts(plan, model=type(wrap(Net())).__name__)
+    wrapped = change_facts(plan, model=type(wrap(Classifier())).__name__)
     accumulator(wrapped)
-    with pytest.raises(UsageError, match=r"the plan is for 75 parameters; here is 10[0-9] parameters"):
-        accumulator(wrapped, Net(width=11))
+    with pytest.raises(UsageError, match=r"the plan is for 92 parameters; here is 125 parameters"):
+        accumulator(wrapped, Classifier(11))
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -142,7 +107,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
 
 def test_the_plan_gives_the_reduction_if_nothing_else_does() -> None:
     plan = plan_of(criterion=None, loss=squares, reduction="sum")
-    model = Net()
+    model = Classifier()
     batch = batch_of(8)
     loss = float(squares(model, batch).detach())
     assert accumulator(plan, model, loss=squares).step(batch).loss == pytest.approx(loss, rel=1e-5)
@@ -162,7 +127,7 @@ def test_the_plan_gives_the_savers_unless_others_are_given() -> None:
 
 
 def test_a_criterion_s_function_is_its_module() -> None:
-    accumulator(plan_of(), loss=nn.functional.cross_entropy)
+    assert accumulator(plan_of(), loss=nn.functional.cross_entropy).step(batch_of(8)).micro_batches == (3, 3, 2)
     with pytest.raises(UsageError, match=r"divided by targets != -100; here is a loss divided by targets != 0"):
         accumulator(plan_of(), loss=nn.CrossEntropyLoss(ignore_index=0))
 
@@ -170,15 +135,16 @@ def test_a_criterion_s_function_is_its_module() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model": Net().double()}, r"the plan is for parameters of 300 bytes; here is parameters of 600 bytes"),
+        ({"model": Classifier().double()}, r"the plan is for parameters of 368 bytes; here is parameters of 736 bytes"),
         (
             {"model": Other(9), "optimizer": "SGD", "precision": "bf16"},
-            r"for the model Net, 75 parameters, AdamW, fp32; here is the model Other, 84 parameters, SGD, bf16: plan",
+            "for the model Classifier, 92 parameters, AdamW, fp32;"
+            " here is the model Other, 103 parameters, SGD, bf16: plan",
         ),
     ],
 )
 def test_all_differences_are_named(changes: dict[str, Any], text: str) -> None:
-    model = changes.get("model") or Net()
+    model = changes.get("model") or Classifier()
     optimizer = getattr(torch.optim, changes.get("optimizer", "AdamW"))(model.parameters())
     with pytest.raises(UsageError, match=text) as seen:
         accumulator(plan_of(), **{"model": model, **changes, "optimizer": optimizer})
@@ -205,7 +171,7 @@ def test_what_a_plan_does_not_record_is_not_compared() -> None:
 
 @pytest.mark.gpu
 def test_a_plan_of_this_card() -> None:
-    model = Net().cuda()
+    model = Classifier().cuda()
     objective = resolve_objective(nn.CrossEntropyLoss())
     facts = current_facts(model, torch.optim.AdamW(model.parameters()), objective, TrainingSpec())
     assert (facts["kind"], facts["card"]) == ("cuda", torch.cuda.get_device_name())

@@ -111,33 +111,29 @@ def total(loss: Callable[[Any, Any], Any]) -> Callable[[nn.Module, Any], Tensor]
     return whole
 
 
+def recorded_of(model: nn.Module, loss: Any = info_nce, micro_batch: int = 3, **options: Any) -> Recorded:
+    chosen: dict[str, Any] = {"outputs": outputs, "coupled": True, **options}
+    return Recorded(model, coupled_loss=loss, micro_batch=micro_batch, **chosen)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_the_gradient_is_the_full_batch_s(loss: Any, micro_batch: int) -> None:
-    model, batch = Towers().double(), batch_of()
-    recorded = Recorded(model, outputs=outputs, coupled_loss=loss, coupled=True, micro_batch=micro_batch)
+@pytest.mark.parametrize("batchnorm", ["micro", "exact"])
+def test_the_gradient_is_the_full_batch_s(loss: Any, micro_batch: int, batchnorm: Any) -> None:
+    model, batch = Towers(), batch_of()
+    if batchnorm == "exact":
+        model.norm = nn.BatchNorm1d(8)
+    recorded = recorded_of(model.double(), loss, micro_batch, batchnorm=batchnorm, clip_norm=1e9)
     result = recorded.step(batch)
     check_equal(recorded, model, total(loss), batch)
     assert result.loss == pytest.approx(float(total(loss)(model, batch).detach()), abs=1e-12)
     assert set(result.terms) == ({"contrast", "pull"} if loss is supervised else {"loss"})
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("micro_batch", [1, 3])
-def test_with_exact_batchnorm(loss: Any, micro_batch: int) -> None:
-    model, batch = Towers(), batch_of()
-    model.norm = nn.BatchNorm1d(8)
-    model.double()
-    options: Any = {"outputs": outputs, "coupled_loss": loss, "coupled": True, "micro_batch": micro_batch}
-    recorded = Recorded(model, **options, batchnorm="exact", clip_norm=1e9)
-    recorded.step(batch)
-    check_equal(recorded, model, total(loss), batch)
-
-
 def test_a_window_is_one_batch() -> None:
     model, batch = Towers().double(), batch_of()
     window = [{name: value if name == "source" else value[cut] for name, value in batch.items()} for cut in CUTS]
-    recorded = Recorded(model, outputs=outputs, coupled_loss=info_nce, coupled=True, micro_batch=3)
+    recorded = recorded_of(model)
     assert recorded.accumulator.step_parts(window).micro_batches == (3, 3, 2, 2)
     check_equal(recorded, model, total(info_nce), batch)
     window[1]["labels"] = window[1]["labels"][:, None]
@@ -149,7 +145,7 @@ def test_a_window_is_one_batch() -> None:
 def test_both_passes_draw_the_same_and_change_the_state_once(micro_batch: int) -> None:
     """The two passes are what one pass by hand is, in gradients, buffers and random states."""
     model, batch = Stateful().double(), batch_of()
-    recorded = Recorded(model, outputs=outputs, coupled_loss=info_nce, coupled=True, micro_batch=micro_batch)
+    recorded = recorded_of(model, micro_batch=micro_batch)
     torch.manual_seed(3)
     random.seed(3)
     with pytest.warns(UserWarning, match="BatchNorm normalises by the micro-batch in norm"):
@@ -197,28 +193,21 @@ def test_a_criterion_needs_no_more(batchnorm: Any) -> None:
     check_buffers(criterion, whole)
 
 
-def test_fp16_with_a_scaler() -> None:
-    model, batch = Towers(), {name: value.float() for name, value in batch_of().items() if name in ("left", "right")}
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": True, "micro_batch": 3}
-    recorded = Recorded(model, **options, precision="fp16", scaler=scaler, clip_norm=1e9)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 5e-3), (torch.bfloat16, 0.02)])
+def test_fp16_with_a_scaler_and_half_precision_parameters(dtype: torch.dtype, tolerance: float) -> None:
+    is_scaled = dtype == torch.float16
+    model, batch = Towers(), {name: batch_of()[name].float() for name in ("left", "right")}
+    if not is_scaled:
+        model, batch = model.to(dtype), {name: value.to(dtype) for name, value in batch.items()}
+    scaled: Any = {"precision": "fp16", "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0), "clip_norm": 1e9}
+    recorded = recorded_of(model, **(scaled if is_scaled else {}))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", dtype, enabled=is_scaled):
             return total(info_nce)(model, batch)
 
-    result = recorded.step(batch)
-    assert result.updated
-    check_equal(recorded, model, loss, batch, tolerance=5e-3)
-
-
-def test_half_precision_parameters() -> None:
-    model = Towers().bfloat16()
-    batch = {name: value.bfloat16() for name, value in batch_of().items() if name in ("left", "right")}
-    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": True, "micro_batch": 3}
-    recorded = Recorded(model, **options)
-    recorded.step(batch)
-    check_equal(recorded, model, total(info_nce), batch, tolerance=0.02)
+    assert recorded.step(batch).updated
+    check_equal(recorded, model, loss, batch, tolerance=tolerance)
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -228,8 +217,7 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
 
 def test_a_batch_that_the_workload_splits_itself() -> None:
     model, batch = Towers().double(), batch_of()
-    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": True, "micro_batch": 4}
-    recorded = Recorded(model, **options, split=split, size=lambda batch: len(batch["left"]))
+    recorded = recorded_of(model, micro_batch=4, split=split, size=lambda batch: len(batch["left"]))
     recorded.step(batch)
     check_equal(recorded, model, total(info_nce), batch)
     with pytest.raises(WorkloadError, match="parts made by split.batch, sizes. cannot be joined: make one larger bat"):
@@ -255,8 +243,7 @@ def contrast_of_pair(outputs: Any, batch: Any) -> Tensor:
 def test_tuples_and_lists_are_records(function: Any, micro_batch: int) -> None:
     """A tuple may be as long as a part, and a sample have several rows."""
     model, batch = Towers().double(), batch_of()
-    options: Any = {"outputs": function, "coupled_loss": contrast_of_pair, "coupled": True}
-    recorded = Recorded(model, **options, micro_batch=micro_batch)
+    recorded = recorded_of(model, contrast_of_pair, micro_batch, outputs=function)
     recorded.step(batch)
     check_equal(recorded, model, lambda model, batch: contrast_of_pair(function(model, batch), batch), batch)
 
@@ -295,9 +282,8 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
         def function(model: nn.Module, batch: Any, change: Any = change) -> Any:
             return change(*pair(model, batch))
 
-        options: Any = {"outputs": function, "coupled_loss": lambda z, _: z[0].sum(), "coupled": True}
         with pytest.raises(WorkloadError, match=message):
-            Recorded(Towers().double(), **options, micro_batch=4).step(batch_of())
+            recorded_of(Towers().double(), lambda z, _: z[0].sum(), 4, outputs=function).step(batch_of())
 
 
 def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> None:
@@ -308,7 +294,7 @@ def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> No
             return super().forward(*arguments, **named)
 
     batch = batch_of()
-    recorded = Recorded(Drifting().double(), outputs=outputs, coupled_loss=info_nce, coupled=True, micro_batch=4)
+    recorded = recorded_of(Drifting().double(), micro_batch=4)
     with pytest.warns(AccumulationWarning, match="gives other outputs when it is repeated"):
         recorded.step(batch)
 
@@ -318,7 +304,7 @@ def test_a_summed_coupled_loss_is_computed_of_the_whole_batch() -> None:
         return info_nce(outputs, batch) * len(outputs["left"])
 
     model, batch = Towers().double(), batch_of()
-    recorded = Recorded(model, outputs=outputs, coupled_loss=summed, reduction="sum", micro_batch=3)
+    recorded = recorded_of(model, summed, reduction="sum")
     recorded.step(batch)
     check_equal(recorded, model, total(summed), batch)
 

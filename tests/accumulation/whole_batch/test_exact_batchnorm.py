@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ class Residual(nn.Module):
         return torch.relu(x + self.inner(x))
 
 
+class OwnForward(nn.BatchNorm2d):
+    """Normalises and activates at once, as BatchNormAct2d of timm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
 def net(norm: nn.Module | None = None) -> nn.Module:
     """Return a residual net; its first BatchNorm's input needs no gradient."""
     return nn.Sequential(
@@ -46,13 +54,23 @@ def net(norm: nn.Module | None = None) -> nn.Module:
     ).double()
 
 
-NORMS = {
-    "no momentum": lambda: nn.BatchNorm2d(6, momentum=None),
-    "no statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),
-    "no statistics in eval": lambda: nn.BatchNorm2d(6, track_running_stats=False).eval(),
-    "not affine": lambda: nn.BatchNorm2d(6, affine=False, eps=0.1),
-    "frozen": lambda: nn.BatchNorm2d(6).eval(),
-    "frozen weight": lambda: nn.BatchNorm2d(6).requires_grad_(False),
+def shaped(norm: Any, convolution: Any, *shape: int) -> tuple[nn.Module, Any]:
+    batch = torch.randn(7, *shape, dtype=torch.float64), torch.randint(0, 5, (7,))
+    model = nn.Sequential(convolution(5, 5, 1), norm(5), nn.Flatten(), nn.LazyLinear(5)).double()
+    model[2:](batch[0])
+    return model, batch
+
+
+NORMS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "no momentum": lambda: (net(nn.BatchNorm2d(6, momentum=None)), images(7)),
+    "no statistics": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False)), images(7)),
+    "no statistics in eval": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False).eval()), images(7)),
+    "not affine": lambda: (net(nn.BatchNorm2d(6, affine=False, eps=0.1)), images(7)),
+    "frozen": lambda: (net(nn.BatchNorm2d(6).eval()), images(7)),
+    "frozen weight": lambda: (net(nn.BatchNorm2d(6).requires_grad_(False)), images(7)),
+    "a forward of its own": lambda: (net(OwnForward(6, momentum=None)), images(7)),
+    "one dimension": lambda: shaped(nn.BatchNorm1d, nn.Conv1d, 5, 4),
+    "three dimensions": lambda: shaped(nn.BatchNorm3d, nn.Conv3d, 5, 2, 3, 2),
 }
 
 
@@ -71,24 +89,12 @@ def test_every_split_gives_the_full_batch_s_gradients_and_statistics(cuts: list[
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_a_norm_of_any_kind(name: str, micro_batch: int) -> None:
-    model, batch = net(NORMS[name]()), images(7)
+    model, batch = NORMS[name]()
     recorded = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="exact")
     for _ in range(2):
         recorded.step(batch)
         check_equal(recorded, model, cross_entropy, batch)
         cross_entropy(model, batch)  # The second update begins with the statistics after the first.
-
-
-@pytest.mark.parametrize(("norm", "shape"), [(nn.BatchNorm1d, (5, 4)), (nn.BatchNorm3d, (5, 2, 3, 2))])
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_other_shapes(norm: Any, shape: tuple[int, ...], micro_batch: int) -> None:
-    first = nn.Conv1d(5, 5, 1) if len(shape) == 2 else nn.Conv3d(5, 5, 1)
-    model = nn.Sequential(first, norm(5), nn.Flatten(), nn.LazyLinear(5)).double()
-    batch = torch.randn(6, *shape, dtype=torch.float64), torch.randint(0, 5, (6,))
-    model[2:](batch[0])
-    recorded = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="exact")
-    recorded.step(batch)
-    check_equal(recorded, model, cross_entropy, batch)
 
 
 class Siamese(nn.Module):
@@ -185,13 +191,6 @@ class Recomputed(nn.Module):
         return torch.as_tensor(checkpoint(self.inner, self.first(x), use_reentrant=False))
 
 
-class OwnForward(nn.BatchNorm1d):
-    """Normalises and activates at once, as BatchNormAct2d of timm does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(super().forward(x))
-
-
 BRANCHES = r"a part of the batch is at BatchNorm second while another is at {}, so that they cannot be joined: let"
 
 
@@ -212,14 +211,6 @@ def test_what_cannot_be_joined_is_refused_and_undone(model: nn.Module, message: 
     for name, value in recorded.model.state_dict().items():
         assert torch.equal(value, before[name])
     assert functional.batch_norm.__module__ == "torch.nn.functional"
-
-
-def test_a_batchnorm_with_a_forward_of_its_own() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), OwnForward(6, momentum=None), nn.Linear(6, 5)).double()
-    batch = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 5, (7,))
-    recorded = Recorded(model, cross_entropy, micro_batch=3, batchnorm="exact")
-    recorded.step(batch)
-    check_equal(recorded, model, cross_entropy, batch)
 
 
 class Masked(nn.Module):
