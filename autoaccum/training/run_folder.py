@@ -106,7 +106,21 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the paths of all checkpoints, newest first."""
-        return find_checkpoints(self.path)
+        paths = [path for path in self._folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: int(path.stem.rpartition("-")[2]), reverse=True)
+
+    def find_checkpoint(self, resume: str) -> Path | None:
+        """Return the checkpoint to resume from, subject to `resume`; None for a new run.
+
+        Raises:
+            UsageError: The folder holds a run that must not be resumed, or none although one is required.
+        """
+        newest = next(iter(self.checkpoints()), None)
+        if resume == "never" and newest is not None:
+            raise UsageError(f"{self.path} already holds a run, and resume is never", hint="use another folder")
+        if resume == "must" and newest is None:
+            raise UsageError(f"{self.path} holds no checkpoint to resume", hint="start the run without --resume must")
+        return newest
 
     def write_checkpoint(self, update: int, record: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `update`, then remove the oldest ones beyond those to keep.
@@ -140,17 +154,6 @@ class RunFolder:
             return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))["micro_batch"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-def find_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a run's folder, newest first."""
-    paths = [path for path in (run_dir / "checkpoints").glob("checkpoint-*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=checkpoint_update, reverse=True)
-
-
-def checkpoint_update(path: Path) -> int:
-    """Return the update after which a checkpoint was written."""
-    return int(path.stem.rpartition("-")[2])
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

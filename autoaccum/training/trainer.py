@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,19 +9,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.ranks.group import OtherRanksFailed
 from autoaccum.accumulation.ranks.launch import launched_ranks
-from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
-from autoaccum.accumulation.sharded_tensors import model_class
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
-from autoaccum.errors import CheckpointError, NonFiniteError, RankLostError, UpdateInterrupted, UsageError
-from autoaccum.sources.batches import batch_size
-from autoaccum.training.data import DataSettings, Window, WindowReader, open_data
+from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices
+from autoaccum.errors import CheckpointError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.training.data import open_data
 from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.fit_events import (
     CheckpointWritten,
@@ -32,10 +24,10 @@ from autoaccum.training.fit_events import (
     FitResult,
     Notice,
     Started,
-    Updated,
 )
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import MetricsLog, RunFolder, read_checkpoint
+from autoaccum.training.stepper import Stepper
 from autoaccum.training.stopping import StopRequested, StopSignals, TrainingRanks, raise_other
 from autoaccum.training.training_setup import MicroBatchChoice, TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import (
@@ -45,10 +37,10 @@ from autoaccum.training.training_state import (
     full_weights,
     restore_training,
     restore_training_rng,
+    seed_training,
+    training_facts,
 )
-
-_MEASURE_ONLY = float("inf")
-_PATIENCE, _MOST_PATIENCE = 32, 1024
+from autoaccum.training.windows import DataSettings, Window, WindowReader
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -87,12 +79,12 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         )
         reader = open_data(setup.data, settings)
         stack.callback(reader.close)
-        checkpoint = None if folder is None else _find_checkpoint(folder, request.resume, ranks)
+        checkpoint = None if folder is None else ranks.by_first(lambda: folder.find_checkpoint(request.resume))
         record = None if checkpoint is None else read_checkpoint(checkpoint)
         choice = setup.choose_micro_batch(reader, record, notifier.notify)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
             stack.callback(RngState([setup.device]).restore)
-        _seed_training(request.seed)  # All ranks build the same model.
+        seed_training(request.seed)  # All ranks build the same model.
         components = setup.build(choice.plan)
         # Ranks meet here, and one that waits for the others can still be stopped at once.
         ceiling = None if folder is None else ranks.by_first(folder.read_ceiling)
@@ -105,11 +97,13 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         stack.callback(reader.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
         run = Run(setup, components, reader, choice, folder, signals=signals, notifier=notifier, ranks=ranks)
         if ranks.rank > 0:
-            _seed_training(request.seed, ranks.rank)
+            seed_training(request.seed, ranks.rank)
         if checkpoint is not None and record is not None:
             run.restore(checkpoint, record)
-        notifier.notify(run.started(checkpoint))
-        run.save_first()  # Before other files: a checkpoint shows that they belong to a run.
+        notifier.notify(run.started())
+        if record is None:
+            # What cannot be saved is better known before hours of training; and this shows whose the other files are.
+            run.write_checkpoint()
         if folder is not None and ranks.is_first:
             log = MetricsLog(folder.path, run.progress.update, run.progress.evaluated_at, notifier.notify)
             notifier.listeners.append(stack.enter_context(log).on_event)
@@ -119,192 +113,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             run.restore_rng(record)
             record = None  # Frees host memory as large as model and optimizer.
         run.train()
-        return run.result(checkpoint, time.monotonic() - began)
-
-
-def _find_checkpoint(folder: RunFolder, resume: str, ranks: TrainingRanks) -> Path | None:
-    """Return the newest checkpoint that rank 0 finds, subject to `resume`; None for a new run.
-
-    Raises:
-        UsageError: The folder holds a run that must not be resumed, or none although one is required.
-    """
-
-    def choose() -> Path | None:
-        newest = next(iter(folder.checkpoints()), None)
-        if resume == "never" and newest is not None:
-            raise UsageError(f"{folder.path} already holds a run, and resume is never", hint="use another folder")
-        if resume == "must" and newest is None:
-            raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="start the run without --resume must")
-        return newest
-
-    return ranks.by_first(choose)
-
-
-def _seed_training(*numbers: int) -> None:
-    seed = derive_seed(numbers[0], "training", *numbers[1:])
-    seed_generators(seed)
-    torch.cuda.manual_seed_all(seed)
-
-
-class Ceiling:
-    """The largest micro-batch, from update to update.
-
-    The Accumulator lowers it when memory runs out. After `patience` updates without that, the planned size is tried
-    again, and the patience doubles, up to 1,024 updates.
-
-    >>> ceiling = Ceiling(256, patience=2)
-    >>> [ceiling.record(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 90), (0, 90)]]
-    [100, 100, 256, 90, 90, 90]
-    """
-
-    def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
-        self.planned = self.largest = planned
-        self.patience, self.stable_updates = patience, 0
-
-    def record(self, retries: int, micro_batch: int) -> int:
-        """Record an update's `retries` and the Accumulator's ceiling after it; return the ceiling of the next one."""
-        self.largest = min(micro_batch, self.planned)
-        self.stable_updates = 0 if retries else self.stable_updates + 1
-        if self.largest < self.planned and self.stable_updates >= self.patience:
-            self.largest, self.stable_updates = self.planned, 0
-            self.patience = min(2 * self.patience, _MOST_PATIENCE)
-        return self.largest
-
-
-class Stepper(StepObserver):
-    """Makes one update from each window; without a `clip_norm`, the gradient's norm is still measured for the log.
-
-    Args:
-        progress: The progress; skipped windows are counted in it.
-        check: Called at the start of each phase of a step; an exception from it rolls the step back.
-        notify: Called with notices.
-
-    Attributes:
-        ceiling: The largest micro-batch now.
-        has_failed: Whether a step has raised an error that all ranks know of.
-
-    Raises:
-        UsageError: The plan does not match the training.
-    """
-
-    def __init__(
-        self,
-        request: FitRequest,
-        components: TrainingComponents,
-        choice: MicroBatchChoice,
-        progress: Progress,
-        check: Callable[[], None],
-        notify: Callable[[Any], None],
-    ) -> None:
-        self.ceiling = Ceiling(choice.micro_batch)
-        self.has_failed = False
-        self._components, self._progress, self._skip_nonfinite = components, progress, request.skip_nonfinite
-        self._device, self._check, self._notify = components.device, check, notify
-        self._retries = 0
-        self._skip_reason: str | None = None
-        self.accumulator = Accumulator(
-            components.model,
-            components.optimizer,
-            components.objective,
-            plan=choice.plan,
-            micro_batch=choice.micro_batch if choice.plan is None else None,
-            clip_norm=_MEASURE_ONLY if request.clip_norm is None else request.clip_norm,
-            precision=components.spec.precision,
-            batchnorm=components.spec.batchnorm,
-            coupled=components.objective.coupled,
-            accumulate_in=components.spec.accumulate_in,
-            savers=components.spec.savers,
-            add_savers=True,
-            scaler=components.scaler,
-            multiple_of=choice.multiple_of,
-            check_finite=True,
-            check=request.check,
-            observer=self,
-        )
-
-    @property
-    def added_savers(self) -> tuple[str, ...]:
-        """The savers that were added because not even the smallest micro-batch fitted."""
-        return tuple(word for word in self.accumulator.savers if word not in self._components.spec.savers)
-
-    def step(self, parts: list[Any]) -> StepResult:
-        """Make the next update. With `skip_nonfinite`, a window whose loss or gradient is not finite is skipped.
-
-        Nothing is raised once the update is made; `after_update` does what may raise.
-
-        Raises:
-            NonFiniteError: The loss or the gradient is not finite; everything is as before the step.
-            DoesNotFitError: As in `Accumulator.step_parts`, like the other errors.
-        """
-        self._skip_reason, self._retries = None, 0
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        try:
-            return self.accumulator.step_parts(parts)
-        except NonFiniteError as error:
-            if not self._skip_nonfinite:
-                self.has_failed = True
-                message = f"update {self._progress.update + 1}: {error.message}"
-                raise NonFiniteError(message, loss=error.loss, grad_norm=error.grad_norm, hint=error.hint) from None
-            self._skip_reason = error.message
-            sizes = tuple(batch_size(part) for part in parts)
-            return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
-        except BaseException:
-            self.has_failed = not self.accumulator.has_agreed
-            raise
-
-    def after_update(self, result: StepResult) -> None:
-        """Update the averaged weights, the ceiling and the schedule, after the update has been counted.
-
-        Raises:
-            WorkloadError: The model's parameters or buffers are not those that the average began with.
-            Exception: As the scheduler or a callback raised it.
-        """
-        averages, scheduler = self._components.averages, self._components.scheduler
-        if averages is not None and result.updated:
-            averages.update()
-        self.accumulator.micro_batch = self.ceiling.record(result.retries, self.accumulator.micro_batch)
-        if scheduler is not None and result.updated:
-            scheduler.step()  # Before any event: a callback that raises ends the run here.
-        if self._skip_reason is not None:
-            self._progress.skipped += 1
-            self._notify(Notice(f"update {self._progress.update} is skipped: {self._skip_reason}", warns=False))
-
-    def peak_bytes(self) -> int | None:
-        """Return the peak memory of this update, as `Updated` describes it."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self._device.type == "cpu" else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how much memory the updates may take, as plain values."""
-        return {"ceiling": dict(vars(self.ceiling)), "savers": list(self.added_savers)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an earlier run with the same micro-batch."""
-        self.accumulator.restore_savers(state["savers"])
-        vars(self.ceiling).update(state["ceiling"])
-        self.accumulator.micro_batch = self.ceiling.largest
-
-    def phase(self, phase: StepPhase) -> None:
-        """Let a request to stop interrupt the step (see `StepObserver`)."""
-        if phase != "update":  # The gradient is complete by then, and the run stops right after the update.
-            self._check()
-
-    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
-        """See `StepObserver`: memory ran out, and the step is repeated."""
-        # A step that ends without an update would not lower it.
-        self.accumulator.micro_batch = min(self.accumulator.micro_batch, next_micro_batch)
-        self._tell_retry(phase, f"{micro_batch}, repeated with {next_micro_batch}", warns=False)
-
-    def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
-        """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
-        self._tell_retry(phase, f"{micro_batch}: this and later updates run with {saver}", warns=True)
-
-    def _tell_retry(self, phase: StepPhase, what: str, *, warns: bool) -> None:
-        self._retries += 1
-        text = f"update {self._progress.update + 1}: out of memory in {phase} with {what}"
-        self._notify(Notice(text, warns=warns))
+        return run.result(time.monotonic() - began)
 
 
 class Run:
@@ -335,6 +144,7 @@ class Run:
         self._request, self._reader, self._folder = setup.request, reader, folder
         self._signals, self._notifier, self._ranks = signals, notifier, ranks
         self._settings = None if folder is None else capture_settings(components.optimizer)
+        self._facts = training_facts(setup.request, reader.fingerprint, components)
         reader.part_size, reader.multiple_of = choice.micro_batch, choice.multiple_of
         reader.interruptible, reader.saves_position = signals.interruptible, folder is not None
         # Several ranks stop between two updates, since a step has to end alike on all.
@@ -347,6 +157,7 @@ class Run:
         others = (*components.loss_modules, *averaged)
         ranks.copy_from_first(tensor for module in others for tensor in (*module.parameters(), *module.buffers()))
         self._evaluation = self._make_evaluation()
+        self._resumed_from: Path | None = None
         self._newest: Path | None = None
         self._saved_at: tuple[int, ...] | None = None
         self._unsaved: str | None = None
@@ -394,10 +205,10 @@ class Run:
         Raises:
             UsageError: The record belongs to another training. The message names the difference; nothing is changed.
         """
-        here, notify = self._describe(), self._notifier.notify
+        notify = self._notifier.notify
         different = "; ".join(
             f"{name} was {record['run'].get(name)!r}, is {value!r}"
-            for name, value in here.items()
+            for name, value in self._facts.items()
             if record["run"].get(name) != value
         )
         if different:
@@ -417,7 +228,8 @@ class Run:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, record["evaluation"])
         if (notice := self._reader.load_state_dict(record["data"])) is not None:
             notify(notice)
-        self._newest, self._saved_at = checkpoint, self._position()
+        self._resumed_from = self._newest = checkpoint
+        self._saved_at = self._position()
 
     def restore_rng(self, record: Mapping[str, Any]) -> None:
         """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
@@ -425,23 +237,13 @@ class Run:
         if len(states) == ranks.size:
             restore_training_rng(states[ranks.rank], self._components)
             return
-        _seed_training(self._request.seed, progress.epoch, progress.update, ranks.rank)
+        seed_training(self._request.seed, progress.epoch, progress.update, ranks.rank)
         text = (
             f"the run had {len(states)} ranks, and has {ranks.size} now: random numbers, as of dropout, are drawn anew"
         )
         self._notifier.notify(Notice(text, warns=False))
 
-    def save_first(self) -> None:
-        """Write a checkpoint before the first update: what cannot be saved is better known before hours of training.
-
-        Raises:
-            CheckpointError: It cannot be written, or the state could be loaded only by running code.
-            UsageError: The scheduler has no state_dict.
-        """
-        if self._saved_at is None:
-            self._write_checkpoint()
-
-    def started(self, resumed_from: Path | None) -> Started:
+    def started(self) -> Started:
         """Return the event that begins the training."""
         return Started(
             model=self._components.model,
@@ -453,10 +255,10 @@ class Run:
             update=self.progress.update,
             updates=self._count_updates(),
             epochs=self._request.epochs,
-            resumed_from=resumed_from,
+            resumed_from=self._resumed_from,
         )
 
-    def result(self, resumed_from: Path | None, seconds: float) -> FitResult:
+    def result(self, seconds: float) -> FitResult:
         """Write the weights and return the result."""
         progress, components, folder, ranks = self.progress, self._components, self._folder, self._ranks
         averages, unsaved = components.averages, self._unsaved
@@ -490,7 +292,7 @@ class Run:
             ema_model=None if averages is None else averages.model,
             ema_path=ema_path,
             unsaved=unsaved,
-            resumed_from=resumed_from,
+            resumed_from=self._resumed_from,
             warnings=tuple(self._notifier.warnings),
         )
 
@@ -531,25 +333,7 @@ class Run:
         result = self._stepper.step(window.parts)
         # The update is made, or its window skipped: from here on it is never repeated, even if something raises.
         self._reader.commit()
-        self.progress.count(window.samples, result)
-        self._stepper.after_update(result)
-        updated = Updated(
-            update=self.progress.update,
-            epoch=self.progress.epoch + 1,
-            samples=self.progress.samples,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=rate,
-            samples_per_second=window.samples / (time.perf_counter() - began),
-            peak_bytes=self._stepper.peak_bytes(),
-            micro_batches=len(result.micro_batches),
-            micro_batch=max(result.micro_batches, default=0),
-            retries=result.retries,
-            updated=result.updated,
-            terms=result.terms if len(result.terms) > 1 else None,
-            savers=self._stepper.accumulator.savers or None,
-        )
-        self._notifier.notify(updated)
+        self._notifier.notify(self._stepper.after_update(window, result, began, rate))
 
     def _end_epoch(self) -> None:
         progress = self.progress
@@ -615,15 +399,20 @@ class Run:
         """Write a checkpoint unless nothing has changed since the last; a failure ends nothing."""
         try:
             if self._saved_at != self._position():
-                self._write_checkpoint()
+                self.write_checkpoint()
                 self._unsaved = None
         except (CheckpointError, UsageError) as error:
             self._unsaved = str(error)
             text = f"no checkpoint was written after update {self.progress.update}: {error}"
             self._notifier.notify(Notice(text))
 
-    def _write_checkpoint(self) -> None:
-        """Write one: all ranks give their part of it, rank 0 writes, and all know how that went."""
+    def write_checkpoint(self) -> None:
+        """Write a checkpoint: all ranks give their part of it, rank 0 writes, and all know how that went.
+
+        Raises:
+            CheckpointError: It cannot be written, or the state could be loaded only by running code.
+            UsageError: The scheduler has no state_dict.
+        """
         folder, update, began = self._folder, self.progress.update, time.perf_counter()
         if folder is None:
             return
@@ -637,7 +426,7 @@ class Run:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
         plan, training = self._choice.plan, capture_training(self._components)
         return {
-            "run": self._describe(),
+            "run": self._facts,
             "digest": self._setup.workload.digest,
             "settings": self._settings,
             "progress": dict(vars(self.progress)),
@@ -648,29 +437,6 @@ class Run:
             "data": self._reader.state_dict(),
             "random": self._ranks.gather(training.pop("random")),
             "training": training,
-        }
-
-    def _describe(self) -> dict[str, Any]:
-        """Return what must be equal on resuming, as plain values, except what `restore_training` compares.
-
-        These may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the workers
-        that read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, `check`,
-        and the workload's code (with a warning). A learning-rate schedule continues from its saved state.
-        """
-        components = self._components
-        return {
-            "target batch": self._request.target_batch,
-            "seed": self._request.seed,
-            **{f"data: {name}": value for name, value in self._reader.fingerprint.items()},
-            "model": model_class(unwrap_model(components.model)).__name__,
-            "optimizer": type(components.optimizer).__name__,
-            "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
-            "loss": f"{components.objective.reduction} over {components.objective.source}",
-            "precision": components.spec.precision,
-            "batchnorm": components.spec.batchnorm,
-            "coupled": components.objective.coupled,
-            "accumulate_in": components.spec.accumulate_in,
-            "ema_decay": None if components.averages is None else components.averages.decay,
         }
 
     def _position(self) -> tuple[int, ...]:

@@ -50,9 +50,9 @@ from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.spec import TrainingSpec, resolve_spec
-from autoaccum.training.data import WindowReader
 from autoaccum.training.fit_events import Notice, WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.windows import WindowReader
 
 _OF_THE_LOSS = ("loss", "criterion", "outputs", "coupled_loss", "weight")
 

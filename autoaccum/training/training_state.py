@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_model
-from autoaccum.accumulation.rng_state import capture_rng_state, restore_rng_state
-from autoaccum.accumulation.sharded_tensors import is_sharded
-from autoaccum.accumulation.step_result import StepResult
+from autoaccum.accumulation.rng_state import capture_rng_state, derive_seed, restore_rng_state, seed_generators
+from autoaccum.accumulation.sharded_tensors import is_sharded, model_class
 from autoaccum.errors import UsageError
+from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingComponents
 
 _MOST_LISTED = 3
@@ -47,13 +47,27 @@ class Progress:
     evaluation: dict[str, float] | None = None
     evaluated_at: int = 0
 
-    def count(self, samples: int, result: StepResult) -> None:
-        """Count an update made from a window of `samples`, or its window being skipped."""
-        self.update += 1
-        self.samples += samples
-        self.epoch_samples += samples
-        self.oom_retries += result.retries
-        self.loss = result.loss
+
+def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: TrainingComponents) -> dict[str, Any]:
+    """Return what must be equal on resuming, as plain values, except what `restore_training` compares.
+
+    These may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the workers that
+    read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, `check`, and the
+    workload's code (with a warning). A learning-rate schedule continues from its saved state.
+    """
+    objective, spec = components.objective, components.spec
+    return {
+        "target batch": request.target_batch,
+        "seed": request.seed,
+        **{f"data: {name}": value for name, value in of_data.items()},
+        "model": model_class(unwrap_model(components.model)).__name__,
+        "optimizer": type(components.optimizer).__name__,
+        "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
+        "loss": f"{objective.reduction} over {objective.source}",
+        **{name: getattr(spec, name) for name in ("precision", "batchnorm", "accumulate_in")},
+        "coupled": objective.coupled,
+        "ema_decay": None if components.averages is None else components.averages.decay,
+    }
 
 
 def capture_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -137,6 +151,13 @@ def restore_training(state: Mapping[str, Any], settings: list[dict[str, Any]], c
 def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:
     """Restore the random states of the interrupted run, as `capture_training` has them."""
     restore_rng_state(random, components.devices, _generators(_joint_module(components)))
+
+
+def seed_training(seed: int, *numbers: int) -> None:
+    """Seed all generators for the training with this seed, or for a part of it that has these numbers."""
+    derived = derive_seed(seed, "training", *numbers)
+    seed_generators(derived)
+    torch.cuda.manual_seed_all(derived)
 
 
 def _restore_optimizer(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from autoaccum.sources.workload import Workload
-from autoaccum.training.data import DataSettings, Window, WindowReader, open_data
+from autoaccum.training.data import open_data
+from autoaccum.training.windows import DataSettings, Window, WindowReader
 
 
 def drawn_row(index: int) -> Tensor:

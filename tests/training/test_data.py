@@ -32,8 +32,8 @@ from small_data import (
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.training.data import WindowReader
 from autoaccum.training.fit_events import Notice
+from autoaccum.training.windows import WindowReader
 
 x, y = torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
 

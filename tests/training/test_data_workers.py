@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autoaccum.errors import DataWorkerError, UsageError
-from autoaccum.training.data import WindowReader
+from autoaccum.training.windows import WindowReader
 
 COUNT = 37
 

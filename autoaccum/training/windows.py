@@ -1,0 +1,436 @@
+"""Windows of training data, the samples of one update each, from a position that can be saved and restored.
+
+Items of a map-style dataset are fetched with seeds of their own, so that a run resumes anywhere without rereading.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
+
+from autoaccum.accumulation.reachable_objects import find_generators
+from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
+from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
+from autoaccum.checks import describe_type
+from autoaccum.errors import UsageError
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF
+from autoaccum.sources.batches import BatchReader, read_batch
+from autoaccum.sources.model_copies import fixed_seeds
+from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
+from autoaccum.sources.workload import Workload
+from autoaccum.training.data_workers import END, Entries, worker_options
+from autoaccum.training.fit_events import Notice
+from autoaccum.training.run_folder import NotPortableError, portable
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Settings for reading data of any kind.
+
+    Attributes:
+        target_batch: Samples of a window.
+        seed: The seed of order and augmentation, together with the epoch.
+        workers: Processes that read ahead, unless the data is a DataLoader with its own workers.
+        collate: Builds a batch from a list of samples; None: torch's `default_collate`. A DataLoader has its own.
+        batching: How batches are counted and split; None: by rows.
+        card: The GPU for which parts are put into pinned memory; None: no pinned memory.
+        rank: The number of this rank, whose share of each window is read.
+        ranks: The number of ranks.
+    """
+
+    target_batch: int
+    seed: int
+    workers: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
+    batching: BatchReader = None
+    card: torch.device | None = None
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Window:
+    """The samples of one update, as parts for `Accumulator.step_parts`.
+
+    Attributes:
+        parts: Collated batches on the CPU, in order. Each may have its own structure, such as padding. Of several
+            ranks, those of this one.
+        samples: Samples of all parts of all ranks: the target batch, or fewer at the end of an epoch.
+        checksum: A checksum of the data up to here, as far as it is known without reading: equal on all ranks.
+    """
+
+    parts: list[Any]
+    samples: int
+    checksum: int = 0
+
+
+class WindowReader(abc.ABC):
+    """Windows of data, epoch after epoch, from a position that can be saved and restored.
+
+    Args:
+        settings: How to read.
+        name: A description of the data for messages: `a map-style dataset`.
+
+    Attributes:
+        part_size: The largest part to make, in samples. Set this and the following before the first window.
+        multiple_of: Part sizes are multiples of this; what is left over in an epoch is a part of its own.
+        interruptible: Context in which `next_window` waits or runs the user's code, and may be interrupted at any
+            moment without loss. Random states are restored outside of it.
+        saves_position: False if `state_dict` will never be called.
+        samples_per_epoch: Samples of an epoch; None if the data has no known length.
+        fingerprint: What must be equal on resuming.
+    """
+
+    def __init__(
+        self, settings: DataSettings, name: str, samples_per_epoch: int | None, fingerprint: dict[str, Any]
+    ) -> None:
+        self.part_size, self.multiple_of = settings.target_batch, 1
+        self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.saves_position = True
+        self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
+        self._settings, self._name = settings, name
+        self._entries: Entries | None = None
+        self._epoch, self._windows, self._checksum, self._has_ended = 0, 0, 0, False
+        self._is_restored = False
+        self._position: dict[str, Any] = {}
+        self._committed = self._position
+
+    def start_epoch(self, epoch: int) -> None:
+        """Start an epoch, counted from 0. An epoch restored by `load_state_dict` continues from its position."""
+        restored, self._is_restored = self._is_restored, False
+        if not (restored and epoch == self._epoch):
+            self._begin(epoch)
+
+    def next_window(self) -> Window | None:
+        """Return the next window, or None at the end of the epoch.
+
+        Raises:
+            UsageError: The epoch has fewer samples than a window, or the data yields something that is not a batch.
+            WorkloadError: `collate` returned another number of samples.
+            DataWorkerError: A worker died. Errors of the data are raised unchanged.
+        """
+        if self._has_ended:
+            return None
+        with _on_card(self._settings.card), preserve_rng_state():
+            self._open()  # Outside of `interruptible`, so that no process is left half started.
+            with self.interruptible():
+                parts, samples = self._read_window()
+        if self._windows == 0:
+            self._check_fills_window(samples, self._epoch)
+        was_committed = self._committed is self._position
+        self._windows += bool(samples)
+        self._position = self._current_position()
+        if not samples and was_committed:
+            self.commit()
+        return Window(parts, samples, self._checksum) if samples else None
+
+    def commit(self) -> None:
+        """Move the position past the last window, which was trained on or skipped."""
+        self._committed = self._position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as of the last `commit`, with the data's own state if a checkpoint can hold it."""
+        try:
+            return {**self._committed, "own": portable(self._committed["own"])}
+        except NotPortableError:
+            return {**self._committed, "own": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Notice | None:
+        """Go to a position; return a note if the data was read forward, or a warning if its order differs.
+
+        Raises:
+            UsageError: The data ends before it.
+        """
+        self._begin(state["epoch"])
+        self._is_restored = True
+        notice = self._go_to(state)
+        self._windows, self._has_ended = state["windows"], state["ended"]
+        self._position = self._committed = dict(state)
+        return notice
+
+    def close(self) -> None:
+        """End the workers, except those that the user's loader keeps from epoch to epoch."""
+        if self._entries is not None:
+            self._entries.close(include_persistent=False)
+            self._entries = None
+
+    @abc.abstractmethod
+    def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
+        """Return the workload with batches made of this data, the longest of `worst_of` samples or a first batch."""
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Open the data if necessary, and seed for the next window."""
+
+    @abc.abstractmethod
+    def _read_window(self) -> tuple[list[Any], int]:
+        """Read this rank's parts of a window; return them and the samples of the window, 0 at the end."""
+
+    @abc.abstractmethod
+    def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
+        """Go from the start of an epoch to a position in it."""
+
+    def _begin(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.close()
+        self._epoch, self._windows, self._checksum, self._has_ended = epoch, 0, 0, False
+        self._position = self._committed = self._current_position()
+
+    def _current_position(self) -> dict[str, Any]:
+        position = {"epoch": self._epoch, "windows": self._windows, "ended": self._has_ended}
+        return {**position, "checksum": self._checksum, "own": None}
+
+    def _share(self, samples: int) -> slice:
+        """Return this rank's share of a window of `samples`.
+
+        Shares are consecutive, differ by at most `multiple_of`, and the last rank has what makes no multiple.
+        """
+        whole, left = divmod(samples, self.multiple_of)
+        shares = [share * self.multiple_of for share in even_parts(whole, self._settings.ranks)]
+        shares[-1] += left
+        return slices(shares)[self._settings.rank]
+
+    def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
+        """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""
+        if samples == 0 and epoch > 0:
+            raise UsageError(
+                f"{self._name} yields nothing in epoch {epoch + 1}: it can be iterated only once",
+                hint="give data that starts again each time (a list, a DataLoader, an object with __iter__), or use"
+                " fewer epochs",
+            )
+        if samples == 0:
+            raise UsageError(f"{self._name} has no samples", hint="give data with at least one window of samples")
+        if samples < self._settings.target_batch:
+            raise UsageError(
+                f"{self._name} has {samples:,} samples, fewer than the target batch of {self._settings.target_batch:,}",
+                hint=f"use --target-batch {samples} or less (target_batch in code), or give more data",
+            )
+
+    def _with_longest(
+        self, workload: Workload, dataset: Any, collate: Callable[[list[Any]], Any] | None, number: int
+    ) -> Workload:
+        """Return the workload with batches of the longest of so many samples, and without the dataset itself."""
+        of_data = dataclasses.replace(workload, dataset=dataset, collate=collate)
+        return dataclasses.replace(take_longest(of_data, number, self._settings.target_batch), dataset=None)
+
+    def _read_collated(self, part: Any, size: int, again: Callable[[int], Any]) -> Any:
+        return read_batch(part, self._settings.batching, size, "collate()", again)
+
+
+class MapStyleReader(WindowReader):
+    """Windows of a dataset with `__getitem__`.
+
+    An epoch's order is drawn with seeds from run, epoch and window. Each item is fetched, and each part collated, with
+    a seed from run, epoch and position. This seeds the CPU generators of Python, NumPy and torch, and those that the
+    dataset, the collate function and the samplers hold.
+
+    Args:
+        loader: The user's loader, whose order and collate function are used; None: shuffled in each epoch.
+    """
+
+    def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
+        if loader is None:
+            sampler: Any = RandomSampler(range(max(len(dataset), 1)))
+            name, order = "a map-style dataset", "shuffled"
+        else:
+            sampler, name = loader.batch_sampler, "a DataLoader over a map-style dataset"
+            order = type(sampler).__name__
+            order += f" of {type(sampler.sampler).__name__}" if hasattr(sampler, "sampler") else ""
+        samples = len(dataset) if loader is None else _samples_per_epoch(sampler)
+        super().__init__(settings, name, samples, {"kind": "map-style", "samples": samples, "order": order})
+        self._dataset, self._user_loader, self._sampler = dataset, loader, sampler
+        collate = settings.collate if loader is None else loader.collate_fn
+        self._collate = default_collate if collate is None else collate
+        self._loader: DataLoader[Any] = DataLoader(
+            PartFetcher(dataset, self._collate, settings.seed),  # type: ignore[arg-type]
+            batch_sampler=self,  # type: ignore[arg-type]
+            collate_fn=_unchanged,
+            generator=torch.Generator(),
+            **worker_options(settings.workers, loader, pin_memory=settings.card is not None),
+        )
+        self._asked: deque[_Asked] = deque()
+        self._begin(0)
+        if samples is not None:
+            self._check_fills_window(samples)
+
+    def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
+        """Return the workload with batches of the longest among samples spread over the dataset."""
+        number, dataset = worst_of or DEFAULT_WORST_OF, self._dataset
+        if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):  # Samples are not numbered.
+            dataset = [dataset[index] for index in islice(chain.from_iterable(self._sampler), number)]
+        return self._with_longest(workload, dataset, self._own_collate, number)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._entries is not None:
+            self._entries.close()
+            self._loader._iterator = None
+            self._entries = None
+
+    def __iter__(self) -> Iterator[PartRequest]:
+        """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
+        position = self._windows * self._settings.target_batch
+        for window, checksum in self._order:
+            own = self._share(len(window))
+            cuts = [slice(0, 0)]  # A rank without samples asks for a part of none.
+            if own.start < own.stop:
+                cuts = slices(split_evenly(own.stop - own.start, self.part_size, self.multiple_of))
+            for number, cut in enumerate(cuts, 1):
+                first, last = own.start + cut.start, own.start + cut.stop
+                self._asked.append(_Asked(last - first, len(window), checksum, number == len(cuts)))
+                yield PartRequest(self._epoch, position + first, window[first:last])
+            position += len(window)
+
+    @property
+    def _own_collate(self) -> Callable[[list[Any]], Any] | None:
+        return None if self._collate is default_collate else self._collate
+
+    def _begin(self, epoch: int) -> None:
+        if self._loader.persistent_workers:
+            self._entries = None  # The loader reuses its workers.
+        super()._begin(epoch)
+        self._asked.clear()
+        self._order = self._windows_in_order(epoch)
+
+    def _windows_in_order(self, epoch: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield each window's indices and a checksum of all so far; leaves generators seeded."""
+        checksum, indices = 0, iter(())
+        for number in count():
+            seed = derive_seed(self._settings.seed, "order", epoch, number)
+            seed_generators(seed)
+            if number == 0 and self._user_loader is not None:
+                start_loader_epoch(self._user_loader, epoch, seed)
+                indices = chain.from_iterable(self._sampler)
+            elif number == 0:
+                indices = iter(self._sampler)
+            window = list(islice(indices, self._settings.target_batch))
+            if not window:
+                return
+            checksum = zlib.crc32(repr(window).encode(), checksum)
+            yield window, checksum
+
+    def _open(self) -> None:
+        if self._entries is None:
+            self._loader.generator.manual_seed(derive_seed(self._settings.seed, "workers", self._epoch))
+            self._entries = Entries(self._loader)
+
+    def _read_window(self) -> tuple[list[Any], int]:
+        assert self._entries is not None
+        parts = []
+        while (part := self._entries.read()) is not END:
+            asked = self._asked.popleft()
+            self._checksum = asked.checksum
+            if asked.samples:
+                parts.append(self._read_collated(part, asked.samples, self._collate_others))
+            if asked.is_last:
+                return parts, asked.of_window
+        if self._asked:
+            what = f"{describe_type(self._dataset)} or its collate function"
+            raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early")
+        self._has_ended = True
+        return [], 0
+
+    def _collate_others(self, count: int) -> Any:
+        with fixed_seeds():
+            return LongestBatches([*some_samples(self._dataset, count)], self._own_collate).collate(count)
+
+    def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
+        with preserve_rng_state():
+            for _, checksum in islice(self._order, state["windows"]):
+                self._checksum = checksum
+        if self._checksum == state["checksum"]:
+            return None
+        return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
+
+
+class _Asked(NamedTuple):
+    """A part that was asked for: its samples, those of the window, the checksum, and whether it is the last."""
+
+    samples: int
+    of_window: int
+    checksum: int
+    is_last: bool
+
+
+class PartRequest(NamedTuple):
+    """The content of one part: the epoch, the position of its first sample, and indices in the dataset."""
+
+    epoch: int
+    position: int
+    indices: Sequence[Any]
+
+
+class PartFetcher:
+    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.users_dataset, self._collate, self._seed = dataset, collate, seed
+        self._generators = find_generators(dataset, collate)
+        self._epoch: int | None = None
+
+    def __getitems__(self, request: PartRequest) -> Any:
+        """Return the collated part."""
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            set_epoch(self.users_dataset, request.epoch)
+        if not request.indices:
+            return None
+        is_plain = self._collate is default_collate
+        if is_plain and type(self.users_dataset) is TensorDataset:
+            return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
+        base, items = derive_seed(self._seed, "item", request.epoch), []
+        for position, index in enumerate(request.indices, request.position):
+            seed_generators(item_seed(base, position), self._generators)
+            items.append(self.users_dataset[index])
+        if not is_plain:
+            seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
+            seed_generators(seed, self._generators)
+        return self._collate(items)
+
+
+def set_epoch(thing: Any, epoch: int) -> None:
+    """Pass the epoch to a sampler, a dataset or another iterable that has `set_epoch`."""
+    setter = getattr(thing, "set_epoch", None)
+    if callable(setter):
+        setter(epoch)
+
+
+def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
+    """Pass the epoch to a loader and its samplers, and seed the generators they hold."""
+    samplers = loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    seed_generators(seed, find_generators(*samplers))
+    for thing in (loader, *samplers):
+        set_epoch(thing, epoch)
+        generator = getattr(thing, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+
+
+def _samples_per_epoch(sampler: Any) -> int | None:
+    """Return the samples of an epoch for a plain batch sampler over a sampler with a length, else None."""
+    if type(sampler) is not BatchSampler:
+        return None
+    try:
+        total = len(sampler.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+    return total - total % sampler.batch_size if sampler.drop_last else total
+
+
+def _unchanged(part: Any) -> Any:
+    return part
+
+
+def _on_card(card: torch.device | None) -> AbstractContextManager[Any]:
+    """Make `card` the current GPU: pinned memory belongs to the current GPU's context."""
+    return nullcontext() if card is None or not torch.cuda.is_available() else torch.cuda.device(card)
