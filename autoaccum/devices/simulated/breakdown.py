@@ -83,19 +83,15 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
 def micro_batches(trace: Trace) -> list[MicroBatch]:
     """Return the micro-batches of a trace in order, each with its transfer, forward and backward."""
     ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
-    runs: list[list[tuple[int, int, int]]] = []
+    found: list[MicroBatch] = []
     last = None
     for (start, phase), end in zip(trace.phases, ends, strict=True):
         stage = _STAGES.get(phase)
         if stage is not None:
-            if last is None or stage <= last:
-                runs.append([])
-            runs[-1].append((stage, start, end))
+            batch = MicroBatch(start, start, end) if last is None or stage <= last else found.pop()
+            found.append(MicroBatch(batch.start, end if stage < _BACKWARD else batch.backward, end))
         last = stage
-    return [
-        MicroBatch(run[0][1], max((end for stage, _, end in run if stage < _BACKWARD), default=run[0][1]), run[-1][2])
-        for run in runs
-    ]
+    return found
 
 
 def _lives(trace: Trace) -> list[tuple[int, int]]:
@@ -169,22 +165,24 @@ def module_shares(breakdown: MemoryBreakdown, event: int) -> list[ModuleShare]:
 
     An EMA belongs to no module: it is part of the share without one, so that the shares add up.
     """
-    categories: dict[int, dict[Category, int]] = {}
+    found: dict[int, Counter[Category]] = {}
     for block, category in breakdown.alive(event):
-        module = breakdown.uses[block].module
-        held = categories.setdefault(module, {})
-        held[category] = held.get(category, 0) + breakdown.sized.sizes[block]
-    return _join_equal(
-        ModuleShare(
-            name=breakdown.labelled.modules[module].path,
-            kind=breakdown.labelled.modules[module].kind,
-            count=1,
-            bytes=sum(held.values()),
-            categories={category: held[category] for category in CATEGORIES if held.get(category)},
-        )
-        for module, held in sorted(categories.items())
-        if any(held.values())
-    )
+        found.setdefault(breakdown.uses[block].module, Counter())[category] += breakdown.sized.sizes[block]
+    unnamed: list[ModuleShare] = []
+    alike: dict[tuple[object, ...], list[str]] = {}
+    shares: dict[str, ModuleShare] = {}
+    for module, held in sorted(found.items()):
+        name, kind = breakdown.labelled.modules[module]
+        categories = {category: held[category] for category in CATEGORIES if held[category]}
+        if not categories:
+            continue
+        share = ModuleShare(name=name, kind=kind, count=1, bytes=held.total(), categories=categories)
+        if name:
+            shares[name] = share
+            alike.setdefault((mask_numbers(name), kind, *categories.items()), []).append(name)
+        else:
+            unnamed.append(share)
+    return [*unnamed, *(_multiply(shares[of[0]], name, len(of)) for name, of in distinct_names(alike.values()))]
 
 
 def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> tuple[ModuleShare, ...]:
@@ -192,29 +190,9 @@ def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> t
     return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
 
 
-def _join_equal(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
-    """Join shares that differ only in numbers within their names, in the place of the first of them."""
-    named: dict[str, ModuleShare] = {}
-    alike: dict[tuple[object, ...], list[str]] = {}
-    found = []
-    for share in shares:
-        if not share.name:
-            found.append(share)
-            continue
-        named[share.name] = share
-        key = mask_numbers(share.name), share.kind, tuple(share.categories.items())
-        alike.setdefault(key, []).append(share.name)
-    return [*found, *(_multiply(named[names[0]], name, len(names)) for name, names in distinct_names(alike.values()))]
-
-
 def _multiply(share: ModuleShare, name: str, count: int) -> ModuleShare:
-    return replace(
-        share,
-        name=name,
-        count=count,
-        bytes=share.bytes * count,
-        categories={category: held * count for category, held in share.categories.items()},
-    )
+    categories = {category: held * count for category, held in share.categories.items()}
+    return replace(share, name=name, count=count, bytes=share.bytes * count, categories=categories)
 
 
 def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:

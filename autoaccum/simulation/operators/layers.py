@@ -258,20 +258,20 @@ def _group_norm_layout(call: OperatorCall) -> torch.memory_format:
     return layout
 
 
-def _batch_norm_forward(call: OperatorCall) -> list[Workspace]:
-    return _batch_sums(call["input"], _FORWARD_SUMS_BYTES) if call["training"] else []
+def _native_batch_norm(call: OperatorCall) -> list[Workspace]:
+    """Partial sums of channels-last data (`batch_norm_use_channels_last_kernels` in Normalization.cu).
 
-
-def _batch_norm_gradient(call: OperatorCall) -> list[Workspace]:
-    return _batch_sums(call["input"], _BACKWARD_SUMS_BYTES) if call["train"] else []
-
-
-def _batch_norm_by_backend(call: OperatorCall) -> list[Workspace]:
-    """PyTorch's own kernels run for bf16 and for two dimensions; cuDNN's take next to nothing."""
+    Of operators that choose a backend, PyTorch's own kernels run for bf16 and for two dimensions; cuDNN's take next to
+    nothing.
+    """
     tensor: Tensor = call["input"]
-    if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
+    flag = next((name for name in ("training", "train") if name in call.signature), None)
+    runs = tensor.dtype == torch.bfloat16 or tensor.dim() == 2 if flag is None else call[flag]
+    layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
+    if not (runs and tensor.shape[1] and tensor.is_contiguous(memory_format=layout) and tensor.stride(1) == 1):
         return []
-    return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
+    sums_bytes = _FORWARD_SUMS_BYTES if call["grad_out"] is None else _BACKWARD_SUMS_BYTES
+    return [Workspace("batch_norm", (tensor.numel() // tensor.shape[1], tensor.shape[1], sums_bytes))]
 
 
 def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
@@ -281,15 +281,6 @@ def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
         return []
     channels_last = suggest_memory_format(tensor) != torch.contiguous_format
     return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
-
-
-def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
-    """Partial sums of channels-last data (`batch_norm_use_channels_last_kernels` in Normalization.cu)."""
-    layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
-    channels = tensor.shape[1]
-    if not channels or not tensor.is_contiguous(memory_format=layout) or tensor.stride(1) != 1:
-        return []
-    return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
@@ -304,8 +295,8 @@ WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_gradient,
-    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm_forward),
-    "native_batch_norm_backward": _batch_norm_gradient,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _native_batch_norm),
+    **dict.fromkeys(("native_batch_norm_backward", "_batch_norm_with_update"), _native_batch_norm),
+    "batch_norm_backward": _native_batch_norm,
     **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
-    **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
 }

@@ -105,91 +105,62 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     return (one for one in find_tensors(targets) if isinstance(one, FakeTensor))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor]:
-    grouped = query.shape[1] != key.shape[1]
+def _named(operator: Any, compute: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Return a function that gives `compute` the arguments of `operator` by name, with defaults for those left out."""
+    arguments = operator._schema.arguments
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = zip((each.name for each in arguments), args, strict=False)
+        return compute({each.name: each.default_value for each in arguments} | dict(given) | kwargs)
+
+    return run
+
+
+def _attend(named: dict[str, Any]) -> tuple[Tensor]:
+    query, key, value = named["query"], named["key"], named["value"]
+    mask = named.get("attn_bias")
     mask = None if mask is None else mask[..., : key.shape[-2]]  # Its rows are padded.
-    attention = nn.functional.scaled_dot_product_attention
-    return (attention(query, key, value, mask, enable_gqa=grouped, **options),)
+    attention, grouped = nn.functional.scaled_dot_product_attention, query.shape[1] != key.shape[1]
+    options = named["dropout_p"], named["is_causal"]
+    return (attention(query, key, value, mask, *options, scale=named["scale"], enable_gqa=grouped),)
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, _: bool = False, **scale: Any
-) -> tuple[Tensor]:
-    return _attend(query, key, value, None, dropout_p=dropout, is_causal=causal, **scale)
-
-
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    _: bool = False,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *__: bool,
-    **scale: Any,
-) -> tuple[Tensor]:
-    return _attend(query, key, value, mask, dropout_p=dropout, is_causal=causal, **scale)
-
-
-def _attend_backward(
-    grad: Tensor, *inputs: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
-) -> tuple[Tensor, ...]:
+def _attend_backward(named: dict[str, Any]) -> tuple[Tensor, ...]:
     """Return the gradients of query, key, value and mask, as without dropout."""
+    grad, *inputs = (each.float() for each in list(named.values())[:4])
     heads = inputs[0].shape[1] // inputs[1].shape[1]
-    query, key, value = (each.float() for each in inputs)
-    key, value = (each.repeat_interleave(heads, 1) for each in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, (key, value) = inputs[0], (each.repeat_interleave(heads, 1) for each in inputs[1:])
+    scale = query.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
     scores = query @ key.mT * scale
-    if causal:
+    if named["is_causal"]:
         scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
+    mask = named.get("attn_bias")
     if mask is not None:
         mask = mask[..., : key.shape[-2]]
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).nan_to_num()
-    products = grad.float() @ value.mT
+    products = grad @ value.mT
     inner = weights * (products - (weights * products).sum(-1, keepdim=True))
-    of_both = [(inner.mT @ query) * scale, weights.mT @ grad.float()]
+    of_both = [(inner.mT @ query) * scale, weights.mT @ grad]
     of_key, of_value = (torch.unflatten(each, 1, (-1, heads)).sum(2) for each in of_both)
     of_mask = () if mask is None else (inner.sum_to_size(mask.shape),)
     return ((inner @ key) * scale, of_key, of_value, *of_mask)
 
 
-def _flash_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
-    return _attend_backward(grad, *args[:3], mask=None, causal=args[10], **scale)
+def _batch_norm_backward(named: dict[str, Any]) -> Any:
+    x, grad, weight, *statistics, eps, _ = named.values()
+    return _aten.native_batch_norm_backward.default(grad, x, weight, *statistics, True, eps, [True, True, True])
 
 
-def _efficient_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
-    return _attend_backward(grad, *args[:3], mask=args[3], causal=len(args) > 10 and args[10], **scale)
-
-
-def _cudnn_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
-    return _attend_backward(grad, *args[:3], mask=args[7], causal=args[13], **scale)[:3]
-
-
-def _batch_norm(
-    x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    return _aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
-
-
-def _batch_norm_backward(
-    x: Tensor, grad: Tensor, weight: Any, mean: Any, var: Any, saved: Any, inverse: Any, eps: float, _: Any
-) -> Any:
-    return _aten.native_batch_norm_backward.default(
-        grad, x, weight, mean, var, saved, inverse, True, eps, [True, True, True]
-    )
-
-
+_ATTENTION = [f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")]
+_BY_NAME = dict.fromkeys(_ATTENTION, _attend) | {f"{name}_backward": _attend_backward for name in _ATTENTION}
+_BY_NAME["cudnn_batch_norm_backward"] = _batch_norm_backward
 _EQUIVALENTS: Mapping[Any, Callable[..., Any]] = {
-    _aten._scaled_dot_product_flash_attention.default: _flash,
-    _aten._scaled_dot_product_efficient_attention.default: _masked,
-    _aten._scaled_dot_product_cudnn_attention.default: _masked,
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    _aten.cudnn_batch_norm.default: _batch_norm,
-    _aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
+    **{
+        operator: _named(operator, compute)
+        for operator, compute in ((getattr(_aten, name).default, compute) for name, compute in _BY_NAME.items())
+    },
+    _aten.cudnn_batch_norm.default: _aten.native_batch_norm.default,
 }
 """Operators that only CUDA has, and what the CPU computes for them. Outputs that are left out are zero: only the
 backward of the same operator reads them, and does not here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, NoReturn
 from uuid import NAMESPACE_URL, uuid5
@@ -42,7 +43,7 @@ def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> N
     streams = stream_answers(recorder)
     answers = streams | _answers(card, recorder)
     answers |= dict.fromkeys(_NO_OPERATION.split(), _do_nothing)
-    answers |= dict.fromkeys(_NEEDS_DRIVER.split(), _raise_no_driver)
+    answers |= dict.fromkeys(_NEEDS_DRIVER.split(), partial(_raise, _NO_DRIVER))
     for name, answer in answers.items():
         for owner in (torch.cuda, torch.cuda.memory, *((torch._C,) if name in _EMPTY_CACHE else ())):
             if hasattr(owner, name):
@@ -93,8 +94,7 @@ def _answers(card: CardInUse, recorder: Recorder) -> dict[str, Any]:
 
 
 def _memory_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-    held = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    cached = ("memory_cached", "max_memory_cached", "device_memory_used")
+    held = [f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved", "cached")]
     kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
 
     def stats(*_: Any, **__: Any) -> dict[str, int]:
@@ -106,7 +106,7 @@ def _memory_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[.
         return total_bytes - recorder.live_bytes, total_bytes
 
     return {
-        **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.live_bytes),
+        **dict.fromkeys((*held, "device_memory_used"), lambda *_, **__: recorder.live_bytes),
         "mem_get_info": info,
         "get_per_process_memory_fraction": _query(lambda: 1.0),
         "memory_stats": stats,
@@ -127,7 +127,8 @@ def _accelerator_answers(card: CardInUse, recorder: Recorder) -> dict[str, Calla
         **memory,
         **dict.fromkeys((*actions, *resets), _do_nothing),
         "get_memory_info": memory["mem_get_info"],
-        "get_device_capability": _raise_no_capabilities,
+        # As on a real card.
+        "get_device_capability": partial(_raise, "Backend doesn't support getting device capabilities."),
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -220,16 +221,12 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _raise_no_driver(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(_NO_DRIVER)
-
-
-def _raise_no_capabilities(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError("Backend doesn't support getting device capabilities.")  # As on a real card.
+def _raise(message: str, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(message)
 
 
 class Event:
-    """An event, which has already happened."""
+    """An event, which has already happened: no time passes."""
 
     device = DEVICE
 
@@ -279,18 +276,12 @@ class Stream:
         """Return False: no graph is captured."""
         return False
 
-    def query(self) -> bool:
-        """Return True: all work is done."""
-        return True
-
     def record_event(self, event: Any = None) -> Any:
         """Return `event`, or a new one."""
         return event or Event()
 
-    def wait(self, *_: Any) -> None:
-        """Do nothing, since all work is done."""
-
-    wait_stream = wait_event = synchronize = wait
+    query = Event.query
+    wait_stream = wait_event = synchronize = Event.wait
 
 
 def stream_answers(recorder: Recorder) -> dict[str, Callable[..., Any]]:

@@ -182,8 +182,7 @@ def _propagate_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
                 setattr(target.untyped_storage(), _ATTRIBUTE, written)
         elif isinstance(target, list | tuple):
             for one in target:
-                if _attribute(one) is not None:
-                    setattr(one.untyped_storage(), _ATTRIBUTE, None)
+                forget_values(one)
 
 
 def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Known | None:
