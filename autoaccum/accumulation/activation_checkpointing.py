@@ -22,7 +22,7 @@ from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
-from autoaccum.sources.module_names import distinct_names, mask_numbers
+from autoaccum.sources.module_names import compact_names, mask_numbers
 
 _MOST_NAMED = 3
 
@@ -83,25 +83,22 @@ def describe_blocks(names: Sequence[str]) -> str:
     """Return the number and the paths of blocks in words, with `*` for the numbers in which paths differ.
 
     >>> describe_blocks(["h.0", "h.1", "h.2"])
-    '3 blocks h.*'
+    '3 blocks h.{0..2}'
     >>> describe_blocks(["layer1.0", "layer1.1", "layer2.0"])
-    '3 blocks layer*.*'
+    '3 blocks layer1.{0,1} and layer2.0'
     >>> describe_blocks(["encoder.block.0", "decoder.block.0", "decoder.block.1"])
-    '3 blocks encoder.block.0 and decoder.block.*'
+    '3 blocks encoder.block.0 and decoder.block.{0,1}'
     """
     return f"{len(names)} {'block' if len(names) == 1 else 'blocks'} {list_modules(names)}"
 
 
 def list_modules(names: Sequence[str]) -> str:
-    """Return the paths of modules in words, with `*` for the numbers in which they differ, and at most three kinds.
+    """Return the paths of modules in words, at most three patterns (see `compact_names`).
 
     >>> list_modules(["h.0.norm", "h.1.norm", "norm"])
-    'h.*.norm and norm'
+    'h.{0,1}.norm and norm'
     """
-    alike: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        alike.setdefault(mask_numbers(name), []).append(name)
-    patterns = [name for name, _ in distinct_names(alike.values())]
+    patterns = [pattern for pattern, _ in compact_names(names)]
     if len(patterns) > _MOST_NAMED:
         patterns[_MOST_NAMED - 1 :] = [f"{len(patterns) - _MOST_NAMED + 1} more kinds"]
     return join_words(patterns)

@@ -13,8 +13,8 @@ class ModuleShare:
     """The memory of a module at the peak, without its submodules; equal modules with other numbers share a record.
 
     Attributes:
-        name: Its path in the model; of several, with `*` for the numbers (`h.*.attn`), or with their range
-            (`{4..6}.up`); empty for the model itself and for memory of no module.
+        name: Its path in the model; of several, with their numbers (`h.{0..11}.attn`); empty for the model itself and
+            for memory of no module.
         kind: The name of its class; empty for memory of no module.
         count: The number of modules.
         bytes: Their memory at the peak, in all; `categories` splits it up.

@@ -112,7 +112,7 @@ class Growth:
 
     @property
     def what(self) -> str:
-        """The category and module as text, such as `optimizer state of blocks.*.mlp`."""
+        """The category and module as text, such as `optimizer state of blocks.{0..11}.mlp`."""
         return f"{self.category.replace('_', ' ')}{f' of {self.module}' if self.module else ''}"
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from autoaccum.checks import join_words
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Growth, Measurement, Verdict
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.simulation.trace_records import CATEGORIES, Category
-from autoaccum.sources.module_names import common_name, compact_names, mask_numbers
+from autoaccum.sources.module_names import compact_names, mask_numbers
 from autoaccum.units import MemorySize, percent, precise_bytes, signed_bytes
 
 _ROUNDING: Final = 1e-9
@@ -189,9 +190,9 @@ def _by_module(changes: _Changes) -> Iterator[Growth]:
         if not 0 < len(large) <= most:
             continue
         for pattern, names in large.items():
-            alike = {_cut(name, depth) for name, _ in modules if mask_numbers(_cut(name, depth)) == pattern}
-            module = _name(dict.fromkeys(_cut(name, depth) for name in names), alike)
-            yield _growth(module, [change for name in names for change in inside[name]])
+            module = join_words(word for word, _ in compact_names(_cut(name, depth) for name in names))
+            changed = [change for name in names for change in inside[name]]
+            yield _growth(module if pattern.strip("*.") else "", changed)
             named.update(names)
         break
     if rest := [change for name, group in inside.items() if name not in named for change in group]:
@@ -201,14 +202,6 @@ def _by_module(changes: _Changes) -> Iterator[Growth]:
 def _cut(module: str, depth: int) -> str:
     """Return the module of this depth that a module lies in."""
     return ".".join(module.split(".")[:depth])
-
-
-def _name(names: Iterable[str], alike: set[str]) -> str:
-    """Name several modules, by `*` for numbers that stand for all that are alike; empty for numbers alone."""
-    names = list(names)
-    patterns = [pattern for pattern, _ in compact_names(names)]
-    name = patterns[0] if alike.difference(names) and len(patterns) == 1 else common_name(names)
-    return name if name.strip("*.") else ""
 
 
 def _growth(module: str, changes: _Changes) -> Growth:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby, product
@@ -18,38 +17,12 @@ _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
 def mask_numbers(name: str) -> str:
-    """Replace every number in `name` by `*`, so that names that differ only in numbers become equal.
+    """Replace every number in `name` by `*`: a key for names that differ only in numbers.
 
     >>> mask_numbers("layer1.0.conv1")
     'layer*.*.conv*'
     """
     return _NUMBER.sub("*", name)
-
-
-def common_name(names: Sequence[str]) -> str:
-    """Return one name for names that differ only in numbers, with `*` for the numbers that differ.
-
-    >>> common_name(["layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1"])
-    'layer1.*.conv*'
-    """
-    return _with_numbers(names[0], [column[0] if len(set(column)) == 1 else "*" for column in _columns(names)])
-
-
-def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
-    """Return a distinct name for each group of names that differ only in numbers, with `*` if that is enough.
-
-    If it is not, the name lists the numbers. A group is split if the listed numbers would also match other names,
-    so that every name stands for its own modules only.
-
-    >>> [name for name, _ in distinct_names([["4.up", "5.up", "6.up"], ["8.up", "10.up"], ["4.down", "5.down"]])]
-    ['{4..6}.up', '{8,10}.up', '*.down']
-    """
-    named = [(common_name(group), group) for group in groups]
-    count = Counter(name for name, _ in named)
-    found: list[tuple[str, Sequence[str]]] = []
-    for name, group in named:
-        found += [(name, group)] if count[name] == 1 else compact_names(group)
-    return found
 
 
 def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:

@@ -230,6 +230,6 @@ def is_of(regression: Regression, growth: Growth) -> bool:
 def sentence(regression: Regression) -> re.Pattern[str]:
     """Return what an explanation must name: category, module, bytes, and the change."""
     category, module, change = regression.told
-    of = rf" of {re.escape(module)}[\w.*]*" if module else ""
+    of = rf" of {re.escape(module)}[\w.{{}},]*" if module else ""
     ends = rf" \([^()]*{re.escape(change)}[^()]*\)" if change else ""
     return re.compile(rf"{category.replace('_', ' ')}{of} \+[0-9.]+ [KMG]iB{ends}")

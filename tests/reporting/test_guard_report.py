@@ -34,14 +34,14 @@ def lines_of(verdict: Verdict) -> list[str]:
 def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
     assert lines_of(REGRESSED) == [
         "regressed: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
-        "  +1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
+        "  +1.25 GiB (+8.9 %): activations of blocks.{0..11}.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
         "                   before        now     change",
         "  peak          14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
         "  most held     13.00 GiB  14.00 GiB  +1.00 GiB  +7.7 %",
         "  least budget  13.50 GiB  14.50 GiB  +1.00 GiB  +7.4 %",
         "  largest fit          32         24         -8",
         "     change  for what",
-        "  +1.17 GiB  activations of blocks.*.mlp (bf16 -> fp32)",
+        "  +1.17 GiB  activations of blocks.{0..11}.mlp (bf16 -> fp32)",
         "   +100 MiB  optimizer state of head_|<b>`x (new)",
         "  -20.0 MiB  unused",
         "  why        the peak grew by 8.9 %, allowed are 1 %",

@@ -43,7 +43,7 @@ def memory_report(held: Held = USUAL, *, curve: tuple[CurvePoint, ...] = (), **c
     peak_at = max(range(POINTS), key=total.__getitem__)
     peak_bytes = total[peak_at] + GIB
     at_peak = {category: categories[category][peak_at] if category in held else 0 for category in CATEGORIES}
-    facts: dict[str, Any] = {"phase": "backward", "op": "aten.mm", "module": "blocks.*.mlp", **changes}
+    facts: dict[str, Any] = {"phase": "backward", "op": "aten.mm", "module": "blocks.{0..11}.mlp", **changes}
     return MemoryReport(
         explanation=Explanation(
             card="rtx3090 (simulated)",

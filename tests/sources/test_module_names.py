@@ -11,29 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.sources.module_names import compact_names, distinct_names, expand_name, mask_numbers, module_files
+from autoaccum.sources.module_names import compact_names, expand_name, module_files
 
 NUMBERS = st.integers(0, 12)
 NAMES = st.one_of(
     st.builds("layer{}.{}.conv{}".format, NUMBERS, NUMBERS, st.integers(1, 3)), st.builds("h.{}".format, NUMBERS)
 )
-
-
-@given(st.dictionaries(NAMES, st.integers(0, 3), min_size=1, max_size=40))
-def test_names_are_distinct_and_none_is_lost(kinds: dict[str, int]) -> None:
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name, kind in kinds.items():
-        groups.setdefault((mask_numbers(name), kind), []).append(name)
-    named = distinct_names(groups.values())
-    names = [name for name, _ in named]
-    assert len(set(names)) == len(names)
-    assert sorted(member for _, members in named for member in members) == sorted(kinds)
-    for name, members in named:
-        assert len({kinds[member] for member in members}) == 1
-        if "*" in name:
-            assert all(re.fullmatch(re.escape(name).replace(r"\*", r"\d+"), member) for member in members)
-        else:
-            assert set(expand_name(name)) == set(members)
 
 
 @pytest.mark.parametrize(

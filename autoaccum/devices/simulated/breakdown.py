@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from autoaccum.devices.explanation import Explanation, Holding, ModuleShare
 from autoaccum.simulation.allocator.replay import SizedTrace
 from autoaccum.simulation.trace_records import CATEGORIES, Category, LabelledTrace, Phase, Role, Trace
-from autoaccum.sources.module_names import distinct_names, mask_numbers
+from autoaccum.sources.module_names import compact_names, mask_numbers
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
@@ -182,7 +182,8 @@ def module_shares(breakdown: MemoryBreakdown, event: int) -> list[ModuleShare]:
             alike.setdefault((mask_numbers(name), kind, *categories.items()), []).append(name)
         else:
             unnamed.append(share)
-    return [*unnamed, *(_multiply(shares[of[0]], name, len(of)) for name, of in distinct_names(alike.values()))]
+    groups = (group for names in alike.values() for group in compact_names(names))
+    return [*unnamed, *(_multiply(shares[of[0]], name, len(of)) for name, of in groups)]
 
 
 def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> tuple[ModuleShare, ...]:
