@@ -59,7 +59,7 @@ def load_workload(reference: str) -> Workload:
     The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
     names a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of
     `model`. `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and `criterion`
-    the first counts, since it may call the others. A `batchnorm` that is not a string is ignored, and so is one of
+    the first counts, where one of them calls the other. A `batchnorm` that is not a string is ignored, and so is one of
     `split` and `size`, or of `outputs` and `coupled_loss`, without the other.
 
     Raises:
@@ -166,13 +166,26 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
             found |= {name: functions[name] for name in pair}
     losses = [name for name in ("coupled_loss", "loss", "criterion") if name in found]
     for name in losses[1:]:
-        del found[name]  # The first may call it.
+        _check_unused(path, losses[0], name)
+        del found[name]
     for name, kind in (("batchnorm", str), ("coupled", bool | str)):
         if isinstance(value := getattr(module, name, None), kind):
             found[name] = value
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", label)
     return Workload(model=model, name=title, **found, **origin)
+
+
+def _check_unused(path: Path, counts: str, other: str) -> None:
+    """Raise WorkloadError if a file binds the name `other`, but reads neither it nor that of the loss that counts."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    names = [(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)]
+    binds = (other, ast.Store) in names or any(isinstance(n, ast.FunctionDef) and n.name == other for n in nodes)
+    if binds and not {(other, ast.Load), (counts, ast.Load)} & set(names):
+        raise WorkloadError(
+            f"{path.name} defines both {counts} and {other}, of which {counts} counts, and neither calls the other",
+            hint=f"remove {other}, or give it another name",
+        )
 
 
 def _require(module: ModuleType, name: str, label: str) -> Any:

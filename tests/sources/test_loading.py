@@ -90,6 +90,9 @@ def test_a_criterion_that_the_loss_calls_is_not_the_workloads(write: Write) -> N
     loaded = load_workload(str(write(GOOD + loss)))
     assert loaded.criterion is None
     assert loaded.loss is not None
+    beside = loss.replace("criterion(", "nn.functional.cross_entropy(")
+    with pytest.raises(WorkloadError, match="both loss and criterion, of which loss counts, and neither calls"):
+        load_workload(str(write(GOOD + beside)))
 
 
 COUPLED = """
