@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.step_result import StepResult as StepResult
     from autoaccum.accumulation.whole_batch.lockstep import whole_batch as whole_batch
     from autoaccum.api import compare as compare
+    from autoaccum.api import fit as fit
     from autoaccum.api import guard as guard
     from autoaccum.api import plan as plan
+    from autoaccum.api import tune as tune
     from autoaccum.api import verify as verify
-    from autoaccum.api_training import fit as fit
-    from autoaccum.api_training import tune as tune
     from autoaccum.planning.comparison import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
     from autoaccum.sources.workload import Workload as Workload
@@ -36,9 +36,9 @@ _HOMES = {
     "whole_batch": "autoaccum.accumulation.whole_batch.lockstep",
     "plan": "autoaccum.api",
     "compare": "autoaccum.api",
-    "fit": "autoaccum.api_training",
+    "fit": "autoaccum.api",
     "verify": "autoaccum.api",
-    "tune": "autoaccum.api_training",
+    "tune": "autoaccum.api",
     "guard": "autoaccum.api",
     "Plan": "autoaccum.planning.plan_record",
     "Comparison": "autoaccum.planning.comparison",

@@ -28,7 +28,7 @@ ROWS = (
     {"training"},
     {"verification", "tuning", "guarding"},
     {"reporting"},
-    {"api", "api_training", "integrations"},
+    {"api", "integrations"},
     {"cli", "pytest_plugin"},
 )
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}

@@ -100,7 +100,7 @@ def command(
       3    could not be planned or trained, or the study could not be read or written
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; finished trials are kept
     """
-    from autoaccum.api_training import tune
+    from autoaccum.api import tune
 
     others = {"the study itself": Path(asked["storage"])}
     check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
