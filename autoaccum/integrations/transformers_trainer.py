@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.argument_checks import unwrap_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.batches import batch_size, has_size
@@ -80,7 +81,7 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         optimizer=(
             OptimizerOfModel(_without_autocast(model, empty_tensors(model)), partial(_create_optimizer, shadow))
             if given is None
-            else OptimizerLike(_bare(given), trained)
+            else OptimizerLike(unwrap_optimizer(given), trained)
         ),
         precision=PRECISIONS[args.mixed_precision],
         accumulate_in="parameters" if half else "fp32",
@@ -243,12 +244,6 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Log nothing."""
 
 
-def _bare(optimizer: Any) -> Optimizer:
-    """Return the optimizer in accelerate's wrapper."""
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
 def _read_data(trainer: Any) -> tuple[Any, Any]:
     """Return the training dataset and the collate function as the Trainer's own DataLoader has them."""
     reading = copy.copy(trainer)
@@ -402,6 +397,6 @@ def _create_optimizer(shadow: Any, model: nn.Module) -> Optimizer:
     try:
         with user_code("create_optimizer() of the Trainer"):
             shadow.create_optimizer()
-        return _bare(shadow.optimizer)
+        return unwrap_optimizer(shadow.optimizer)
     finally:
         shadow.model = shadow.optimizer = None
