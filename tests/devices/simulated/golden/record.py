@@ -139,13 +139,11 @@ def explain(device: SimulatedDevice, parts: tuple[int, ...], *, changes: bool) -
     """Where the memory goes, in numbers."""
     account = device.explain(parts, changes=changes, curve=changes, detail=True)
     found, line = account.explanation, account.timeline
-    modules = [(one.name, one.kind, one.count, one.bytes, one.categories) for one in found.modules]
     return {
         "categories": of_one_rank(found.categories),
         "at": [found.phase, found.op, found.module],
         "changes": {change.name: [change.peak_bytes, change.least_bytes] for change in found.changes},
         "curve": [[point.size, point.peak_bytes] for point in account.curve],
-        "modules_digest": digest_of(modules),
         "holdings_digest": digest_of(account.holdings),
         "timeline_digest": digest_of([of_one_rank(line.categories), line.reserved_bytes, line.phases, line.peak_at]),
     }
