@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import runpy
 import shlex
 import sys
@@ -19,7 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
 """Loops of a framework's, which there is nothing to plan of."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual"}
-"""What tests/training/test_digits_example.py, tests/verification/test_verified_examples.py, a test below, and
+"""What tests/verification/test_verified_examples.py, tests below, and
 tests/libraries/test_framework_examples.py run."""
 COMMANDS = {
     (path.stem, line)
@@ -63,6 +65,21 @@ def test_two_networks_are_planned_and_trained(warm_children: None, capsys: pytes
     assert planned.startswith("discriminator: (512, ")
     assert other.startswith("generator: (512, ")
     assert len(trained) == 4
+
+
+@pytest.mark.slow
+def test_digits_that_were_never_seen_are_read(
+    command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = (line for name, line in COMMANDS if name == "digits_fit" and line.startswith("autoaccum"))
+    words = shlex.split(line)[1:]
+    words[words.index("--epochs") + 1], words[words.index("--run-dir") + 1] = "1", str(tmp_path / "run")
+    done = command(ROOT, *words, "--quiet", "--json")
+    assert (done.returncode, json.loads(done.stdout)["updates"]) == (0, 12), done.stderr
+    runpy.run_path(str(ROOT / "examples" / "digits_fit.py"), run_name="__main__")
+    found = re.fullmatch(r"240 updates, (\d+\.\d)% of the held-out digits are right\n", capfd.readouterr().out)
+    assert found is not None
+    assert float(found[1]) >= 97
 
 
 @pytest.mark.slow

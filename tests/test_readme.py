@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import environment
+from factories import make_plan
 from torch import nn
 from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.devices.base import Trial
 from autoaccum.devices.trial_run import TrialRun
-from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.cards import all_cards
 from autoaccum.sources.loading import load_workload
-from autoaccum.spec import WorkloadFacts
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -105,23 +103,7 @@ def test_the_weight_counts_the_shifted_labels() -> None:
 def test_the_training_loop_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 2)
     before = model.weight.detach().clone()
-    Plan(
-        kind="measured",
-        target_batch=8,
-        micro_batch=3,
-        iter_size=3,
-        micro_batches=(3, 3, 2),
-        world_size=1,
-        largest_fit=3,
-        capped=False,
-        limit_bytes=2**30,
-        peak_bytes=2**20,
-        device={"name": "cpu"},
-        environment={},
-        workload=WorkloadFacts(),
-        trials=(Trial(parts=(3, 2), outcome="ok"),),
-        warnings=(),
-    ).save(tmp_path / "plan.json")
+    make_plan(8, 3, workload={}).save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
     loader = [(torch.randn(8, 4), torch.randint(0, 2, (8,))), (torch.randn(5, 4), torch.randint(0, 2, (5,)))]
     names = {

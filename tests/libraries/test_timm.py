@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import timm
 import torch
 import torchvision
 
@@ -66,19 +65,3 @@ def test_a_detector_is_trained_without_a_word_on_what_it_keeps() -> None:
     result = Accumulator(detector, optimizer, loss, micro_batch=2).step((torch.rand(4, 3, 64, 64), boxes))
 
     assert result.micro_batches == (2, 2)
-
-
-def test_a_network_of_timm_is_left_as_it_was_by_a_plan() -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=4)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(size, 3, 32, 32), torch.randint(0, 4, (size,))
-
-    plan = autoaccum.plan(
-        model=model, batch=batch, loss=torch.nn.CrossEntropyLoss(), target_batch=8, max_micro_batch=4, device="cpu"
-    )
-
-    assert plan.micro_batches == (4, 4)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

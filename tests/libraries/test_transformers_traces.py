@@ -50,21 +50,7 @@ def batch(n):
 def loss(model, batch):
     return model(**batch).loss
 """
-LONGFORMER = """
-from transformers import LongformerConfig, LongformerForSequenceClassification
-
-def model():
-    return LongformerForSequenceClassification(LongformerConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        attention_window=[8], max_position_embeddings=40, num_labels=3, pad_token_id=1))
-
-def batch(n):
-    return {"input_ids": torch.randint(2, 50, (n, 16)), "labels": torch.randint(0, 3, (n,))}
-
-def loss(model, batch):
-    return model(**batch).loss
-"""
-MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2, "longformer": LONGFORMER}
+MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2}
 
 
 def trace(path: Path, **options: Any) -> Trace:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Command, environment
-from pictured_plans import MEASURED, plan, trial
+from factories import make_plan
 from small_trainers import LONGEST, Texts, make_trainer, wide_loss
 from state_digests import state_digest
 from tiny_transformers import NO_DROPOUT, bert, hf, llama
@@ -25,7 +25,6 @@ from autoaccum.errors import PlanFileError, UsageError, WorkloadError
 from autoaccum.integrations.transformers_trainer import free_card
 from autoaccum.simulation.tracing.placement import REPLACED_BY
 from autoaccum.sources.loading import workload_of
-from autoaccum.units import GIB, MIB
 
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
@@ -340,10 +339,9 @@ def test_the_exact_trainer_averages_a_loss_that_ignores_the_number_of_items(tmp_
     assert norms[1:] == [pytest.approx(4 * norms[0], rel=1e-4), pytest.approx(norms[0], rel=1e-4)]
 
 
-def made_plan(micro_batch: int, target: int, model: str = "LlamaForCausalLM", **workload: Any) -> Plan:
-    facts = {"model": model, "precision": "fp32", "optimizer": "AdamW", "savers": (), **workload}
-    fields = {**MEASURED, "device": {"name": "cpu", "kind": "cpu"}, "workload": facts}
-    return plan(micro_batch, target, GIB, MIB, (trial(micro_batch, "ok", MIB),), **fields)
+def made_plan(micro_batch: int, target: int, **workload: Any) -> Plan:
+    facts = {"model": "LlamaForCausalLM", "precision": "fp32", "optimizer": "AdamW", **workload}
+    return make_plan(target, micro_batch, workload=facts)
 
 
 def test_the_exact_trainer_takes_a_plan_of_its_own_training_only(tmp_path: Path) -> None:

@@ -28,14 +28,6 @@ def test_plans() -> None:
     assert [trial.micro_batch for trial in found.trials] == [max(parts) for parts, _ in device.asked]
 
 
-def test_the_ceiling_is_found_to_the_sample() -> None:
-    device = ScriptedDevice()
-    found = run(device, ceiling=True)
-    assert (found.micro_batches, found.largest_fit) == ((86, 85, 85), 100)
-    assert [t.outcome for t in found.trials if t.fresh and t.micro_batch == 101] == ["oom"]
-    assert device.asked[-1] == ((86, 85), True)
-
-
 def test_trials_run_the_parts_of_schedules_and_the_answer_from_a_clean_state() -> None:
     device = ScriptedDevice()
     found = run(device)
@@ -83,29 +75,6 @@ def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> 
     device = ScriptedDevice()
     assert run(device, 1).trials[-1].fresh
     assert device.asked == [((1,), False)]
-
-
-def test_a_confirmation_that_fails_goes_down() -> None:
-    device = ScriptedDevice(confirms=lambda size: "ok" if size <= 60 else "oom")
-    found = run(device, ceiling=True)
-    assert found.micro_batches == (52, 51, 51, 51, 51)
-    assert found.largest_fit < 64
-    assert not found.capped
-
-
-def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
-    assert run(ScriptedDevice(confirms=lambda size: "tight" if size > 70 else "ok")).micro_batch == 64
-    found = run(ScriptedDevice(lambda size: "tight" if size <= 100 else "oom"))
-    assert found.micro_batch == 86
-    assert "ran only because the allocator" in found.warnings[0]
-
-
-@pytest.mark.parametrize("confirms", [None, lambda _: "error"])
-def test_an_error_of_the_workload(confirms: Any) -> None:
-    device = ScriptedDevice(lambda size: "ok" if size < 4 else "oom" if confirms else "error", confirms=confirms)
-    with pytest.raises(WorkloadError, match=r"micro-batch \d+ failed in backward: scripted") as seen:
-        run(device)
-    assert seen.value.user_traceback == "model.py, line 7"
 
 
 def test_the_longest_share_decides() -> None:

@@ -8,31 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from factories import LanguageModel, token_loss
 from state_digests import state_digest
 from torch import nn
 
 import autoaccum
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(1000, 256)
-        self.layers = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
-        self.last = nn.Linear(256, 1000, bias=False)
-        self.last.weight = self.table.weight
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.last(self.layers(self.table(x)) * self.scale))
+def model() -> LanguageModel:
+    net = LanguageModel(256)
+    net.head = nn.Linear(256, 1000, bias=False)
+    net.embed = nn.Embedding(1000, 256)
+    net.head.weight = net.embed.weight
+    return net
 
 
 def batch(size: int) -> Any:
     return torch.randint(0, 1000, (size, 32)), torch.randint(0, 1000, (size, 32))
-
-
-def loss(model: nn.Module, batch: Any) -> Any:
-    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def optimizer(params: Any) -> Any:
@@ -41,9 +33,9 @@ def optimizer(params: Any) -> Any:
 
 FILE = "\n".join(
     (
-        "import torch\nfrom torch import nn\nfrom typing import Any",
-        *(inspect.getsource(part) for part in (Net, batch, loss, optimizer)),
-        "model = Net",
+        "import torch\nfrom factories import LanguageModel\nfrom factories import token_loss as loss",
+        "from torch import nn\nfrom typing import Any",
+        *(inspect.getsource(part) for part in (model, batch, optimizer)),
     )
 )
 
@@ -55,12 +47,12 @@ def test_what_code_holds_is_predicted_as_its_file_and_left_as_it_was(tmp_path: P
     asked: dict[str, Any] = {"target_batch": 512, "gpu": "rtx3090", "memory": "256MiB"}
     made = autoaccum.plan(tmp_path / "net.py", **asked)
     assert 1 < made.micro_batch < 512, "the budget binds"
-    net = Net()
+    net = model()
     given, sample = optimizer(net.parameters()), batch(3)
     before = state_digest(net, given)
-    live = autoaccum.plan(model=net, batch=sample, loss=loss, optimizer=given, explain=True, **asked)
-    assert (state_digest(net, given), net.last.weight is net.table.weight) == (before, True)
-    workload = autoaccum.Workload(model=Net, batch=batch, loss=loss, optimizer=optimizer)
+    live = autoaccum.plan(model=net, batch=sample, loss=token_loss, optimizer=given, explain=True, **asked)
+    assert (state_digest(net, given), net.head.weight is net.embed.weight) == (before, True)
+    workload = autoaccum.Workload(model=model, batch=batch, loss=token_loss, optimizer=optimizer)
     assert live.explanation is not None
     for plan in (live, autoaccum.plan(workload, **asked)):
         assert (plan.kind, plan.workload.optimizer) == ("predicted", "SGD")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.base import ChooseParts, Forecast
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
@@ -61,36 +59,6 @@ def test_a_plan_traces_two_small_sizes_and_its_own_parts(target: int, gib: float
     predict(tracer, target, gib=gib)
     assert len(tracer.traced) <= most
     assert len(set(tracer.traced)) == len(tracer.traced)
-
-
-class _ThreeSizes(SimulatedDevice):
-    """Checks its extrapolation by a third small size, whatever the plan is."""
-
-    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
-        return super().forecast(limit_seconds=limit_seconds)
-
-
-@pytest.mark.parametrize(
-    "activations",
-    [
-        linear(),
-        lambda size: 12 * MIB * -(-size // 4) * 4,
-        lambda size: 6 * MIB * -(-size // 8) * 8,
-        lambda size: 6 * MIB * (size + size % 2),
-        lambda size: MIB * size * size,
-        lambda size: 9 * MIB * size if size < 9 else 120 * MIB,
-    ],
-    ids=["affine", "steps of 4", "steps of 8", "steps of 2", "squares", "capped"],
-)
-@pytest.mark.parametrize(("target", "gib"), [(64, 0.9), (64, 1.0), (101, 1.2), (256, 2.0)])
-def test_parts_of_the_plan_check_an_extrapolation_as_well_as_a_third_size(
-    activations: Callable[[int], int], target: int, gib: float
-) -> None:
-    def timeless(plan: Plan) -> Plan:
-        return replace(plan, trials=tuple(replace(trial, seconds=0.0) for trial in plan.trials))
-
-    three = predict(SyntheticTracer(activations), target, gib=gib, kind=_ThreeSizes)
-    assert timeless(predict(SyntheticTracer(activations), target, gib=gib)) == timeless(three)
 
 
 @pytest.mark.parametrize("target", [101, 251])

@@ -4,12 +4,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import pytest
+from factories import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic_memory import LIMIT, Kind, SyntheticMemory
 
 from autoaccum.accumulation.schedule import part_sizes
 from autoaccum.devices.base import Outcome, Trial
@@ -17,7 +18,75 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.planning.next_size import CorrectedForecast
 from autoaccum.planning.plan_messages import MemoryNeeds, does_not_fit_error
 from autoaccum.planning.search import RunTrial, SearchResult, SearchStopped, search
+from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.units import GIB, MIB
+
+LIMIT = 4 * GIB
+Kind = Literal["affine", "noise", "floor", "steps", "concave"]
+
+
+@dataclass
+class SyntheticMemory:
+    """Micro-batches up to `ceiling` samples fit into LIMIT; `constant` is the share of it that no sample takes.
+
+    Kinds: `noise` of 1 % in every measured peak; a `floor` under every update's peak, whatever its size; `steps` of 2
+    to 128 MiB; `concave`, where small micro-batches cost more a sample.
+    """
+
+    ceiling: int
+    constant: float = 0.3
+    kind: Kind = "affine"
+    seed: int = 0
+    trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"{self.seed} {self.ceiling} {self.constant}")
+        self._slope = (1 - self.constant) * LIMIT / (self.ceiling + self._random.uniform(0.01, 0.99))
+        self._step = self._random.choice((2, 16, 128)) * MIB
+        self._floor = self.constant + (1 - self.constant) * self._random.uniform(0.1, 0.9)
+        self._used = True  # The inspection has run.
+
+    def peak(self, size: int) -> int:
+        """The peak in bytes of an update."""
+        grows = self._slope * size
+        if self.kind == "steps":
+            grows = math.ceil(grows / self._step) * self._step
+        if self.kind == "concave":
+            grows = (1 - self.constant) * LIMIT * (size / (self.ceiling + 0.5)) ** 0.85
+        peak = self.constant * LIMIT + grows
+        return int(max(peak, self._floor * LIMIT if self.kind == "floor" else 0))
+
+    def measured(self, size: int) -> int:
+        noise = self._random.uniform(-0.01, 0.01) if self.kind == "noise" else 0.0
+        return int(self.peak(size) * (1 + noise))
+
+    def fits(self, size: int) -> bool:
+        return self.peak(size) <= LIMIT
+
+    def trial(self, size: int, *, fresh: bool, unlimited: bool) -> Trial:
+        """A failure ends the process; the next trial has a fresh one."""
+        ran, is_fresh = self.fits(size), fresh or not self._used
+        self._used = ran
+        peak = min(self.measured(size), LIMIT) if ran else None
+        return self._keep(
+            Trial(parts=(size, size), outcome="ok" if ran else "oom", peak_reserved_bytes=peak, fresh=is_fresh)
+        )
+
+    def needs(self) -> MemoryNeeds:
+        """What an inspection tells: the peak of two samples, and a sample's activations without what backward adds."""
+        return MemoryNeeds(
+            update_bytes=self.peak(2), update_samples=2, sample_bytes=int(self._slope / self._random.uniform(1.05, 1.4))
+        )
+
+    def search(self, target: int, *, sizes: Any = None, **options: Any) -> SearchResult:
+        """Search the schedules of `target` samples."""
+        asked: dict[str, Any] = {"limit_bytes": LIMIT, "needs": self.needs()} | options
+        return search(self.trial, part_sizes(target, target) if sizes is None else sizes, **asked)
+
+    def _keep(self, trial: Trial) -> Trial:
+        self.trials.append(trial)
+        return trial
+
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -312,3 +381,24 @@ def test_a_stopped_search_confirms_the_largest_that_ran(ceiling: int, after: int
         assert (result.stopped, result.capped) == ("trials", False)
         assert f"the limit of {after} trials ended the search" in result.warnings[0]
         assert f"no size above {result.largest_fit}" in result.warnings[0]
+
+
+@pytest.mark.parametrize(("most", "text"), [(3, "the limit of 3 trials$"), (1, "the limit of 1 trial$")])
+def test_a_number_of_trials_ends_the_search(most: int, text: str) -> None:
+    limits = SearchLimits(most)
+    limits.check_number(most - 1)
+    with pytest.raises(SearchStopped, match=text) as stopped:
+        limits.check_number(most)
+    assert stopped.value.stop == "trials"
+    assert limits.seconds_left() is None
+
+
+def test_a_time_limit_keeps_what_the_confirmation_takes() -> None:
+    clock = FakeClock()
+    limits = SearchLimits(None, 60.0, clock.seconds, clock)
+    assert limits.seconds_left() == 60.0
+    clock.seconds += 45
+    assert limits.seconds_left(5.0) == 10.0
+    with pytest.raises(SearchStopped, match="the time limit of 60 s") as stopped:
+        limits.seconds_left(15.0)
+    assert stopped.value.stop == "time"

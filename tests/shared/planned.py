@@ -35,15 +35,16 @@ def simulated_card(
     memory_bytes: int = 2 * GIB,
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
-    kind: type[SimulatedDevice] = SimulatedDevice,
 ) -> SimulatedDevice:
     """Return an RTX 3090 with that budget, whose traces `tracer` makes."""
     memory = MemorySize(bytes=memory_bytes)
-    return kind(CARD, lambda: tracer, share=share, torch_version=(2, 13), memory=memory, environment=environment)
+    return SimulatedDevice(
+        CARD, lambda: tracer, share=share, torch_version=(2, 13), memory=memory, environment=environment
+    )
 
 
 def plan_simulated(tracer: Tracer, target: int = 256, memory_bytes: int = 2 * GIB, **asked: Any) -> Plan:
     """Return the plan of a request on `simulated_card`."""
-    how = {name: asked.pop(name) for name in ("environment", "kind") if name in asked}
+    how = {name: asked.pop(name) for name in ("environment",) if name in asked}
     share = make_request(target, **{name: value for name, value in asked.items() if name != "on_event"}).share
     return plan_on(simulated_card(tracer, share, memory_bytes, **how), target, **asked)

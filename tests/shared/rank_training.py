@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -26,6 +27,21 @@ class Rows(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         self.read(index)
         return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+
+class Failing(nn.Module):
+    """A criterion that raises on rank 1 when it is called for the `at`-th time there."""
+
+    def __init__(self, at: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.at, self.calls, self.error = at, 0, error or ValueError("a bug of the user's")
+
+    def forward(self, outputs: Any, targets: Any) -> Any:
+        is_second = dist.is_initialized() and dist.get_rank() == 1
+        self.calls += is_second
+        if is_second and self.calls == self.at:
+            raise self.error
+        return nn.functional.cross_entropy(outputs, targets)
 
 
 def net(*middle: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from factories import recorded
+from factories import make_plan
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -177,21 +177,11 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
 
 def plan_of(learning_rate: float | None = None, parts: tuple[int, ...] = (16,)) -> Plan:
     """Return a plan of updates in these parts, as if it had been measured."""
-    return Plan(
-        kind="measured",
-        target_batch=sum(parts),
-        micro_batch=parts[0],
-        iter_size=len(parts),
-        micro_batches=parts,
-        world_size=1,
-        largest_fit=parts[0],
-        capped=True,
-        limit_bytes=2**30,
-        peak_bytes=2**20,
-        device={"name": "cpu", "kind": "cpu"},
-        environment={},
-        workload=recorded({"name": "line"})["workload"],
-        trials=(Trial(parts=(parts[0], parts[-1]), outcome="ok"),),
-        warnings=(),
-        learning_rate=learning_rate,
-    )
+    trials = (Trial(parts=(parts[0], parts[-1]), outcome="ok"),)
+    given: dict[str, Any] = {
+        "capped": True,
+        "trials": trials,
+        "learning_rate": learning_rate,
+        "workload": {"name": "line"},
+    }
+    return make_plan(sum(parts), parts[0], **given)

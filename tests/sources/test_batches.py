@@ -18,34 +18,16 @@ from autoaccum.errors import WorkloadError
 from autoaccum.sources.batches import batch_size, has_size, join_batches, move_batch, split_batch, wrap_batch
 from autoaccum.sources.pytree import unwrap_batch
 
-Pair = namedtuple("Pair", ["inputs", "targets"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    ids: Tensor
-    mask: Tensor
-    note: str = "note"
-
 
 def rows(count: int, *shape: int) -> Tensor:
     return torch.arange(count * max(1, torch.Size(shape).numel())).reshape(count, *shape).float()
 
 
 FORMS: dict[str, Any] = {
-    "tensor": rows(5, 2),
-    "tuple": (rows(5, 2), rows(5)),
-    "dict": {"x": rows(5, 2), "y": rows(5), "scale": 2.0, "name": "a", "none": None, "zero": torch.tensor(3.0)},
     "userdict": UserDict(x=rows(5, 2)),
-    "dataclass": Sample(rows(5, 3), rows(5)),
-    "namedtuple": Pair(rows(5, 2), rows(5)),
-    "nested": ({"a": [rows(5, 2), (rows(5), rows(5, 1))]}, Sample(rows(5, 3), rows(5))),
     "captions": {"x": rows(5, 2), "captions": ["a", "b", "c", "d", "e"]},
     "numbers": {"x": rows(5, 2), "lengths": [1, 2, 3, 4, 5], "image_size": (224, 224)},
     "images": ([rows(3, n, 2) for n in range(1, 6)], rows(5)),
-    "detection": ([rows(3, 4, 4)] * 5, [{"boxes": rows(n, 4), "labels": rows(n)} for n in (1, 0, 2, 7, 3)]),
-    "detection in tuples": (tuple(rows(3, 4, n) for n in range(1, 6)), tuple({"boxes": rows(2, 4)} for _ in range(5))),
-    "list of dicts": [{"x": rows(3, 4, 4), "label": n} for n in range(5)],
     "ragged numbers": {"x": rows(5, 2), "ids": [[1], [2, 3], [4, 5, 6, 7, 8], [9], []]},
     "lists of pairs of strings": [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"]],
     "strings": ["a", "b", "c", "d", "e"],

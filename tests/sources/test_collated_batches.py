@@ -40,12 +40,6 @@ class MetaTensor(Tensor):
     """As MONAI's, a subclass that its collate functions return."""
 
 
-@dataclasses.dataclass
-class Collated:
-    x: Tensor
-    y: Tensor
-
-
 def rows(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
@@ -83,20 +77,13 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "default_collate of pairs of tensors": Form([rows(N, 5), rows(N, 2)], lambda b: flat(*b)),
     "default_collate of pairs of dicts": Form(columns(), lambda b: flat(b[0]["x"], b[1]["x"]), guessed=True),
-    "default_collate of dicts": Form({"x": rows(N, 5), "y": rows(N)}, lambda b: flat(b["x"], b["y"])),
     "default_collate of pairs of pairs": Form(
         [[rows(N, 5), rows(N, 5)], [rows(N, 2), rows(N)]], lambda b: flat(*b[0], *b[1])
     ),
-    "default_collate of a pair of tensors and a pair of dicts": Form(
-        [[rows(N, 5), rows(N, 5)], columns()], lambda b: flat(*b[0], b[1][0]["x"], b[1][1]["x"])
-    ),
-    "default_collate of named tuples": Form(Pair(rows(N, 5), rows(N)), lambda b: flat(b.first, b.second)),
     "default_collate of named tuples of pairs of dicts": Form(
         Pair(columns(), rows(N)), lambda b: flat(b.first[0]["x"], b.first[1]["x"], b.second)
     ),
-    "a dataclass": Form(Collated(rows(N, 5), rows(N)), lambda b: flat(b.x, b.y)),
     "pairs of named tuples": Form(
         [Pair(rows(N, 5), rows(N)), Pair(rows(N, 4), rows(N))], lambda b: flat(*b[0], *b[1]), guessed=True
     ),
@@ -104,17 +91,9 @@ FORMS = {
         Encoding({"input_ids": rows(N, 7), "attention_mask": torch.ones(N, 7), "labels": rows(N)}),
         lambda b: flat(b["input_ids"], b["labels"]),
     ),
-    "transformers for Seq2Seq": Form(
-        Encoding({"input_ids": rows(N, 7), "labels": rows(N, 4), "decoder_input_ids": rows(N, 4)}),
-        lambda b: flat(b["input_ids"], b["labels"], b["decoder_input_ids"]),
-    ),
     "transformers for detection": Form(
         Encoding({"pixel_values": rows(N, 3, 8, 8), "labels": [Encoding(one) for one in boxes(*[2] * N)]}),
         lambda b: of_detection((b["pixel_values"], b["labels"])),
-    ),
-    "sentence-transformers": Form(
-        {"anchor_input_ids": rows(N, 5), "anchor_modality": "text", "positive_input_ids": rows(N, 4), "label": rows(N)},
-        lambda b: flat(b["anchor_input_ids"], b["positive_input_ids"], b["label"]),
     ),
     "sentence-transformers smart batching": Form(
         ([{"input_ids": rows(N, 5), "modality": "text"}, {"input_ids": rows(N, 3), "modality": "text"}], rows(N)),
@@ -127,23 +106,15 @@ FORMS = {
     ),
     "torchvision detection": Form((tuple(images()), tuple(boxes(1, 2, 3, 4, 1, 3))), of_detection),
     "torchvision detection, equal counts": Form((images(), boxes(*[2] * N)), of_detection),
-    "torchvision detection, as many boxes as channels": Form((images(), boxes(*[3] * N)), of_detection),
     "torchvision detection, as many boxes as images": Form((torch.stack(images()), boxes(*[4] * N)), of_detection),
     "images of one shape": Form({"x": images(), "y": rows(N)}, lambda b: flat(torch.stack(list(b["x"])), b["y"])),
     "samples with numbers": Form(
         [{"x": image, "y": number} for number, image in enumerate(images())],
         lambda b: torch.stack([one["x"].flatten() * one["y"] for one in b]),
     ),
-    "samples with texts": Form(
-        [{"x": image, "file": f"{number}.png"} for number, image in enumerate(images())],
-        lambda b: torch.stack([one["x"].flatten() for one in b]),
-    ),
     "torchaudio samples": Form(
         [(rows(1, 40), 16000, "text", number) for number in range(N)],
         lambda b: torch.stack([wave.flatten() * number for wave, _, _, number in b]),
-    ),
-    "torchaudio transducer": Form(
-        (rows(N, 9, 4), torch.full((N,), 9), rows(N, 5), torch.full((N,), 5)), lambda b: flat(b[0], b[2])
     ),
     "MONAI": Form(
         {

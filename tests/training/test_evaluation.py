@@ -1,8 +1,9 @@
 """An evaluation does not affect training, runs with what fits, and when it is due."""
 
+import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_evaluations import (
-    CLASSES,
-    CRITERION,
-    SAMPLES,
-    Batches,
-    Numbers,
-    Stream,
-    dataset,
-    evaluation,
-    net,
-    samples,
-    values,
-    whole,
-)
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
@@ -35,6 +22,67 @@ from autoaccum.training.evaluation import Evaluation
 from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
+
+SAMPLES, CLASSES = 23, 3
+CRITERION = nn.CrossEntropyLoss()
+
+
+def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+def dataset(count: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(*samples(count))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+
+
+def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, **options: Any) -> Evaluation:
+    objective = resolve_objective(options.pop("loss", CRITERION), **options.pop("objective", {}))
+    return Evaluation(
+        objective, evaluate, "fp32", dataset() if data is None else data, micro_batch=micro_batch, **options
+    )
+
+
+def values(made: Evaluation, model: nn.Module) -> dict[str, float]:
+    outcome = made.run(model, 7)
+    assert outcome.update == 7
+    return dict(outcome.values)
+
+
+def whole(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
+    at_rest = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        return float(run(at_rest))
+
+
+class Numbers(Dataset[Any]):
+    """Map-style, without torch's Dataset classes."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = samples()
+        return x[index], y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*samples(), strict=True)
+
+
+class Batches:
+    """An iterable of batches of unequal size."""
+
+    def __iter__(self) -> Iterator[Any]:
+        sizes = [9, 1, 13]
+        return zip(*(torch.split(tensor, sizes) for tensor in samples()), strict=True)
 
 
 class Narrow(nn.Module):
@@ -138,24 +186,19 @@ def test_buffers_and_requires_grad_are_restored(ends_by: BaseException | None) -
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_out_of_memory_makes_the_rest_and_later_evaluations_smaller() -> None:
-    model, made = Narrow(6), evaluation(micro_batch=16)
+@pytest.mark.parametrize("make", [dataset, Batches])
+def test_out_of_memory_makes_the_rest_and_later_evaluations_smaller(make: Callable[[], Any]) -> None:
+    """Also where the data has larger batches."""
+    model, made = Narrow(6), evaluation(make(), micro_batch=16)
     x, y = samples()
     expected = {"loss": pytest.approx(whole(model.inner, lambda m: CRITERION(m(x), y)), rel=1e-12)}
     assert values(made, model) == expected
-    assert model.seen[0] == 16
+    assert 6 < model.seen[0] <= 16
     assert 3 <= made.micro_batch <= 6
     model.seen.clear()
     assert values(made, model) == expected
     assert max(model.seen) <= 6
     assert sum(model.seen) == SAMPLES
-
-
-def test_a_larger_batch_of_the_data_is_cut() -> None:
-    model, made = Narrow(4), evaluation(Batches(), micro_batch=4)
-    values(made, model)
-    assert sum(model.seen) == SAMPLES
-    assert max(model.seen) <= 4
 
 
 def test_not_even_one_sample_is_a_failure() -> None:
@@ -248,22 +291,14 @@ def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> Non
         assert outcome.values == {"loss": pytest.approx(expected, rel=1e-12)}
 
 
-def test_means_are_weighted_by_their_divisors() -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_means_are_weighted_by_their_divisors_and_sums_are_added(reduction: str) -> None:
     x, y = samples()
     y[::3] = -100
     y[:5] = -100  # a part in which nothing counts: its own mean is 0/0
-    model = net()
-    assert values(evaluation(TensorDataset(x, y)), model) == {
-        "loss": pytest.approx(whole(model, lambda m: CRITERION(m(x), y)), rel=1e-12)
-    }
-
-
-def test_sums_are_added() -> None:
-    model, criterion = net(), nn.CrossEntropyLoss(reduction="sum")
-    x, y = samples()
-    assert values(evaluation(loss=criterion), model) == {
-        "loss": pytest.approx(whole(model, lambda m: criterion(m(x), y)), rel=1e-12)
-    }
+    model, criterion = net(), nn.CrossEntropyLoss(reduction=reduction)
+    expected = pytest.approx(whole(model, lambda m: criterion(m(x), y)), rel=1e-12)
+    assert values(evaluation(TensorDataset(x, y), loss=criterion), model) == {"loss": expected}
 
 
 def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -310,17 +345,13 @@ def test_it_runs_in_the_precision_of_training(precision: str) -> None:
 # --- the workload's own evaluate ------------------------------------------------------------------------------------
 
 
-def accuracy(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return torch.eq(model(x).argmax(1), y).double().mean()
-
-
 def test_a_number_is_averaged_over_samples() -> None:
+    def accuracy(model: nn.Module, batch: Any) -> Tensor:
+        return torch.eq(model(batch[0]).argmax(1), batch[1]).double().mean()
+
     model = net()
-    x, y = samples()
-    assert values(evaluation(evaluate=accuracy), model) == {
-        "accuracy": pytest.approx(whole(model, lambda m: accuracy(m, (x, y))))
-    }
+    expected = pytest.approx(whole(model, lambda m: accuracy(m, samples())))
+    assert values(evaluation(evaluate=accuracy), model) == {"accuracy": expected}
 
 
 def test_named_numbers_are_averaged_and_a_result_without_numbers_is_refused() -> None:

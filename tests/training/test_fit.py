@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from factories import Classifier, LanguageModel, labelled_rows, token_loss
+from factories import tokens as word_ids
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import autoaccum
+from autoaccum.accumulation.step_result import WeightingWarning
+from autoaccum.errors import WorkloadError
 from autoaccum.training.fit_events import EpochEnded, Evaluated, Started, Updated
 
 SAMPLES, TARGET, EPOCHS = 155, 16, 3
@@ -147,41 +151,12 @@ def test_thirty_updates_are_those_of_full_batches(
     assert_same_weights(model, other)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, texts: list[Tensor]) -> None:
-        self.texts = texts
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.texts)
-
-
-class Batches:
-    """Padded batches of an awkward size, any number of times."""
-
-    def __init__(self, texts: list[Tensor], size: int) -> None:
-        self.texts, self.size = texts, size
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (pad(self.texts[start : start + self.size]) for start in range(0, len(self.texts), self.size))
-
-
-KINDS: dict[str, Callable[[list[Tensor]], Any]] = {
-    "loader of small batches": lambda texts: DataLoader(texts, batch_size=3, collate_fn=pad),  # type: ignore[arg-type]
-    "loader of large batches": lambda texts: DataLoader(texts, batch_size=50, collate_fn=pad),  # type: ignore[arg-type]
-    "loader over a stream": lambda texts: DataLoader(Stream(texts), batch_size=7, collate_fn=pad),
-    "stream of samples": Stream,
-    "iterable of batches": lambda texts: Batches(texts, 13),
-    "list of batches": lambda texts: list(Batches(texts, 20)),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_of_any_kind_is_regrouped_to_the_target_batch(model: Words, kind: str) -> None:
+def test_batches_of_any_size_are_regrouped_to_the_target_batch(model: Words) -> None:
     texts, other = RecordedTexts().texts, copy.deepcopy(model)
     sizes: list[int] = []
     autoaccum.fit(
         model,
-        KINDS[kind](texts),
+        [pad(texts[start : start + 20]) for start in range(0, SAMPLES, 20)],
         target_batch=TARGET,
         loss=loss,
         weight=tokens,
@@ -189,7 +164,6 @@ def test_data_of_any_kind_is_regrouped_to_the_target_batch(model: Words, kind: s
         scheduler=halving,
         micro_batch=6,
         epochs=EPOCHS,
-        collate=None if "loader" in kind or "batches" in kind else pad,
         progress=False,
         callbacks=[lambda event: sizes.append(event.samples) if isinstance(event, Updated) else None],
     )
@@ -204,12 +178,14 @@ def small() -> tuple[nn.Module, TensorDataset]:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2)), TensorDataset(x, x.sum(1).gt(0).long())
 
 
-def fit_small(**options: Any) -> tuple[autoaccum.FitResult, list[Any]]:
-    model, data = small()
+def fit_small(
+    model: nn.Module | None = None, data: Any = None, **options: Any
+) -> tuple[autoaccum.FitResult, list[Any]]:
+    made, rows = small()
     events: list[Any] = []
     settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "epochs": 2}
     settings |= {"callbacks": [lambda event: events.append(event)], "progress": False} | options
-    return autoaccum.fit(model, settings.pop("data", data), **settings), events
+    return autoaccum.fit(model or made, data or rows, **settings), events
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -219,18 +195,6 @@ def digest(result: autoaccum.FitResult) -> str:
 def test_the_same_seed_trains_the_same_and_another_one_does_not() -> None:
     digests = [digest(fit_small(seed=seed)[0]) for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_the_caller_s_random_states_are_restored() -> None:
-    random.seed(4), np.random.seed(4), torch.manual_seed(4)
-    expected = random.random(), np.random.rand(), torch.rand(1)
-    random.seed(4), np.random.seed(4), torch.manual_seed(4)
-    model, data = small()
-    random.seed(4), np.random.seed(4), torch.manual_seed(4)
-    autoaccum.fit(
-        model, data, target_batch=16, loss=nn.CrossEntropyLoss(), micro_batch=8, steps=2, progress=False, eval_data=data
-    )
-    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
 
 
 def test_events_come_in_order_and_say_what_happened() -> None:
@@ -270,22 +234,55 @@ def test_a_callback_that_says_true_ends_the_training() -> None:
     assert (result.updates, result.stopped) == (2, "callback")
 
 
-def test_submodules_in_eval_mode_stay_so_and_a_model_in_eval_mode_is_trained() -> None:
+def test_the_caller_s_random_states_are_restored() -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
     model, data = small()
-    settings: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 1, "progress": False}
-    model[1].eval()  # type: ignore[index]
-    autoaccum.fit(model, data, target_batch=16, **settings)
-    assert (model.training, model[1].training) == (True, False)  # type: ignore[index]
-    model.eval()
-    autoaccum.fit(model, data, target_batch=16, **settings)
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    expected = draw()
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 2}
+    autoaccum.fit(model, data, progress=False, eval_data=data, **settings)
+    assert draw() == expected
+
+
+def test_submodules_in_eval_mode_stay_so_and_a_model_in_eval_mode_is_trained() -> None:
+    model: Any = small()[0]
+    model[1].eval()
+    fit_small(model, steps=1)
+    assert (model.training, model[1].training) == (True, False)
+    fit_small(model.eval(), steps=1)
     assert all(module.training for module in model.modules())
 
 
 def test_a_live_optimizer_continues_with_its_state() -> None:
-    model, data = small()
+    model = small()[0]
     optimizer = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 2}
     for _ in range(2):
-        result = autoaccum.fit(model, data, optimizer=optimizer, progress=False, **options)
+        result, _ = fit_small(model, optimizer=optimizer, epochs=None, steps=2)
     assert result.optimizer is optimizer
     assert float(next(iter(optimizer.state.values()))["step"]) == 4
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch", "ignore:BatchNorm")
+@pytest.mark.parametrize(("mode", "updates"), [("micro", 2), ("running", 1), ("frozen", 0), ("exact", 1)])
+def test_a_mode_of_batchnorm_is_trained_under(mode: str, updates: int) -> None:
+    model: Any = Classifier(norm=True)
+    data = TensorDataset(*labelled_rows(16, torch.float32))
+    fit_small(model, data, epochs=1, batchnorm=mode)
+    assert int(model.norm.num_batches_tracked) == updates
+
+
+def test_a_wrong_weight_is_warned_of_and_changes_no_update_or_ends_the_training() -> None:
+    torch.manual_seed(0)
+    data, start, found = TensorDataset(*word_ids(32)), LanguageModel(dropout=0.1), set()
+    for check, message in (("warn", r"return \(batch\[1\] != -100\)\.sum\(\)$"), ("off", "has ignored entries")):
+        model = copy.deepcopy(start)
+        with pytest.warns(WeightingWarning, match=message) as told:
+            result, _ = fit_small(model, data, loss=token_loss, check=check)
+        assert len(told) == 1
+        found.add(digest(result))
+    assert len(found) == 1
+    with pytest.raises(WorkloadError, match="the weighting does not match the loss"):
+        fit_small(model, data, loss=token_loss, check="strict")

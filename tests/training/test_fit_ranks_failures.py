@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from example_counts import count_examples
 from on_ranks import Died, on_ranks
-from rank_training import Rows
+from rank_training import Failing, Rows
 from torch import nn
 
 from autoaccum.errors import CheckpointError, RankLostError
@@ -87,20 +87,6 @@ def fail_on_second(model: nn.Module, batch: Any) -> float:
     if dist.get_rank() == 1:
         fail()
     return 1.0
-
-
-class Failing(nn.Module):
-    """A criterion that raises on rank 1 when it is called for the `at`-th time there."""
-
-    def __init__(self, at: int, error: Exception | None = None) -> None:
-        super().__init__()
-        self.at, self.calls, self.error = at, 0, error or ValueError("a bug of the user's")
-
-    def forward(self, outputs: Any, targets: Any) -> Any:
-        self.calls += dist.is_initialized() and dist.get_rank() == 1
-        if self.calls == self.at and dist.get_rank() == 1:
-            raise self.error
-        return nn.functional.cross_entropy(outputs, targets)
 
 
 @pytest.mark.slow

@@ -148,9 +148,3 @@ def test_a_scheduler_function_that_returns_none_is_refused() -> None:
         options = {} if more else {"scheduler": lambda optimizer: None}
         with pytest.raises(AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler"):
             fit(workload(dataset=DATA, **more), **options)
-
-
-def test_a_workload_that_cannot_be_used_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(AutoaccumError, match="has no dataset"):
-        fit(workload(), run_dir=tmp_path / "run")
-    assert not list(tmp_path.iterdir())

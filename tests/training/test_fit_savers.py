@@ -10,6 +10,7 @@ import rank_training
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from small_blocks import blocks_source
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -94,35 +95,12 @@ def test_weights_that_a_checkpoint_would_round_are_refused() -> None:
         train_with(dtype=torch.bfloat16, savers="offload-optimizer")
 
 
-DEEP = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(2)))
-
-def batch(size):
-    return torch.randn(size, 4096, 16)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-dataset = [torch.randn(4096, 16) for _ in range(4)]
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
 def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None:
-    (tmp_path / "many_layers.py").write_text(DEEP)
+    (tmp_path / "many_layers.py").write_text(
+        f"{blocks_source(2, hidden=256, length=4096, width=16)}dataset = [torch.randn(4096, 16)] * 4\n"
+    )
     options: dict[str, Any] = {"target_batch": 1, "savers": "auto", "device": "cpu", "progress": False}
     run: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
     result = autoaccum.fit(tmp_path / "many_layers.py", steps=1, memory="15MiB", **options, **run)

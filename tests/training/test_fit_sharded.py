@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from factories import make_plan
 from on_ranks import on_ranks
-from rank_training import Rows
+from rank_training import Failing, Rows
 from torch import nn
 
 import autoaccum
@@ -34,26 +33,14 @@ def parallelize(model: Any, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-class Criterion(nn.Module):
-    """Cross-entropy that runs out of memory on rank 1 in one call."""
-
-    def __init__(self, fails_at: int | None) -> None:
-        super().__init__()
-        self.calls, self.fails_at = 0, fails_at
-
-    def forward(self, outputs: Any, targets: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.fails_at and dist.is_initialized() and dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
-        return nn.functional.cross_entropy(outputs, targets)
-
-
-def train(folder: str, steps: int, fails_at: int | None = None) -> Any:
+def train(folder: str, steps: int, fails_at: int = 0) -> Any:
     torch.set_num_threads(1)
     events: list[Any] = []
     workload = autoaccum.Workload(
         model=make_model,
-        criterion=Criterion(fails_at),
+        criterion=Failing(
+            fails_at, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+        ),
         dataset=Rows(),
         evaluation_dataset=Rows(),
         parallelize=parallelize,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import Evaluated, FitResult
 
 UPDATES, TARGET = 7, 16
@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
     "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
     "whole_batch": {"loss": balanced, "normed": False},
-    "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
+    "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "batchnorm": "exact"},
 }
 
 
@@ -182,14 +182,3 @@ def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(
     assert_same(done.model, full_batch(case), 1e-9)
     assert seen[-1].samples == 21
     assert done.oom_retries > 0
-
-
-def test_a_live_model_trains_with_a_coupled_criterion() -> None:
-    given: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES}
-    live = start(normed=False)
-    done = autoaccum.fit(
-        live, LOADED, criterion=spread, coupled=True, micro_batch=5, optimizer=optimizer(live.parameters()), **given
-    )
-    assert_same(done.model, full_batch("coupled criterion"), 1e-9)
-    with pytest.raises(WorkloadError, match="coupled is set, but the loss is a function of model and batch: write def"):
-        autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)

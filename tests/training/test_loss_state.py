@@ -40,25 +40,19 @@ class Weighted(nn.Module):
         return loss
 
 
-def alone(weighted: Weighted) -> dict[str, Any]:
-    weight = weighted.weight
-
+def alone(weight: Tensor) -> Callable[[nn.Module, Any], Tensor]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         errors: Tensor = (model(batch[0]) - batch[1]).pow(2).mean(0)
         return (errors * torch.exp(-weight) + weight).sum()
 
-    return {"loss": loss}
-
-
-def in_a_closure(weighted: Weighted) -> dict[str, Any]:
-    return {"loss": lambda model, batch: weighted(model(batch[0]), batch[1])}
+    return loss
 
 
 WAYS: dict[str, Callable[[Weighted], dict[str, Any]]] = {
-    "only in the optimizer": alone,
+    "only in the optimizer": lambda weighted: {"loss": alone(weighted.weight)},
     "a bound method": lambda weighted: {"loss": weighted.compute},
     "a partial": lambda weighted: {"criterion": functools.partial(weighted, scale=0.5)},
-    "a closure": in_a_closure,
+    "a closure": lambda weighted: {"loss": lambda model, batch: weighted(model(batch[0]), batch[1])},
 }
 
 
