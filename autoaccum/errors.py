@@ -16,6 +16,15 @@ def first_line(error: object) -> str:
     return str(error).partition("\n")[0]
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error's class and the first line of its text.
+
+    >>> describe_error(ValueError("seen")), describe_error(AssertionError())
+    ('ValueError: seen', 'AssertionError')
+    """
+    return f"{type(error).__name__}: {first_line(str(error).strip())}".removesuffix(": ")
+
+
 class AutoaccumError(Exception):
     """Base class of all errors raised on purpose.
 

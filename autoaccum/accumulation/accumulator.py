@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.argument_checks import (
-    PlanLike,
     check_clip_norm,
     check_model,
     check_optimizer,
@@ -32,7 +31,7 @@ from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first
-from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read_reduce
+from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
@@ -47,6 +46,9 @@ from autoaccum.options import CHECKS, Reduce
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
 from autoaccum.spec import AccumulateIn, BatchNormMode, Joining, resolve_spec
+
+if TYPE_CHECKING:
+    from autoaccum.planning.plan_record import Plan
 
 
 class Accumulator:
@@ -153,7 +155,7 @@ class Accumulator:
         loss: Any = None,
         *,
         micro_batch: int | None = None,
-        plan: PlanLike | None = None,
+        plan: Plan | None = None,
         criterion: Any = None,
         weight: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
@@ -208,9 +210,9 @@ class Accumulator:
         check_batchnorm(spec.batchnorm, model, objective.criterion_module)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
-        sharded = find_sharded(
-            model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=spec.accumulate_in == "fp32"
-        )
+        summed = reduce or getattr(plan, "reduce", None) or "each"
+        check_word(summed, "reduce", get_args(Reduce))
+        sharded = find_sharded(model, summed, in_fp32=spec.accumulate_in == "fp32")
         if sharded is not None:
             check_lists(optimizer, model_device(model))
         objective.move_criterion(model_device(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -164,11 +164,8 @@ def _run(
     )
 
 
-class Recompute:
-    """Runs some of the repeated blocks of a model again in backward, evenly spread over it.
-
-    Attributes:
-        names: The paths of these blocks.
+def choose_blocks(model: nn.Module, blocks: int = 0, *, exact_batchnorm: bool = False) -> list[str]:
+    """Return the paths of `blocks` of a model's repeated blocks, evenly spread over it, to be run again in backward.
 
     Args:
         model: The model.
@@ -179,35 +176,29 @@ class Recompute:
         UsageError: The model has fewer blocks with parameters to train, they have BatchNorms that cannot run again, or
             they are compiled together with what is around them.
     """
-
-    def __init__(self, model: nn.Module, blocks: int = 0, *, exact_batchnorm: bool = False) -> None:
-        found = trained_blocks(model)
-        count = blocks or len(found)
-        if not found or count > len(found):
+    found = trained_blocks(model)
+    count = blocks or len(found)
+    if not found or count > len(found):
+        raise UsageError(
+            f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has"
+            f" {len(found) or 'no'} repeated blocks with parameters to train",
+            hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
+        )
+    names = [found[index * len(found) // count] for index in range(count)]
+    for name in names:
+        if _is_compiled(model, name):
             raise UsageError(
-                f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has"
-                f" {len(found) or 'no'} repeated blocks with parameters to train",
+                f"torch.compile has made {name} one with what is around it, so that it cannot be recomputed alone",
                 hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
             )
-        self._model = model
-        self.names = [found[index * len(found) // count] for index in range(count)]
-        for name in self.names:
-            if _is_compiled(model, name):
-                raise UsageError(
-                    f"torch.compile has made {name} one with what is around it, so that it cannot be recomputed alone",
-                    hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
-                )
-            norms = any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules())
-            if exact_batchnorm and norms:
-                raise UsageError(
-                    f'batchnorm is "exact", and the recomputed {list_modules([name])} has BatchNorms, which would wait'
-                    " for other parts in backward",
-                    hint='take batchnorm="running" or "frozen", or another saver',
-                )
-
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards and backwards recompute."""
-        return checkpointed(self._model, self.names)
+        norms = any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules())
+        if exact_batchnorm and norms:
+            raise UsageError(
+                f'batchnorm is "exact", and the recomputed {list_modules([name])} has BatchNorms, which would wait'
+                " for other parts in backward",
+                hint='take batchnorm="running" or "frozen", or another saver',
+            )
+    return names
 
 
 def _is_compiled(model: nn.Module, name: str) -> bool:

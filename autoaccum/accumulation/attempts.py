@@ -50,7 +50,7 @@ from autoaccum.accumulation.transaction import Transaction, batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts, check_can_join
-from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, first_line
+from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, describe_error
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Weights
 from autoaccum.spec import BatchNormMode
@@ -297,7 +297,7 @@ class Attempts:
         oom = None if isinstance(error, UpdateInterrupted) or not self._recover else find_out_of_memory(error)
         failure = RankFailure(
             self._ranks.rank,
-            f"{type(error).__name__}: {first_line(error)}".removesuffix(": "),
+            describe_error(error),
             phase,
             largest,
             out_of_memory=None if oom is None else "certain" if oom.certain else "uncertain",

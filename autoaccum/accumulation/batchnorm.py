@@ -43,18 +43,6 @@ def normalises_by_batch(module: nn.Module) -> bool:
     return is_batchnorm and (getattr(module, "running_mean", None) is None or module.training)
 
 
-def _frozen_warnings(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
-    """Return a warning if `batchnorm="frozen"` would normalise by running statistics that were never estimated."""
-    found: list[Any] = [(norm.running_mean, norm.running_var) for norm in find_batchnorms(model, criterion)]
-    read = [pair for pair in found if pair[0] is not None and is_plain_tensor(pair[0]) and not pair[0].is_meta]
-    if not read or any(bool(mean.any() or (variance != 1).any()) for mean, variance in read):
-        return []
-    return [
-        'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
-        " load trained weights, or begin with another mode"
-    ]
-
-
 def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
     """Raise UsageError if a BatchNorm has no running statistics, and so cannot be frozen."""
     norms = [(name, module) for name, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS)]
@@ -269,7 +257,15 @@ class FrozenBackpropagation(Backpropagation):
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
-        return _frozen_warnings(self.model, self.criterion) if self._is_first else []
+        norms: list[Any] = list(find_batchnorms(self.model, self.criterion)) if self._is_first else []
+        held = [norm for norm in norms if norm.running_mean is not None and is_plain_tensor(norm.running_mean)]
+        read = [norm for norm in held if not norm.running_mean.is_meta]
+        if not read or any(bool(norm.running_mean.any() or (norm.running_var != 1).any()) for norm in read):
+            return []
+        return [
+            'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
+            " load trained weights, or begin with another mode"
+        ]
 
     def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         for module in self._frozen:

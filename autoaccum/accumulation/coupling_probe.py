@@ -27,6 +27,7 @@ from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.random_draws import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
+from autoaccum.errors import describe_error
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch, split_batch
 from autoaccum.sources.model_copies import (
@@ -68,7 +69,7 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
         with fixed_seeds(), one_thread():
             return _probe_copy(workload)
     except (Exception, SystemExit) as error:  # The user's code must not end a plan or a training.
-        return Coupling(reason=_describe_error(error))
+        return Coupling(reason=describe_error(error))
 
 
 def _probe_copy(workload: Workload) -> Coupling:
@@ -122,7 +123,7 @@ def find_coupling(
         with fixed_seeds(), uncompiled():
             return _Runs(model, objective, sizes, auxiliary).find([batch, *split_batch(batch, sizes)])
     except (Exception, SystemExit) as error:
-        return Coupling(reason=_describe_error(error))
+        return Coupling(reason=describe_error(error))
 
 
 class _Runs:
@@ -231,11 +232,6 @@ def _change(parameter: Tensor, values: Tensor, strength: float, generator: torch
     shape = values.shape[-1:] if values.ndim else ()
     factors = (torch.randn(shape, generator=generator) * strength).to(values)
     parameter.copy_(values + values * factors if bool(values.any()) else values + factors)
-
-
-def _describe_error(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _Call: TypeAlias = "tuple[str, str, int]"

@@ -210,9 +210,7 @@ class HostRngReplay:
 
     def begin(self, index: int, extra: Iterable[Generator] = ()) -> None:
         """Set the generators to where part `index` begins; `extra` are those of this run's model copy."""
-        generators = [*self._generators, *host_generators(extra)]
-        self._stop(generators)
-        self._part = index
+        generators = self._switch(index, extra)
         if index not in self._starts:
             now = host_rng_states(generators)
             self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
@@ -220,9 +218,7 @@ class HostRngReplay:
 
     def go_on(self, index: int, extra: Iterable[Generator] = ()) -> None:
         """Set the generators to where part `index` stopped as another began or went on."""
-        generators = [*self._generators, *host_generators(extra)]
-        self._stop(generators)
-        self._part = index
+        generators = self._switch(index, extra)
         if not self._sequential:
             _set_host_states(generators, self._stopped[index])
 
@@ -230,6 +226,12 @@ class HostRngReplay:
         """End the part that runs, if there is one."""
         self._stop(self._generators)
         self._part = None
+
+    def _switch(self, index: int, extra: Iterable[Generator]) -> list[Generator]:
+        generators = [*self._generators, *host_generators(extra)]
+        self._stop(generators)
+        self._part = index
+        return generators
 
     def _stop(self, generators: Sequence[Generator]) -> None:
         if self._part is not None:
@@ -294,9 +296,7 @@ def join_recorded(call: RandomCall, parts: Sequence[RecordedCall], sizes: Sequen
         raise ReplayMismatch(
             f"{call.site} draws from {other[0]} indices in a part and from {call.index_range} in the whole batch"
         )
-    return [
-        _join(call, whole, [values[index] for values in drawn], sizes) for index, whole in enumerate(call.random_values)
-    ]
+    return [_join(call, *pair, sizes) for pair in zip(call.random_values, zip(*drawn, strict=True), strict=True)]
 
 
 def _join(call: RandomCall, whole: Tensor, drawn: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -394,10 +394,9 @@ class RngRecording:
         parts = [self.calls_by_part.get(index, []) for index in range(len(self._sizes))]
 
         def replay(call: RandomCall) -> None:
+            values: Sequence[Tensor]
             if self._part is not None:
-                values: Sequence[Tensor] = join_recorded(
-                    call, [self._next(calls, call) for calls in parts], self._sizes
-                )
+                values = join_recorded(call, [self._next(calls, call) for calls in parts], self._sizes)
             else:
                 values = self._next(self.calls_by_part[None], call).values_for(call)
                 if [value.shape for value in values] != [value.shape for value in call.random_values]:
@@ -472,10 +471,6 @@ def _bernoulli(arguments: Mapping[str, Any]) -> Any:
     return probability > 0 if isinstance(probability, Tensor) else float(probability > 0)
 
 
-def _lowest(arguments: Mapping[str, Any]) -> Any:
-    return arguments.get("low", arguments.get("from", 0))
-
-
 def _most_likely(arguments: Mapping[str, Any]) -> Tensor:
     """Return the most likely index of each row, repeated with replacement and followed by the next ones without."""
     weights, count = arguments["self"], arguments["num_samples"]
@@ -492,11 +487,11 @@ _NEUTRAL_VALUES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.poisson": lambda arguments: arguments["self"].round(),
     "aten.rand": lambda arguments: 0.5,
     "aten.rand_like": lambda arguments: 0.5,
-    "aten.randint": _lowest,
-    "aten.randint_like": _lowest,
+    "aten.randint": lambda arguments: arguments.get("low", 0),
+    "aten.randint_like": lambda arguments: arguments.get("low", 0),
     "aten.randn": lambda arguments: 0.0,
     "aten.randn_like": lambda arguments: 0.0,
-    "aten.random": _lowest,
+    "aten.random": lambda arguments: arguments.get("from", 0),
     "aten.randperm": lambda arguments: torch.arange(arguments["n"]),
     "aten.uniform": lambda arguments: (arguments["from"] + arguments["to"]) / 2,
     "aten._standard_gamma": lambda arguments: arguments["self"],

@@ -160,10 +160,6 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
     return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
-def _values(mapping: Any) -> list[Any]:
-    return list(mapping.values()) if type(mapping) in MAPPINGS else []
-
-
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, functools.partial):
         yield from [("", node.func), *(("", value) for value in node.args), *node.keywords.items()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.activation_checkpointing import Recompute, trained_blocks
+from autoaccum.accumulation.activation_checkpointing import checkpointed, choose_blocks, trained_blocks
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, needs_buffers
 from autoaccum.accumulation.host_storage import OffloadedActivations
@@ -37,7 +37,7 @@ class Savers:
     def __init__(self, words: Sequence[str], model: nn.Module, optimizer: Optimizer, *, exact_batchnorm: bool) -> None:
         self.words: tuple[str, ...] = ()
         self._model, self._optimizer, self._exact_batchnorm = model, optimizer, exact_batchnorm
-        self._recompute: Recompute | None = None
+        self._recomputed: list[str] = []
         self._offloaded: OffloadedOptimizer | None = None
         self._activation_bytes = self._gradient_bytes = 0
         for word in words:
@@ -56,7 +56,7 @@ class Savers:
             )
         if word.startswith(RECOMPUTE):
             blocks = int(word.partition("=")[2] or 0)
-            self._recompute = Recompute(self._model, blocks, exact_batchnorm=self._exact_batchnorm)
+            self._recomputed = choose_blocks(self._model, blocks, exact_batchnorm=self._exact_batchnorm)
         elif word == "offload-optimizer" and self._offloaded is None:
             self._offloaded = OffloadedOptimizer(self._optimizer)
         self.words = read_savers([*self.words, word], UsageError)
@@ -68,8 +68,9 @@ class Savers:
         these save nothing: host memory is what ran out. Ranks that call this alike choose alike.
         """
         useful = (RECOMPUTE, *OFFLOADS) if phase != "update" else OFFLOADS[-1:]
+        recomputes_all = len(self._recomputed) == len(trained_blocks(self._model))
         for word in useful if model_device(self._model).type != "cpu" else useful[: phase != "update"]:
-            if word not in among or word in self.words or (word == RECOMPUTE and self._recomputes_all()):
+            if word not in among or word in self.words or (word == RECOMPUTE and recomputes_all):
                 continue
             if word == "offload-optimizer" and needs_buffers(optimizer_parameters(self._optimizer)):
                 continue  # Checkpoints would have its weights in float32 rounded.
@@ -88,15 +89,11 @@ class Savers:
         state_bytes, update_bytes = (0, 0) if self._offloaded is None else self._offloaded.held_bytes
         return state_bytes + max(self._activation_bytes + self._gradient_bytes, update_bytes)
 
-    def _recomputes_all(self) -> bool:
-        return self._recompute is not None and len(self._recompute.names) == len(trained_blocks(self._model))
-
     @contextmanager
     def around_parts(self) -> Iterator[None]:
         """Save memory while the parts of an update run forward and backward."""
         with ExitStack() as stack:
-            if self._recompute is not None:
-                stack.enter_context(self._recompute.running())
+            stack.enter_context(checkpointed(self._model, self._recomputed))
             storage = None
             if "offload-activations" in self.words:
                 storage = OffloadedActivations([*self._model.parameters(), *self._model.buffers()])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from math import isqrt
 from operator import index
 from typing import TypeVar
@@ -127,7 +127,7 @@ def make_schedule(
     if equal:
         return _equal_schedule(target_batch, ceiling, world_size)
     shares = even_parts(target_batch, world_size)
-    iter_size = _least_count(shares[0], ceiling)
+    iter_size = -(-shares[0] // ceiling)
     return Schedule(tuple(even_parts(share, iter_size) for share in shares))
 
 
@@ -185,7 +185,7 @@ def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int,
         whole, rest = divmod(samples, multiple_of)
         counted = split_evenly(whole, _whole_ceiling(ceiling, multiple_of)) if whole else ()
         return (*(part * multiple_of for part in counted), *((rest,) if rest else ()))
-    return even_parts(samples, _least_count(samples, ceiling))
+    return even_parts(samples, -(-samples // ceiling))
 
 
 def even_parts(total: int, count: int) -> tuple[int, ...]:
@@ -223,12 +223,7 @@ def format_parts(parts: Sequence[int]) -> str:
     """
     if len(parts) <= 4:
         return " + ".join(str(part) for part in parts)
-    runs: list[list[int]] = []
-    for part in parts:
-        if runs and runs[-1][1] == part:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, part])
+    runs = [(len(list(equal)), part) for part, equal in groupby(parts)]
     return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
 
 
@@ -261,9 +256,8 @@ def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedul
             f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
             hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal or --for)",
         )
-    small = [n for n in range(1, isqrt(share) + 1) if share % n == 0]
-    count = min(n for divisor in small for n in (divisor, share // divisor) if n >= _least_count(share, ceiling))
-    return Schedule(((share // count,) * count,) * world_size)
+    part = part_sizes(share, ceiling, equal=True)[-1]
+    return Schedule(((part,) * (share // part),) * world_size)
 
 
 def _whole_ceiling(ceiling: int, multiple_of: int) -> int:
@@ -273,10 +267,6 @@ def _whole_ceiling(ceiling: int, multiple_of: int) -> int:
             hint=f"allow {multiple_of} or more",
         )
     return ceiling // multiple_of
-
-
-def _least_count(samples: int, ceiling: int) -> int:
-    return -(-samples // ceiling)
 
 
 Batch = TypeVar("Batch")

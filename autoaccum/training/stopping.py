@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.replicated import copy_from_first
-from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
+from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, describe_error
 
 _T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -181,7 +181,7 @@ class TrainingRanks:
             return _meaning(error, signals)
         is_told = has_reported or is_known or isinstance(error, RankFailedError | RankLostError)
         if not is_told and isinstance(error, Exception | StopRequested):
-            failure = RankFailure(self.rank, f"{type(error).__name__}: {first_line(error)}")
+            failure = RankFailure(self.rank, describe_error(error))
             if isinstance(error, StopRequested):
                 failure = Stopping(self.rank, failure.text, number=error.number)
             with suppress(RankLostError):  # This rank's own error says more.

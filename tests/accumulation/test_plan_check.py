@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import TrainingSpec, WorkloadFacts
+from autoaccum.spec import TrainingSpec
 from autoaccum.units import GIB
 
 CARD = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA A100-SXM4-40GB", "total_bytes": 40 * GIB}
@@ -26,16 +26,6 @@ HERE = {"model": "GPT", "parameters": 10, "parameter_bytes": 40, "optimizer": "A
     "kind": "cuda",
     "card": "NVIDIA A100-SXM4-40GB",
 }
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The attributes of a plan that are read."""
-
-    micro_batch: int = 3
-    workload: WorkloadFacts = WorkloadFacts()
-    spec: TrainingSpec = TrainingSpec()
-    device: dict[str, Any] = field(default_factory=dict)
 
 
 class Other(Classifier):
@@ -79,17 +69,17 @@ def test_the_plan_gives_the_precision() -> None:
 
 def test_a_predicted_plan_is_for_the_card_it_names() -> None:
     predicted = {**CARD, "name": "a100-40gb (simulated)", "kind": "simulated"}
-    assert not differences(plan_facts(Planned(device=predicted)), HERE)
+    assert not differences(plan_facts(make_plan(8, 3, device=predicted)), HERE)
     other = {"kind": "cuda", "card": "NVIDIA A100-SXM4-80GB", "total_bytes": 80 * GIB}
-    assert differences(plan_facts(Planned(device=predicted)), other) == [
+    assert differences(plan_facts(make_plan(8, 3, device=predicted)), other) == [
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
     ]
-    assert differences(plan_facts(Planned(device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
+    assert differences(plan_facts(make_plan(8, 3, device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
 
 
 def test_a_plan_for_a_memory_size_fits_any_card() -> None:
     predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
-    assert not differences(plan_facts(Planned(device=predicted)), HERE)
+    assert not differences(plan_facts(make_plan(8, 3, device=predicted)), HERE)
 
 
 @pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
@@ -166,7 +156,7 @@ def test_cards_and_sizes(here: dict[str, Any], expected: list[tuple[str, str]]) 
 
 
 def test_what_a_plan_does_not_record_is_not_compared() -> None:
-    assert accumulator(Planned()).step(batch_of(8)).micro_batches == (3, 3, 2)
+    assert accumulator(make_plan(8, 3, workload={})).step(batch_of(8)).micro_batches == (3, 3, 2)
 
 
 @pytest.mark.gpu
@@ -186,10 +176,9 @@ def test_a_plan_of_this_card() -> None:
     ("arguments", "text"),
     [
         ({"plan": None}, "neither micro_batch nor plan is given: give one of them"),
-        ({"plan": Planned(), "micro_batch": 4}, "micro_batch and a plan are given: give one of them"),
+        ({"plan": make_plan(8, 3), "micro_batch": 4}, "micro_batch and a plan are given: give one of them"),
         ({"plan": "plan.json"}, r"plan is a str: give a Plan, such as Plan\.load"),
         ({"plan": {"micro_batch": 3}}, "plan is a dict"),
-        ({"plan": Planned(micro_batch=0)}, "micro_batch is 0"),
     ],
 )
 def test_unusable_plans_are_refused(arguments: dict[str, Any], text: str) -> None:

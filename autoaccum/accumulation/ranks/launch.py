@@ -174,7 +174,8 @@ def shard_model(
                 f"{name} is still on meta after parallelize(model, mesh)",
                 hint="call model.to_empty(device=...) and initialise the weights in it",
             )
-    _move_rest(model, device)
+    for module in model.modules():  # Shards stay, which may be offloaded: `_apply` takes new memory for a DTensor.
+        move_own(module, device, is_sharded)
     return model
 
 
@@ -199,20 +200,13 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
 
     FSDP2 gathers a parameter with one group only.
     """
-    uses = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    uses = _parameter_uses(model)
     blocks = dict.fromkeys(model.get_submodule(name) for name in find_blocks(model))
-    return [block for block in blocks if _has_own_parameters(block, uses)]
+    return [block for block in blocks if all(uses[key] == count for key, count in _parameter_uses(block).items())]
 
 
-def _has_own_parameters(block: nn.Module, uses: Counter[int]) -> bool:
-    within = Counter(id(one) for module in block.modules() for one in module._parameters.values() if one is not None)
-    return all(uses[key] == count for key, count in within.items())
-
-
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that are not sharded, and buffers, to `device`; shards stay, which may be offloaded."""
-    for module in model.modules():
-        move_own(module, device, is_sharded)  # `_apply` takes new memory for a DTensor.
+def _parameter_uses(root: nn.Module) -> Counter[int]:
+    return Counter(id(one) for module in root.modules() for one in module._parameters.values() if one is not None)
 
 
 def move_own(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool]) -> None:

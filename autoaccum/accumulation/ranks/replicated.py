@@ -37,12 +37,9 @@ def copy_from_first(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
                 f"the models of rank {ranks.rank} and rank {rank} differ: only one has {own}",
                 hint="build the same model on all ranks",
             )
-    for tensor in {id(tensor): tensor for _, tensor in named if not _stays(tensor)}.values():
-        _copy(ranks, tensor)
-
-
-def _stays(tensor: Tensor) -> bool:
-    return is_sharded(tensor) or tensor.device.type == "meta"
+    for tensor in {id(tensor): tensor for _, tensor in named}.values():
+        if not is_sharded(tensor) and tensor.device.type != "meta":
+            _copy(ranks, tensor)
 
 
 def _copy(ranks: Ranks, tensor: Tensor) -> None:
@@ -99,8 +96,10 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
     used = [any(column) for column in zip(*masks, strict=True)]
     if any(mask != masks[0] for mask in masks):
         for at, parameter in enumerate(trained):
-            if used[at] and held[at] is None:
-                held[at] = _zeros(parameter, buffers)
+            if used[at] and held[at] is None and buffers is not None:
+                held[at] = buffers.add_zeros(parameter)
+            elif used[at] and held[at] is None:
+                held[at] = parameter.grad = torch.zeros_like(parameter)
         ranks.gather(None)  # Each has got the memory for it.
     for bucket in buckets:
         gradients = [held[position[id(tensor)]] for tensor in bucket]
@@ -142,13 +141,6 @@ def take_room(parameters: Sequence[Tensor], *, in_fp32: bool, parts: int) -> Non
     # As much again as `.grad` holds: sums in float32 take twice that.
     _missing = [torch.empty_like(one) for one in trained if parts == 1 and one.dtype in kept]
     _allocate([one for one in _buckets(trained) if len(one) > 1 or (_needs_room(one) and one[0].dtype not in kept)])
-
-
-def _zeros(parameter: Tensor, buffers: GradientBuffers | None) -> Tensor:
-    if buffers is None:
-        parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
-    return buffers.add_zeros(parameter)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

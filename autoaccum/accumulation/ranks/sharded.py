@@ -33,13 +33,6 @@ _LOST = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCC
 """Texts of a collective's error in which another rank has ended or stays away."""
 
 
-def read_reduce(reduce: Any) -> Reduce:
-    """Return `reduce`; raise UsageError unless it is known."""
-    if reduce not in ("each", "last"):
-        raise UsageError(f"reduce is {reduce!r}", hint='take "each" or "last"')
-    return "last" if reduce == "last" else "each"
-
-
 def find_sharded(model: nn.Module, reduce: Reduce, *, in_fp32: bool) -> ShardedParts | None:
     """Return the runner of the parts of a model that `fully_shard` shards; None if it is not sharded.
 

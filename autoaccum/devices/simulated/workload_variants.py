@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.activation_checkpointing import Recompute, describe_blocks
+from autoaccum.accumulation.activation_checkpointing import choose_blocks, describe_blocks
 from autoaccum.checks import type_name
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT
@@ -94,7 +94,7 @@ def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Ch
 
 def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[Change]:
     with suppress(UsageError):  # It has no blocks, or they cannot run again.
-        blocks = describe_blocks(Recompute(model, exact_batchnorm=workload.batchnorm == "exact").names)
+        blocks = describe_blocks(choose_blocks(model, exact_batchnorm=workload.batchnorm == "exact"))
         yield Change(name=CHECKPOINT, what=f"run the {blocks} again in backward (--savers {RECOMPUTE})")
 
 

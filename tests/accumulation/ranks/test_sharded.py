@@ -212,5 +212,5 @@ def test_what_the_sums_over_ranks_cannot_be_made_with_is_refused() -> None:
             "a GradScaler is used, and only some parameters are sharded: call fully_shard on the whole model",
             needs,
             needs,
-            'reduce is \'first\': take "each" or "last"',
+            "there is no reduce 'first': choose each or last",
         ]
