@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from time import process_time
 from typing import Any
@@ -31,6 +30,8 @@ from autoaccum.training.fit_events import Started, Updated
 MODELS = {"small GPT": "transformer", "convolutional net": "conv_net"}
 TARGET_BATCH, MICRO_BATCH, CLIP_NORM = 16, 4, 1.0
 WARM_UP, ROUNDS = 3, 4
+Pairs = list[tuple[float, float]]
+"""CPU seconds of updates, each with those of the loop's beside it."""
 
 
 class Loop:
@@ -69,60 +70,33 @@ class Loop:
             yield from loader
 
 
-@dataclass
-class Pairs:
-    """CPU seconds of updates, each with those of the loop's beside it."""
+def measure(workload: Any, updates: int) -> tuple[Pairs, Pairs]:
+    """Train all, in turns; return the seconds of fit and of the Accumulator beside the loops'."""
+    torch.manual_seed(0)
+    model, batch = workload.model(), workload.batch(TARGET_BATCH)
+    options: dict[str, Any] = {"micro_batch": MICRO_BATCH, "clip_norm": CLIP_NORM}
+    # A loop for each: one that ran twice as often would find more of its weights in the processor's caches.
+    reading, given = (Loop(copy.deepcopy(model), workload.dataset, workload.criterion) for _ in range(2))
+    own = copy.deepcopy(model)
+    step = autoaccum.Accumulator(own, torch.optim.AdamW(own.parameters()), workload.criterion, **options).step
+    fits, steps, began = Pairs(), Pairs(), 0.0
 
-    mine: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-
-    def __add__(self, other: Pairs) -> Pairs:
-        return Pairs(self.mine + other.mine, self.theirs + other.theirs)
-
-    @property
-    def ratio(self) -> float:
-        """The median ratio."""
-        return median(mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
-
-    def __str__(self) -> str:
-        more = median(mine - theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
-        update = median(self.theirs)
-        return f"{self.ratio:.4f} ({more * 1e3:+.2f} ms of {update * 1e3:.0f}, {len(self.mine)} pairs)"
-
-
-class Turns:
-    """Within a callback of fit, lets the loop and the Accumulator make an update of their own after each of fit's."""
-
-    def __init__(self, workload: Any, model: nn.Module) -> None:
-        self.fit, self.accumulator = Pairs(), Pairs()
-        self._batch = workload.batch(TARGET_BATCH)
-        # A loop for each: one that ran twice as often would find more of its weights in the processor's caches.
-        self._loops = [Loop(copy.deepcopy(model), workload.dataset, workload.criterion) for _ in range(2)]
-        own = copy.deepcopy(model)
-        self._step = autoaccum.Accumulator(
-            own,
-            torch.optim.AdamW(own.parameters()),
-            workload.criterion,
-            micro_batch=MICRO_BATCH,
-            clip_norm=CLIP_NORM,
-        ).step
-        self._updates, self._began = 0, 0.0
-
-    def __call__(self, event: Any) -> None:
-        """Hear what fit does."""
-        seconds = process_time() - self._began
+    def hear(event: Any) -> None:
+        nonlocal began
+        seconds = process_time() - began
         if isinstance(event, Updated):
-            theirs = seconds_of(self._loops[0].read_and_step)
-            turns = [self._step, self._loops[1].step]
-            order = turns if self._updates % 2 else turns[::-1]
-            taken = {update: seconds_of(update, self._batch) for update in order}
-            self._updates += 1
-            if self._updates > WARM_UP:
-                self.fit += Pairs([seconds], [theirs])
-                self.accumulator += Pairs(*([taken[update]] for update in turns))
+            fits.append((seconds, seconds_of(reading.read_and_step)))
+            turns = [step, given.step]
+            taken = {turn: seconds_of(turn, batch) for turn in (turns if len(fits) % 2 else turns[::-1])}
+            steps.append((taken[step], taken[given.step]))
         elif not isinstance(event, Started):
             return
-        self._began = process_time()
+        began = process_time()
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    options |= {"steps": updates + WARM_UP, "progress": False, "callbacks": [hear], "target_batch": TARGET_BATCH}
+    autoaccum.fit(model, workload.dataset, loss=workload.criterion, optimizer=optimizer, **options)
+    return fits[WARM_UP:], steps[WARM_UP:]
 
 
 def seconds_of(update: Callable[..., object], *batch: Any) -> float:
@@ -132,24 +106,11 @@ def seconds_of(update: Callable[..., object], *batch: Any) -> float:
     return process_time() - began
 
 
-def measure(workload: Any, updates: int) -> Turns:
-    """Train all, in turns."""
-    torch.manual_seed(0)
-    model = workload.model()
-    turns = Turns(workload, model)
-    autoaccum.fit(
-        model,
-        workload.dataset,
-        target_batch=TARGET_BATCH,
-        loss=workload.criterion,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        clip_norm=CLIP_NORM,
-        micro_batch=MICRO_BATCH,
-        steps=updates + WARM_UP,
-        progress=False,
-        callbacks=[turns],
-    )
-    return turns
+def show(pairs: Pairs) -> str:
+    """Return the median ratio and difference."""
+    more, update = median(mine - theirs for mine, theirs in pairs), median(theirs for _, theirs in pairs)
+    ratio = median(mine / theirs for mine, theirs in pairs)
+    return f"{ratio:.4f} ({more * 1e3:+.2f} ms of {update * 1e3:.0f}, {len(pairs)} pairs)"
 
 
 def main() -> None:
@@ -159,9 +120,9 @@ def main() -> None:
     updates = parser.parse_args().updates
     torch.set_num_threads(1)
     for name, module in MODELS.items():
-        runs = [measure(load_model(module), updates // ROUNDS) for _ in range(ROUNDS)]
-        print(f"{name}: Accumulator.step / loop {sum((turns.accumulator for turns in runs), Pairs())}")
-        print(f"{name}: fit / loop {sum((turns.fit for turns in runs), Pairs())}")
+        fits, steps = zip(*(measure(load_model(module), updates // ROUNDS) for _ in range(ROUNDS)), strict=True)
+        print(f"{name}: Accumulator.step / loop {show(sum(steps, []))}")
+        print(f"{name}: fit / loop {show(sum(fits, []))}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 from measuring import ROOT, environment, format_markdown
@@ -21,12 +20,7 @@ CARD = "h100-nvl"
 
 @dataclass(frozen=True)
 class Run:
-    """A run on real cards, and its peak.
-
-    Attributes:
-        allocator: The setting of the allocator.
-        published_gib: The peak, to as many digits as were published.
-    """
+    """A run on real cards, its peak to as many digits as were published, and the setting of the allocator."""
 
     ranks: int
     samples: int
@@ -43,52 +37,28 @@ llama3_8b.toml have them."""
 
 def main() -> None:
     """Print a line for each run, and the difference of the published ones."""
-    rows = [("ranks", "samples each", "allocator", "published GiB", "predicted GiB", "error", "seconds of the command")]
-    predicted = {}
-    for run in (*PUBLISHED, LOGGED):
-        began = time.monotonic()
-        predicted[run] = reserved_gib(run)
-        seconds = f"{time.monotonic() - began:.1f}"
+    rows = [("ranks", "samples each", "allocator", "published GiB", "predicted GiB", "error")]
+    predicted = {run: reserved_gib(run) for run in (*PUBLISHED, LOGGED)}
+    for run, gib in predicted.items():
         settings = str(run.ranks), str(run.samples), run.allocator or "default"
-        rows.append((*settings, run.published_gib, f"{predicted[run]:.2f}", error(predicted[run], run), seconds))
+        error = f"{100 * (gib / float(run.published_gib) - 1):+.1f} %"
+        rows.append((*settings, run.published_gib, f"{gib:.2f}", error))
     print(format_markdown(rows))
-    published, found = difference(predicted)
+    few, many = PUBLISHED
+    published, found = float(few.published_gib) - float(many.published_gib), predicted[few] - predicted[many]
     print(f"difference of the published peaks: {published:.1f} GiB, predicted {found:.2f} GiB")
 
 
-def difference(predicted: dict[Run, float]) -> tuple[float, float]:
-    """Return what fewer ranks take more, as published and as predicted."""
-    few, many = PUBLISHED
-    return float(few.published_gib) - float(many.published_gib), predicted[few] - predicted[many]
-
-
 def reserved_gib(run: Run) -> float:
-    """Return the reserved peak of the plan for a run, as the command predicts it."""
-    command = [sys.executable, "-m", "autoaccum", *words_of(run)]
+    """Return the reserved peak of the plan for a run, whose schedule is one micro-batch on each rank."""
+    words = ["plan", str(WORKLOAD), "--target-batch", str(run.samples * run.ranks), "--gpu", CARD, "--json"]
+    command = [sys.executable, "-m", "autoaccum", *words, "--world-size", str(run.ranks), "--parallel", "fsdp2"]
     variables = environment() | {"PYTORCH_ALLOC_CONF": run.allocator}
-    return read_gib(run, subprocess.run(command, check=True, env=variables, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def words_of(run: Run) -> list[str]:
-    """Return the words of the command that plans a run."""
-    words = ["plan", str(WORKLOAD), "--target-batch", str(run.samples * run.ranks), "--gpu", CARD]
-    return [*words, "--world-size", str(run.ranks), "--parallel", "fsdp2", "--json"]
-
-
-def read_gib(run: Run, text: str) -> float:
-    """Return the reserved peak of a plan, whose schedule is one micro-batch on each rank."""
-    plan = json.loads(text)
+    plan = json.loads(subprocess.run(command, check=True, env=variables, stdout=subprocess.PIPE).stdout)
     if plan["micro_batches"] != [run.samples]:
-        raise SystemExit(
-            f"for {run.ranks} ranks, the plan has micro-batches {plan['micro_batches']}, unlike torchtitan"
-        )
+        raise SystemExit(f"for {run.ranks} ranks, the plan has {plan['micro_batches']}, unlike torchtitan")
     trial = next(one for one in plan["trials"] if one["parts"] == [run.samples])
     return float(trial["peak_reserved_bytes"] / 2**30)
-
-
-def error(predicted: float, run: Run) -> str:
-    """The error in percent."""
-    return f"{100 * (predicted / float(run.published_gib) - 1):+.1f} %"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from typing import Any
 
 from measuring import ROOT, environment, seconds_of
@@ -23,7 +22,6 @@ from autoaccum.devices.trial_requests import Inspect
 from autoaccum.options import Options
 from autoaccum.simulation.cards import find_card
 
-AUTOACCUM = [sys.executable, "-m", "autoaccum"]
 PLANS = {
     "resnet50": ("tests/gpu/compared.py:cnn_fp32_sgd", "1024", "rtx3090"),
     "gpt2": ("examples/gpt2.py", "256", "rtx4090"),
@@ -38,15 +36,15 @@ REPEATS = 3
 def main(names: list[str]) -> None:
     """Print one line for each workload."""
     for name in names or list(PLANS):
-        workload, target, card = PLANS[name]
-        command = [*AUTOACCUM, "plan", str(ROOT / workload), "--target-batch", target, "--gpu", card, "--json"]
-        rounds = []
+        path, target, card = PLANS[name]
+        workload, rounds = str(ROOT / path), []
         for _ in range(REPEATS):
-            seconds, printed = run(command)
-            floor, _ = run([sys.executable, "-c", FLOOR])
-            plan = json.loads(printed)
-            last = plan["micro_batch"], min(plan["micro_batches"])
-            traces = trace_seconds(str(ROOT / workload), int(target), card, last)
+            printed: list[str] = []
+            words = ["-m", "autoaccum", "plan", workload, "--target-batch", target, "--gpu", card, "--json"]
+            seconds = seconds_of(lambda: printed.append(run(words)))  # noqa: B023 - called at once.
+            floor = seconds_of(lambda: run(["-c", FLOOR]))
+            plan = json.loads(printed[0])
+            traces = trace_seconds(workload, int(target), card, (plan["micro_batch"], min(plan["micro_batches"])))
             rounds.append((seconds, traces, (seconds - traces) / floor))
         seconds, traces, ratio = map(statistics.median, zip(*rounds, strict=True))
         print(
@@ -58,20 +56,18 @@ def main(names: list[str]) -> None:
 def trace_seconds(workload: str, target: int, card: str, last: tuple[int, ...]) -> float:
     """Return the seconds of a plan's traces alone: those of its inspection, of a small size, and of its schedule."""
     tracer = Tracer(TrialSettings(reference=workload, share=target, options=Options(gpu=card)), find_card(card))
-    requests: tuple[Request[Any], ...] = (Inspect(), *(TraceParts(parts=parts) for parts in (SMALL_PARTS, last)))
+    requests: tuple[Request[Any], ...] = Inspect(), TraceParts(parts=SMALL_PARTS), TraceParts(parts=last)
     try:
         return seconds_of(lambda: [tracer.call(request) for request in requests])
     finally:
         tracer.close()
 
 
-def run(command: list[str]) -> tuple[float, str]:
-    """Run a command; return its seconds and its output."""
-    began = time.monotonic()
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(), check=True
-    )
-    return time.monotonic() - began, done.stdout
+def run(words: list[str]) -> str:
+    """Run Python with these words; return what it prints."""
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment(), check=True
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo  # The first optimizer of a process imports it, which takes longer than a run.
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.utils.data import Dataset
 
 import autoaccum
 
-TARGET, SAMPLES = 16, 150
+SAMPLES = 150
 
 
 class Noisy(Dataset[Any]):
@@ -39,25 +40,19 @@ class Noisy(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        import numpy as np
-
         x = torch.full((6,), index / SAMPLES) + torch.randn(6) * 0.1 + random.random() + np.random.rand()
         return x.float(), torch.tensor(index % 3)
 
 
-def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
-
-
 def train(folder: Path, updates: int, workers: int) -> None:
-    """Run to the end, and leave a digest of weights and state in the folder."""
+    """Run to the end, and leave a digest of weights, state, and the figures of the log in the folder."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result = autoaccum.fit(
-        build(),
+        nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3)),
         Noisy(),
-        target_batch=TARGET,
+        target_batch=16,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=updates + 1),
@@ -69,8 +64,10 @@ def train(folder: Path, updates: int, workers: int) -> None:
         workers=workers,
         progress=False,
     )
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figures = [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
     leaves = tree_leaves([result.model.state_dict(), result.optimizer.state_dict()])
-    state = repr([one.tolist() if isinstance(one, Tensor) else one for one in leaves])
+    state = repr([figures, *(one.tolist() if isinstance(one, Tensor) else one for one in leaves)])
     (folder / "digest").write_text(hashlib.sha256(state.encode()).hexdigest())
 
 
@@ -95,12 +92,6 @@ def run_through(folder: Path, updates: int, workers: int, kill_after: list[float
             return kills
 
 
-def figures(folder: Path) -> list[tuple[int, float, float]]:
-    """Update, loss and gradient norm of every line of the log."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
-
-
 def soak(kills: int, updates: int, workers: int, draw: random.Random) -> int:
     """Kill runs `kills` times and resume them; how many ended otherwise than one that was never stopped."""
     began = time.monotonic()
@@ -108,17 +99,13 @@ def soak(kills: int, updates: int, workers: int, draw: random.Random) -> int:
         reference = Path(scratch) / "reference"
         run_through(reference, updates, workers, [])
         whole_seconds = time.monotonic() - began
-        expected, log = (reference / "digest").read_text(), figures(reference)
         made = runs = different = 0
         while made < kills:
             folder = Path(scratch) / f"run{runs}"
             limits = [draw.random() * whole_seconds for _ in range(min(kills - made, 8))]
             made += run_through(folder, updates, workers, limits)
             runs += 1
-            weights, logged = (folder / "digest").read_text() == expected, figures(folder) == log
-            different += not (weights and logged)
-            if not (weights and logged):
-                print(f"{folder.name}: weights {weights}, log {logged}")
+            different += (folder / "digest").read_text() != (reference / "digest").read_text()
     print(
         f"{made} kills in {runs} runs of {updates} updates, {workers} workers:"
         f" {different} ended otherwise than one never stopped"

@@ -1,79 +1,37 @@
-"""The bytes that the loops of the tables hold besides workspaces: small models on a simulated card."""
+"""The bytes that the loops of the tables hold besides workspaces: a small model on a simulated card."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from truths.loops import Loop, predict_loop, trace_loop
 
 from autoaccum.simulation.cards import find_card
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 CARD = find_card("rtx3090")
-GIB = 1 << 30
-SIZE, INPUTS, HIDDEN, OUTPUTS = 32, 256, 512, 1024
-BATCH, FIRST, SECOND = 4 * SIZE * INPUTS, 4 * SIZE * HIDDEN, 4 * SIZE * OUTPUTS
-"""Bytes of the batch and of what each layer returns,"""
-WEIGHTS = 4 * (INPUTS * HIDDEN + HIDDEN * OUTPUTS)
-LOSS = 4
+SIZE, INPUTS, OUTPUTS = 32, 256, 1024
+BATCH, WEIGHTS, RETURNED, LOSS = 4 * SIZE * INPUTS, 4 * INPUTS * OUTPUTS, 4 * SIZE * OUTPUTS, 4
 MOMENT = 64 << 20
-"""of what is held for a moment of the step, far more than all else, so that the peak is what is held beside it then."""
+"""Bytes held for a moment before the forward pass, far more than all else, so that the peak is what is held then."""
 
 
-@pytest.fixture(scope="module")
-def frozen() -> Iterator[None]:
-    """Garbage is looked for between updates; not in what was imported, which is most of the time taken else."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def make_loop(moment: int = MOMENT, **changes: Any) -> Loop:
+    def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        torch.empty(moment, dtype=torch.uint8, device="cuda")
+        outputs = model(batch)
+        return outputs.sum(), outputs
 
-
-def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUTS, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False))
-
-
-def samples() -> Tensor:
-    return torch.randn(SIZE, INPUTS)
-
-
-def hold_a_moment(*_: Any) -> None:
-    torch.empty(MOMENT, dtype=torch.uint8, device="cuda")
-
-
-def at_first(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """The moment is before the first layer."""
-    hold_a_moment()
-    outputs = model(batch)
-    return outputs.sum(), outputs
-
-
-def make_loop(**changes: Any) -> Loop:
-    chosen: dict[str, Any] = {"model": layers, "batch": samples, "forward": at_first, "optimizer": plain}
-    return Loop(**{**chosen, **changes})
-
-
-def plain(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def peak_bytes(loop: Loop) -> int:
-    """Return the bytes of tensors; workspaces have their own tests."""
-    trace = trace_loop(loop, CARD, SIZE)
-    held = most = 0
-    for event in trace.events:
-        size = trace.sizes[event if event >= 0 else ~event]
-        if isinstance(size, int):
-            held += size if event >= 0 else -size
-            most = max(most, held)
-    return most
+    return Loop(
+        model=lambda: nn.Linear(INPUTS, OUTPUTS, bias=False),
+        batch=lambda: torch.randn(SIZE, INPUTS),
+        forward=forward,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        **changes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,19 +48,21 @@ def peak_bytes(loop: Loop) -> int:
 def test_gradients_are_there_in_the_forward_pass_until_they_are_cleared(
     zero_grad: Any, set_to_none: bool, gradients: int
 ) -> None:
-    loop = make_loop(zero_grad=zero_grad, set_to_none=set_to_none)
-    assert peak_bytes(loop) == MOMENT + WEIGHTS + BATCH + SECOND + LOSS + gradients
+    trace = trace_loop(make_loop(zero_grad=zero_grad, set_to_none=set_to_none), CARD, SIZE)
+    held = most = 0
+    for event in trace.events:
+        size = trace.sizes[max(event, ~event)]
+        if isinstance(size, int):  # Workspaces have their own tests.
+            held += size if event >= 0 else -size
+            most = max(most, held)
+    assert most == MOMENT + WEIGHTS + BATCH + RETURNED + LOSS + gradients
 
 
 @pytest.mark.parametrize(("gib", "outcome"), [(8, "ok"), (24, "oom")])
 def test_a_prediction_is_of_the_card(gib: int, outcome: str) -> None:
-    def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-        torch.empty(gib * GIB, dtype=torch.uint8, device="cuda")
-        return at_first(model, batch)
-
-    found = predict_loop(make_loop(forward=forward), CARD, SIZE)
+    found = predict_loop(make_loop(gib << 30), CARD, SIZE)
     assert (found.batch, found.outcome, found.trains) == (SIZE, outcome, outcome == "ok")
     assert found.capacity_bytes == CARD.total_bytes - found.start_bytes - found.modules_bytes
+    assert gib << 30 < found.least_bytes
     assert (found.least_bytes <= found.capacity_bytes) == found.trains
     assert found.shown_bytes <= found.capacity_bytes
-    assert gib * GIB < found.least_bytes

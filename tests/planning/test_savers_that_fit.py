@@ -1,4 +1,4 @@
-"""The savers that a plan chooses are the least that fit: by trying all, and by training within the limit."""
+"""The savers that a plan chooses are the least that fit, by training within the limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from asking import make_settings
-from fewest_blocks import compare_with_all
 from warm_children import WarmPython
 
 import autoaccum
@@ -19,13 +18,6 @@ from autoaccum.devices.cpu import CpuDevice
 WORKLOADS = Path(__file__).parents[1] / "shared" / "workloads" / "long_gpt.py"
 TIGHTNESS = 0.85
 """The budget of an RTX 3090, 22.8 GiB, as a share of the 26.7 GiB that micro-batches of one sample take on it."""
-
-
-@pytest.mark.slow
-def test_as_few_blocks_are_recomputed_as_fit_by_trying_all_numbers_of_them() -> None:
-    """Of 4; `tests/benchmarks/fewest_blocks.py` tries 24 on a card of 24 GiB."""
-    [row] = compare_with_all(f"{WORKLOADS}:shallow")
-    assert (row.fewest, row.chosen) == (2, ("recompute=2",))
 
 
 TRAIN = """

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from truths.language_models import find_architecture, loss_of_tokens, make_tokens
+from truths.language_models import build_language_model, loss_of_tokens, make_tokens, short_name
 from truths.scores import UnknownModel
 
 _CLASSES, _FEW_CLASSES = 1000, 10
@@ -82,7 +82,7 @@ def find_torchvision(model: str) -> Subject:
 
 def find_language_model(model: str) -> Subject:
     """One of Hugging Face's."""
-    return find_architecture(model).build, make_tokens, loss_of_tokens
+    return partial(build_language_model, short_name(model)), make_tokens, loss_of_tokens
 
 
 def _make_labelled(classes: int, batch: int) -> tuple[Tensor, Tensor]:

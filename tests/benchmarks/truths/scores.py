@@ -120,14 +120,12 @@ class Verdict:
         too_timid: Something is predicted not to fit that did.
         complete: Both were measured: a size, or a cap, that went through and one that did not.
         peak_error: Of the predicted peak, relative to the measured one.
-        error_bytes: The same in bytes.
     """
 
     would_crash: bool | None = None
     too_timid: bool | None = None
     complete: bool = False
     peak_error: float | None = None
-    error_bytes: int | None = None
 
     @property
     def right(self) -> bool | None:
@@ -156,7 +154,7 @@ class Scored:
 
 
 def format_scores(about: str, done: Sequence[Scored]) -> str:
-    """The heading, a row for each class and for all, and the cases that are not in it.
+    """The heading, a row for each class and for all, the cases that are not in it, and those that are not right.
 
     Columns for which nothing was measured are left out.
     """
@@ -172,45 +170,37 @@ def format_scores(about: str, done: Sequence[Scored]) -> str:
     if unknown:
         parts.append(f"skipped, since the installed library has no such model: {', '.join(unknown)}")
     failed = [f"- {one.case.label}: {' '.join(one.failure.split())}" for one in done if one.failure]
-    if failed:
-        parts.append("\n".join([f"{len(failed)} rows could not be predicted:", *failed]))
-    return "\n\n".join(parts)
-
-
-def format_misses(done: Sequence[Scored]) -> list[str]:
-    """A line for each case that is not right."""
-    return [_miss(one) for one in done if one.verdict is not None and one.verdict.right is False]
+    parts += [f"{len(failed)} rows could not be predicted:", *failed] if failed else []
+    misses = "\n".join(filter(None, map(_miss, done)))
+    return "\n\n".join([*parts, *([misses] if misses else [])])
 
 
 def score(kind: str, verdicts: Sequence[Verdict]) -> dict[str, str]:
-    """The score of some verdicts, by column; errors are medians, the one in bytes with its sign, as the bias."""
+    """The score of some verdicts, by column."""
     judged = [verdict for verdict in verdicts if verdict.right is not None]
-    complete = [verdict for verdict in judged if verdict.complete]
-    errors = [verdict.peak_error for verdict in verdicts if verdict.peak_error is not None]
-    off_bytes = [verdict.error_bytes for verdict in verdicts if verdict.error_bytes is not None]
+    errors = [abs(verdict.peak_error) for verdict in verdicts if verdict.peak_error is not None]
     return {
         "class": kind,
         "judged": str(len(judged)) if judged else "-",
         "right": _share([verdict.right for verdict in judged]),
         "would crash": _share([verdict.would_crash for verdict in judged]),
         "too timid": _share([verdict.too_timid for verdict in judged]),
-        "both sides": str(len(complete)) if judged else "-",
-        "right of these": _share([verdict.right for verdict in complete]),
+        "right of both sides": _share([verdict.right for verdict in judged if verdict.complete]),
         "peaks": str(len(errors)) if errors else "-",
-        "median error": f"{100 * np.median(np.abs(errors)):.1f} %" if errors else "-",
-        "95th percentile": f"{100 * np.quantile(np.abs(errors), 0.95):.1f} %" if errors else "-",
-        "bias": f"{100 * np.median(errors):+.1f} %" if errors else "-",
-        "off by, median": f"{np.median(off_bytes) / MIB:+.0f} MiB" if off_bytes else "-",
+        "median error": f"{100 * np.median(errors):.1f} %" if errors else "-",
+        "95th percentile": f"{100 * np.quantile(errors, 0.95):.1f} %" if errors else "-",
     }
 
 
 def _share(answers: Sequence[bool | None]) -> str:
     yes = sum(answer is True for answer in answers)
-    return f"{yes} ({100 * yes / len(answers):.1f} %)" if answers else "-"
+    return f"{yes} of {len(answers)} ({100 * yes / len(answers):.1f} %)" if answers else "-"
 
 
 def _miss(one: Scored) -> str:
-    assert one.verdict is not None
+    """Return a line for a case that is not right."""
+    if one.verdict is None or one.verdict.right is not False:
+        return ""
     wrong = "would crash" if one.verdict.would_crash else "too timid"
     runs = ", ".join(
         f"{run.batch}: {run.outcome}, least {run.least_bytes / MIB:.0f} of {run.capacity_bytes / MIB:.0f} MiB"

@@ -108,7 +108,6 @@ def _judge_xmem(case: Case, predicted: Sequence[Predicted]) -> Verdict:
         too_timid=None if went is None or contradicts else run.least_bytes > went,
         complete=went is not None and failed is not None and not contradicts,
         peak_error=grown_bytes / ground_bytes - 1,
-        error_bytes=grown_bytes - ground_bytes,
     )
 
 
@@ -132,7 +131,6 @@ def _judge_bert(case: Case, predicted: Sequence[Predicted]) -> Verdict:
     return Verdict(
         too_timid=not run.trains,
         peak_error=held_bytes / measured_bytes - 1,
-        error_bytes=held_bytes - measured_bytes,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,20 +20,35 @@ from torch.optim import Optimizer
 from truths.loops import Loop
 
 _LEARNING_RATE = 5e-5
-_LARGEST_NORM = 1.0
-_TOKENS = (100, 30_000)
-_BLOCK = 2048
-_LEAST_ELEMENTS = 4096
-Parameters = Iterable[nn.Parameter]
+_BLOCK, _LEAST_ELEMENTS = 2048, 4096
+Batch = Mapping[str, Tensor]
 
 
 def trainer_loop(*, batch: int, length: int, micro_batches: int, checkpoints: bool, half: bool, optimizer: str) -> Loop:
     """The loop of one setting of the table; `optimizer` as the table names it."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        amp = torch.autocast("cuda", dtype=torch.float16) if half else nullcontext()
+        with amp, patch.object(nn.functional, "softmax", softmax):
+            return torch.as_tensor(model(**batch).loss / micro_batches)
+
+    def forward(model: nn.Module, batches: list[Batch]) -> tuple[Tensor, Any]:
+        """All micro-batches of an update, less the last one's backward pass, which the loop makes."""
+        for one in batches[:-1]:
+            torch.autograd.backward(loss(model, one))
+        return loss(model, batches[-1]), None
+
+    def make_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
+        known = list(params)
+        made = next(make for word, make in _OPTIMIZERS.items() if word in optimizer)(known)
+        made.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(known, 1.0))  # type: ignore[arg-type]
+        return made
+
     return Loop(
         model=partial(_build, checkpoints),
-        batch=partial(_make_batches, batch, length, micro_batches),
-        forward=_Step(half),
-        optimizer=partial(_make_optimizer, optimizer),
+        batch=lambda: [_make_batch(batch, length) for _ in range(micro_batches)],
+        forward=forward,
+        optimizer=make_optimizer,
         zero_grad="after step",
         set_to_none=False,
         keeps=False,
@@ -54,44 +68,10 @@ def _build(checkpoints: bool) -> nn.Module:
     return built
 
 
-def _make_batches(batch: int, length: int, micro_batches: int) -> list[Mapping[str, Tensor]]:
-    return [_make_batch(batch, length) for _ in range(micro_batches)]
-
-
-def _make_batch(batch: int, length: int) -> Mapping[str, Tensor]:
+def _make_batch(batch: int, length: int) -> Batch:
     """With the mask of ones that the model of that time made for itself; today's reads the tokens where it has none."""
-    tokens, labels = torch.randint(*_TOKENS, (batch, length)), torch.zeros(batch, dtype=torch.long)
+    tokens, labels = torch.randint(100, 30_000, (batch, length)), torch.zeros(batch, dtype=torch.long)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-
-
-@dataclass(frozen=True)
-class _Step:
-    """All micro-batches of an update, less the last one's backward pass, which the loop makes."""
-
-    half: bool
-
-    def __call__(self, model: nn.Module, batches: list[Mapping[str, Tensor]]) -> tuple[Tensor, Any]:
-        for batch in batches[:-1]:
-            self._loss(model, batch, len(batches)).backward()  # type: ignore[no-untyped-call]
-        return self._loss(model, batches[-1], len(batches)), None
-
-    def _loss(self, model: nn.Module, batch: Mapping[str, Tensor], share: int) -> Tensor:
-        amp = torch.autocast("cuda", dtype=torch.float16) if self.half else nullcontext()
-        with amp, patch.object(nn.functional, "softmax", softmax):
-            loss: Tensor = model(**batch).loss
-        return loss / share
-
-
-def _make_optimizer(name: str, params: Parameters) -> Optimizer:
-    """Clip first, as the Trainer does."""
-    known = list(params)
-    made = next(make for word, make in _OPTIMIZERS.items() if word in name)(known)
-
-    def clip(*_: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(known, _LARGEST_NORM)
-
-    made.register_step_pre_hook(clip)
-    return made
 
 
 def _adafactor(params: list[nn.Parameter]) -> Optimizer:

@@ -1,4 +1,4 @@
-"""A GPT on texts so long that not one sample fits into 24 GiB, and a sister for the CPU: smaller, and as tight."""
+"""A small GPT, most of whose memory is what each sample keeps in its blocks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,4 @@ def make(layers: int, width: int, length: int, vocabulary: int, dtype: torch.dty
     )
 
 
-card = make(24, 1536, 8192, 32_000, torch.float32)
-"""741 million parameters."""
-shallow = make(4, 256, 2048, 1000, torch.float32)
 sister = make(4, 64, 320, 512, torch.float64)
