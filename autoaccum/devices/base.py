@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
@@ -15,7 +15,7 @@ from autoaccum.simulation.trace_records import Phase
 from autoaccum.spec import TrainingSpec, WorkloadFacts
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.simulation.cards import CardRates
@@ -160,20 +160,6 @@ class Inspection:
         return self.spec.multiple_of or 1
 
 
-class TrialOptions(TypedDict, total=False):
-    """The options of one trial.
-
-    Attributes:
-        fresh: Ask for a process that has run no trial before.
-        limit_bytes: Hold it to this budget, below the device's own.
-        limit_seconds: End it after this time, below the settings' own limit.
-    """
-
-    fresh: bool
-    limit_bytes: int | None
-    limit_seconds: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A plan's record of a schedule that was predicted, and did not run.
@@ -251,10 +237,21 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
 
-        `parts` are as in `Trial`.
+        Args:
+            parts: As in `Trial`.
+            fresh: Ask for a process that has run no trial before.
+            limit_bytes: Hold it to this budget, below the device's own.
+            limit_seconds: End it after this time, below the settings' own limit.
         """
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:

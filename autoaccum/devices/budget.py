@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -19,18 +19,13 @@ class AvailableMemory:
     bound: str
 
 
-class DefaultReserve(NamedTuple):
-    """The reserve without `--reserve`: a share of the free memory, and at least so many bytes."""
+HOST_RESERVE = 0.05
+"""The share of free memory that is kept without `--reserve`, lest the kernel kill processes for lack of memory."""
 
-    share: float
-    least_bytes: int
+CARD_RESERVE = 0.02
+"""Of a card: for kernels and libraries that CUDA loads at first use, up to 250 MiB outside of PyTorch's allocator."""
 
-
-HOST_RESERVE = DefaultReserve(0.05, 256 * MIB)
-"""Keeps the kernel from killing processes for lack of memory."""
-
-CARD_RESERVE = DefaultReserve(0.02, 256 * MIB)
-"""For kernels and libraries that CUDA loads at first use: up to 250 MiB outside of PyTorch's allocator."""
+_LEAST_RESERVE_BYTES = 256 * MIB
 
 
 def choose_budget(
@@ -38,7 +33,7 @@ def choose_budget(
     memory: MemorySize | None = None,
     reserve: MemorySize | None = None,
     *,
-    default_reserve: DefaultReserve = HOST_RESERVE,
+    default_reserve: float = HOST_RESERVE,
     holders: str = "",
 ) -> int:
     """Return the budget in bytes: `memory`, or else the free memory, minus `reserve`.
@@ -49,7 +44,7 @@ def choose_budget(
         available: Measured with the workload loaded.
         memory: A size, or a share of the total.
         reserve: Kept free; None: nothing if `memory` is given, else the `default_reserve`.
-        default_reserve: See `reserve`.
+        default_reserve: A share of the free memory, and at least 256 MiB.
         holders: The processes that hold the rest, as the end of a sentence.
 
     Raises:
@@ -65,7 +60,7 @@ def choose_budget(
     if reserve is not None:
         kept = reserve.resolve(available.total_bytes)
     else:
-        automatic = max(int(available.free_bytes * default_reserve.share), default_reserve.least_bytes)
+        automatic = max(int(available.free_bytes * default_reserve), _LEAST_RESERVE_BYTES)
         kept = 0 if memory is not None else automatic
     budget = wanted - kept
     if budget <= 0:

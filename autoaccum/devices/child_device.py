@@ -8,9 +8,9 @@ import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
@@ -19,9 +19,6 @@ from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _LEAVE_SECONDS = 5.0
@@ -154,13 +151,19 @@ class ChildDevice(Device):
         """As `Device`."""
         self._savers = savers
 
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
-        fresh = options.get("fresh", False)
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
-        limit_bytes, is_first = options.get("limit_bytes"), child.jobs == 0
+        is_first = child.jobs == 0
         request = RunTrial(
             parts=parts,
             joined=self._joined,
@@ -168,7 +171,7 @@ class ChildDevice(Device):
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
         )
         try:
-            trial = child.trial(request, options.get("limit_seconds"))
+            trial = child.trial(request, limit_seconds)
         except ChildDied as death:
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:

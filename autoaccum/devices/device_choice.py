@@ -32,11 +32,18 @@ def make_device(settings: TrialSettings) -> Device:
         UsageError: There is no such device, or it cannot be used on this machine.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
-    if settings.options.gpu is not None:
-        return _make_simulated(settings.options.gpu, settings)
-    check_values(settings.options)
-    check_device(settings.options.device)
-    index = card_index(settings.options.device)
+    options = settings.options
+    if options.gpu is not None:
+        from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+        from autoaccum.devices.simulated.simulation_requests import Tracer
+        from autoaccum.simulation.cards import find_card
+
+        card = find_card(options.gpu)
+        return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))
+    if options.values is not None:
+        raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
+    check_device(options.device)
+    index = card_index(options.device)
     if index is None:
         from autoaccum.devices.cpu import CpuDevice
 
@@ -44,16 +51,6 @@ def make_device(settings: TrialSettings) -> Device:
     from autoaccum.devices.cuda import CudaDevice
 
     return CudaDevice(settings, index=index)
-
-
-def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
-    """Return the simulated card `gpu`, without importing torch in this process."""
-    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.simulation_requests import Tracer
-    from autoaccum.simulation.cards import find_card
-
-    card = find_card(gpu)
-    return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))
 
 
 def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet[SimulatedDevice]:
@@ -108,12 +105,6 @@ def has_device_for_each(options: Options) -> bool:
     import torch
 
     return torch.cuda.device_count() >= options.world_size
-
-
-def check_values(options: Options) -> None:
-    """Raise UsageError if values are to be computed for a card that is not simulated."""
-    if options.values is not None and options.gpu is None:
-        raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
 
 
 def check_device(name: str) -> None:

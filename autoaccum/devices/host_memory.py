@@ -159,12 +159,10 @@ class ProcessMemory:
 
 def read_process_memory() -> ProcessMemory:
     """Read the memory that this process holds now; raise NotMeasuredError if the kernel does not say."""
+    fields = _read_table(_STATUS, unit=KIB)
     try:
-        lines = _STATUS.read_text(encoding="utf-8").splitlines()
-        fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-        names = ("VmData", "RssAnon", "RssFile", "RssShmem", "VmHWM")
-        return ProcessMemory(*(int(fields[name][0]) * KIB for name in names))
-    except (OSError, KeyError, ValueError, IndexError) as error:
+        return ProcessMemory(*(fields[name] for name in ("VmData", "RssAnon", "RssFile", "RssShmem", "VmHWM")))
+    except KeyError as error:
         raise NotMeasuredError(f"{_STATUS} does not tell what this process holds", hint="this needs Linux") from error
 
 

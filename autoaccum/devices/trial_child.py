@@ -9,6 +9,7 @@ import gc
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import singledispatchmethod
 from typing import Any
 
@@ -22,7 +23,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
 from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.devices.trial_run import make_accumulator, move_model, run_trial, seed_everything, synchronize_device
+from autoaccum.devices.trial_run import TrialRun, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
 from autoaccum.sources.loading import load_workload
@@ -103,16 +104,14 @@ class UpdateTimer:
 
     def __init__(self, workload: Workload, device: torch.device, target_batch: int) -> None:
         self._device = device
-        seed_everything()
-        model = move_model(workload.build_model(), device)
         for module in find_auxiliary_modules(workload).values():
             move_model(module, device)
-        optimizer = workload.build_optimizer(model)
-        for group in optimizer.param_groups:
+        run = TrialRun(replace(workload, keeps=()), target_batch, device)
+        self._accumulator, self._batch = run.prepare([target_batch])
+        assert run.made is not None
+        for group in run.made[1].param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * 0  # A tensor stays one.
-        self._batch = workload.build_batch(target_batch)
-        self._accumulator = make_accumulator(workload, model, optimizer, target_batch)
 
     def time(self, micro_batch: int) -> float:
         """Make one update in micro-batches of that size; return its seconds."""

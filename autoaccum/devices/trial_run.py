@@ -143,7 +143,7 @@ class TrialRun:
             WorkloadError: An update was skipped, so that the optimizer would have no state and the peak would differ;
                 or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
-        accumulator, batch = self._prepare(parts)
+        accumulator, batch = self.prepare(parts)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         if joined:
             first = last = [batch] if sum(parts) == self._size else last
@@ -155,7 +155,8 @@ class TrialRun:
         synchronize_device(self._device)
         return result
 
-    def _prepare(self, parts: Sequence[int]) -> tuple[Accumulator, Any]:
+    def prepare(self, parts: Sequence[int]) -> tuple[Accumulator, Any]:
+        """Build everything for updates by `parts`; return the Accumulator and the batch."""
         seed_everything()
         self._phase = "model"
         model = self._workload.build_model()

@@ -6,18 +6,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.checks import counted
-from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.planning.plan_events import Doing, Listener, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import Throughput, measure_throughput
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ class TrialRunner:
             self._limits.seconds_left(reserve)
         return trial
 
-    def _run(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+    def _run(self, parts: tuple[int, ...], **options: Any) -> Trial:
         number = len(self.trials) + 1
         self._notify(TrialStarted(number, parts))
         trial = self._device.trial(parts, **options)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, add_by_name, autocast
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
-from autoaccum.accumulation.rng_state import module_generators, seed_generators
+from autoaccum.accumulation.rng_state import derive_seed, module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
@@ -30,6 +30,7 @@ from autoaccum.training.data import is_map_style
 from autoaccum.training.data_workers import Entries
 from autoaccum.training.fit_events import Evaluated
 from autoaccum.training.stopping import TrainingRanks
+from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 
 
 class Totals(NamedTuple):
@@ -233,6 +234,45 @@ class Evaluation:
             for root in roots:
                 reshard(root)  # Else it keeps gathered parameters, which are none of its own.
             before.rollback()
+
+
+def make_evaluation(
+    setup: TrainingSetup,
+    components: TrainingComponents,
+    micro_batch: int,
+    interruptible: Callable[[], AbstractContextManager[Any]],
+    ranks: TrainingRanks,
+) -> Evaluation | None:
+    """Return the evaluation of a training with this `micro_batch`; None if it has no evaluation data.
+
+    Raises:
+        UsageError: Evaluations are requested and there is no data, or as `Evaluation`.
+    """
+    request, workload = setup.request, setup.workload
+    if setup.eval_data is None:
+        for name in ("eval_every", "eval_due"):
+            if getattr(request, name) is not None:
+                raise UsageError(
+                    f"{name} is given, but no evaluation data",
+                    hint="give eval_data, or define evaluation_dataset in the workload",
+                )
+        return None
+    is_coupled = components.objective.coupled and workload.evaluate is None
+    size = workload.evaluation_batch
+    return Evaluation(
+        components.objective,
+        workload.evaluate,
+        components.spec.precision,
+        setup.eval_data,
+        collate=workload.collate,
+        workers=request.workers,
+        micro_batch=micro_batch if is_coupled else size or micro_batch,
+        loss_batch=size or request.target_batch if is_coupled else None,
+        loss_modules=components.loss_modules,
+        seed=derive_seed(request.seed, "evaluation"),
+        interruptible=interruptible,
+        ranks=ranks,
+    )
 
 
 def _check_can_shrink(error: Exception, size: int) -> None:

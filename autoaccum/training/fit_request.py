@@ -92,7 +92,7 @@ class FitRequest:
         counts |= dict.fromkeys(("epochs", "steps", "micro_batch", "eval_every"), 1)
         for name, least in counts.items():
             if getattr(self, name) is not None:
-                self._set(name, read_count(getattr(self, name), name, least=least))
+                object.__setattr__(self, name, read_count(getattr(self, name), name, least=least))
         for name, takes in _FUNCTIONS.items():
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
@@ -126,14 +126,11 @@ class FitRequest:
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
     def _make_paths_absolute(self) -> None:
         """Make paths absolute, since loading a workload may change the working directory."""
         for name, what in (("run_dir", "a folder"), ("plan", "a plan")):
             value = getattr(self, name)
             if isinstance(value, (str, os.PathLike)) and str(value):
-                self._set(name, Path(value).absolute())
+                object.__setattr__(self, name, Path(value).absolute())
             elif value == "" or (name == "run_dir" and value is not None):
                 raise UsageError(f"{name} is {value!r}", hint=f"give the name of {what}")

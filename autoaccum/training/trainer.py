@@ -12,10 +12,10 @@ from typing import Any
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.ranks.group import OtherRanksFailed
 from autoaccum.accumulation.ranks.launch import launched_ranks
-from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices
+from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.errors import CheckpointError, RankLostError, UpdateInterrupted, UsageError
 from autoaccum.training.data import open_data
-from autoaccum.training.evaluation import Evaluation
+from autoaccum.training.evaluation import make_evaluation
 from autoaccum.training.fit_events import (
     CheckpointWritten,
     EpochEnded,
@@ -156,7 +156,7 @@ class Run:
         averaged = [] if components.averages is None else [components.averages.model]
         others = (*components.loss_modules, *averaged)
         ranks.copy_from_first(tensor for module in others for tensor in (*module.parameters(), *module.buffers()))
-        self._evaluation = self._make_evaluation()
+        self._evaluation = make_evaluation(setup, components, choice.micro_batch, signals.interruptible, ranks)
         self._resumed_from: Path | None = None
         self._newest: Path | None = None
         self._saved_at: tuple[int, ...] | None = None
@@ -206,20 +206,15 @@ class Run:
             UsageError: The record belongs to another training. The message names the difference; nothing is changed.
         """
         notify = self._notifier.notify
-        different = "; ".join(
+        changed = [
             f"{name} was {record['run'].get(name)!r}, is {value!r}"
             for name, value in self._facts.items()
             if record["run"].get(name) != value
-        )
-        if different:
-            raise UsageError(
-                f"{checkpoint} belongs to another training: {different}",
-                hint="use the same arguments as before, or another run folder",
-            )
+        ]
+        restore_training(record["training"], record["settings"], self._components, changed)
         workload = self._setup.workload
         if record["digest"] != workload.digest:
             notify(Notice(f"{workload.name} has changed since the run began: training continues with the new code"))
-        restore_training(record["training"], record["settings"], self._components)
         self._settings = record["settings"]
         vars(self.progress).update(record["progress"])
         if record["micro_batch"] == self._choice.micro_batch:
@@ -367,33 +362,6 @@ class Run:
             evaluated = Evaluated(progress.update, values, evaluated.samples, evaluated.seconds + averaged.seconds)
         progress.evaluated_at, progress.evaluation = progress.update, dict(evaluated.values)
         self._notifier.notify(evaluated)
-
-    def _make_evaluation(self) -> Evaluation | None:
-        request, components, workload = self._request, self._components, self._setup.workload
-        if self._setup.eval_data is None:
-            for name in ("eval_every", "eval_due"):
-                if getattr(request, name) is not None:
-                    raise UsageError(
-                        f"{name} is given, but no evaluation data",
-                        hint="give eval_data, or define evaluation_dataset in the workload",
-                    )
-            return None
-        is_coupled = components.objective.coupled and workload.evaluate is None
-        size = workload.evaluation_batch
-        return Evaluation(
-            components.objective,
-            workload.evaluate,
-            components.spec.precision,
-            self._setup.eval_data,
-            collate=workload.collate,
-            workers=request.workers,
-            micro_batch=self._choice.micro_batch if is_coupled else size or self._choice.micro_batch,
-            loss_batch=size or request.target_batch if is_coupled else None,
-            loss_modules=components.loss_modules,
-            seed=derive_seed(request.seed, "evaluation"),
-            interruptible=self._signals.interruptible,
-            ranks=self._ranks,
-        )
 
     def _save(self) -> None:
         """Write a checkpoint unless nothing has changed since the last; a failure ends nothing."""

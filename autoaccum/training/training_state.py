@@ -6,7 +6,7 @@ Weights and optimizer state are saved whole and by parameter name, whether the m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,19 +109,26 @@ def full_weights(components: TrainingComponents) -> dict[str, Any]:
     return {_bare(name): value for name, value in _whole(dict(weights)).items()}
 
 
-def restore_training(state: Mapping[str, Any], settings: list[dict[str, Any]], components: TrainingComponents) -> None:
+def restore_training(
+    state: Mapping[str, Any],
+    settings: list[dict[str, Any]],
+    components: TrainingComponents,
+    changed: Sequence[str] = (),
+) -> None:
     """Restore what `capture_training` captured, bit for bit, except random states, which are restored last.
 
     Args:
         state: The captured state. The optimizer may take over its tensors.
         settings: The settings at the start of the run, by `capture_settings`.
         components: The components to restore; changed only if everything matches.
+        changed: What else differs, by `training_facts`.
 
     Raises:
         UsageError: The state belongs to another training, or its settings differ; the message names the differences.
     """
     root, optimizer = _joint_module(components), components.optimizer
-    differences = [*_differences(state, root, optimizer)] or [*_changed_settings(state, settings, optimizer)]
+    differences = [*changed] or [*_differences(state, root, optimizer)]
+    differences = differences or [*_changed_settings(state, settings, optimizer)]
     if differences:
         more = f"; and {len(differences) - _MOST_LISTED} more" if len(differences) > _MOST_LISTED else ""
         raise UsageError(

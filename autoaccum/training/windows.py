@@ -258,7 +258,7 @@ class MapStyleReader(WindowReader):
             generator=torch.Generator(),
             **worker_options(settings.workers, loader, pin_memory=settings.card is not None),
         )
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[PartRequest] = deque()
         self._begin(0)
         if samples is not None:
             self._check_fills_window(samples)
@@ -287,8 +287,10 @@ class MapStyleReader(WindowReader):
                 cuts = slices(split_evenly(own.stop - own.start, self.part_size, self.multiple_of))
             for number, cut in enumerate(cuts, 1):
                 first, last = own.start + cut.start, own.start + cut.stop
-                self._asked.append(_Asked(last - first, len(window), checksum, number == len(cuts)))
-                yield PartRequest(self._epoch, position + first, window[first:last])
+                part = window[first:last]
+                is_last = number == len(cuts)
+                self._asked.append(PartRequest(self._epoch, position + first, part, len(window), checksum, is_last))
+                yield self._asked[-1]
             position += len(window)
 
     @property
@@ -330,8 +332,8 @@ class MapStyleReader(WindowReader):
         while (part := self._entries.read()) is not END:
             asked = self._asked.popleft()
             self._checksum = asked.checksum
-            if asked.samples:
-                parts.append(self._read_collated(part, asked.samples, self._collate_others))
+            if asked.indices:
+                parts.append(self._read_collated(part, len(asked.indices), self._collate_others))
             if asked.is_last:
                 return parts, asked.of_window
         if self._asked:
@@ -353,21 +355,24 @@ class MapStyleReader(WindowReader):
         return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
 
 
-class _Asked(NamedTuple):
-    """A part that was asked for: its samples, those of the window, the checksum, and whether it is the last."""
-
-    samples: int
-    of_window: int
-    checksum: int
-    is_last: bool
-
-
 class PartRequest(NamedTuple):
-    """The content of one part: the epoch, the position of its first sample, and indices in the dataset."""
+    """A part of a window to be made.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        position: The position of its first sample in the epoch.
+        indices: Indices of its samples in the dataset.
+        of_window: The samples of the window.
+        checksum: The checksum of the epoch's order up to this window.
+        is_last: Whether it is the last part of the window.
+    """
 
     epoch: int
     position: int
     indices: Sequence[Any]
+    of_window: int
+    checksum: int
+    is_last: bool
 
 
 class PartFetcher:

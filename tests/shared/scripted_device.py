@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from factories import make_inspection
-from typing_extensions import Unpack
 
-from autoaccum.devices.base import Device, Inspection, Outcome, Trial, TrialOptions
+from autoaccum.devices.base import Device, Inspection, Outcome, Trial
 from autoaccum.units import GIB, MIB
 
 INSPECTION = make_inspection({"torch": "2.13.0", "threads": [1, 2]})
@@ -66,8 +65,14 @@ class ScriptedDevice(Device):
             raise self._fails
         return self._inspection
 
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
-        fresh, limit_seconds = options.get("fresh", False), options.get("limit_seconds")
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append(limit_seconds)
         time.sleep(self._seconds)

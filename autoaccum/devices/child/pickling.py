@@ -8,7 +8,6 @@ import io
 import pickle
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -47,21 +46,21 @@ def pack(workload: Workload, *, folder: Path | None = None, with_values: bool = 
     Raises:
         UsageError: A part of it cannot be pickled; the message names it.
     """
-    known: dict[int, str] = {}
+    known = set[int]()
     model = workload.model
     if isinstance(model, nn.Module):
         model = model if folder is not None else unwrap_model(model)  # A simulation runs the eager step.
-        known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
+        known = {id(part) for part in (*model.modules(), *model.parameters())}
         try:
-            packed = _save("model", model, folder) if folder else _pack("model", model, (), with_values=with_values)
+            packed = _pack("model", model, folder=folder, with_values=with_values)
         except UsageError:
             for name, value in _attributes(model):  # One by one, so that the message names the right one.
-                _pack(name, value, ())
+                _pack(name, value)
             raise
         workload = dataclasses.replace(workload, model=PackedModel(packed))
     sent = dataclasses.replace(workload, **_LEFT_BEHIND)
     try:
-        content = _save("workload", sent, folder, known) if folder else _pack("the workload", sent, known)
+        content = _pack("the workload", sent, known, folder=folder)
     except UsageError:
         for field in dataclasses.fields(sent):  # Field by field, so that the message names the right one.
             _pack(field.name, getattr(sent, field.name), known)
@@ -83,7 +82,7 @@ def pack_whole(name: str, part: Any) -> bytes:
     Raises:
         UsageError: It cannot be pickled.
     """
-    return _pack(name, part, (), with_values=True, hint="keep locks, open files and generators out of it")
+    return _pack(name, part, with_values=True, hint="keep locks, open files and generators out of it")
 
 
 def unpack(pickled: str) -> Workload:
@@ -104,34 +103,41 @@ class PackedModel:
         return model
 
 
-def _pack(name: str, part: Any, known: Collection[int], *, with_values: bool = False, hint: str = _HINT) -> bytes:
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, known=known, with_values=with_values)
-    with _refusing(name, hint):
-        try:
-            pickler.dump(part)
-        finally:
-            pickler.forget_modules()
-    return buffer.getvalue()
+def _pack(
+    name: str,
+    part: Any,
+    known: Collection[int] = (),
+    *,
+    folder: Path | None = None,
+    with_values: bool = False,
+    hint: str = _HINT,
+) -> bytes:
+    """Pickle `part`; into a folder by `torch.save`, which writes each tensor without a copy in memory.
 
-
-def _save(name: str, part: Any, folder: Path, known: Collection[int] = ()) -> bytes:
-    """Save `part` by `torch.save`, which writes each tensor without a copy in memory; return a pickle that loads it."""
-    picklers: list[_Pickler] = []
-
-    class FilePickler(_Pickler):
-        def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
-            super().__init__(file, protocol, known=known, with_values=True)
-            picklers.append(self)
-
-    path = folder / f"{name}.pt"
-    with _refusing(name, _HINT):
-        try:
-            torch.save(part, path, pickle_module=SimpleNamespace(__name__="cloudpickle", Pickler=FilePickler))
-        finally:
-            for pickler in picklers:
-                pickler.forget_modules()
-    return pickle.dumps(_Saved(str(path)))
+    Raises:
+        UsageError: It cannot be pickled, or refers to one of the `known` objects.
+    """
+    by_value = list[ModuleType]()
+    settings = {"known": known, "with_values": with_values or folder is not None, "by_value": by_value}
+    pickler: Any = type("Pickler", (_Pickler,), {**settings, "importable": {"__main__": True}})
+    try:
+        if folder is None:
+            buffer = io.BytesIO()
+            pickler(buffer).dump(part)
+            return buffer.getvalue()
+        path = folder / f"{name}.pt"
+        torch.save(part, path, pickle_module=SimpleNamespace(__name__="cloudpickle", Pickler=pickler))
+        return pickle.dumps(_Saved(str(path)))
+    except _UsesModelError:
+        raise UsageError(
+            f"{name} uses the model itself, and each trial has one of its own",
+            hint=f"use the model or the parameters that it is called with; or {_HINT}",
+        ) from None
+    except Exception as error:
+        raise UsageError(f"{name} cannot be sent to another process ({first_line(error)})", hint=hint) from error
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 @dataclass(frozen=True)
@@ -148,20 +154,6 @@ def _load(path: str) -> Any:
     return torch.load(path, weights_only=False)
 
 
-@contextmanager
-def _refusing(name: str, hint: str) -> Iterator[None]:
-    """Raise any error within as a UsageError that names what was to be pickled."""
-    try:
-        yield
-    except _UsesModelError:
-        raise UsageError(
-            f"{name} uses the model itself, and each trial has one of its own",
-            hint=f"use the model or the parameters that it is called with; or {_HINT}",
-        ) from None
-    except Exception as error:
-        raise UsageError(f"{name} cannot be sent to another process ({first_line(error)})", hint=hint) from error
-
-
 class _UsesModelError(Exception):
     """A part beside the model refers to the model."""
 
@@ -172,35 +164,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     If `with_values`, it pickles every tensor as torch does.
     """
 
-    def __init__(
-        self, file: io.BytesIO, protocol: int | None = None, *, known: Collection[int], with_values: bool
-    ) -> None:
-        super().__init__(file, protocol)
-        self._with_values = with_values
-        self._known = known
-        self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle pickles its definitions by value.
-        self._by_value: list[ModuleType] = []
-
-    def forget_modules(self) -> None:
-        for module in self._by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+    known: Collection[int]
+    with_values: bool
+    by_value: list[ModuleType]
+    importable: dict[str, bool]
+    """Of `__main__`, cloudpickle itself pickles definitions by value."""
 
     def _send_by_value(self, name: str) -> None:
         package = name.partition(".")[0]
-        if package not in self._importable:
-            self._importable[package] = _is_importable(package)
+        if package not in self.importable:
+            self.importable[package] = _is_importable(package)
         module = sys.modules.get(name)
-        if module is None or self._importable[package] or name in cloudpickle.list_registry_pickle_by_value():
+        if module is None or self.importable[package] or name in cloudpickle.list_registry_pickle_by_value():
             return
         cloudpickle.register_pickle_by_value(module)
-        self._by_value.append(module)
+        self.by_value.append(module)
 
     def reducer_override(self, obj: Any) -> Any:
-        if id(obj) in self._known:
+        if id(obj) in self.known:
             raise _UsesModelError
         if isinstance(obj, (FunctionType, type)) and isinstance(obj.__module__, str):
             self._send_by_value(obj.__module__)
-        if self._with_values:
+        if self.with_values:
             return super().reducer_override(obj)
         if type(obj) is nn.Parameter:
             form = tuple(obj.shape), obj.stride(), obj.dtype

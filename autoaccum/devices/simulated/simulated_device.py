@@ -21,7 +21,6 @@ from autoaccum.devices.base import (
     Outcome,
     Prediction,
     Trial,
-    TrialOptions,
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import MemoryReport
@@ -35,8 +34,6 @@ from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from autoaccum.devices.simulated.breakdown import MemoryBreakdown
     from autoaccum.simulation.allocator.replay import Replayer, Replays, SizedTrace
 
@@ -179,10 +176,15 @@ class SimulatedDevice(Device):
         """As `Device`, by one update of small micro-batches, the second one larger."""
         return self._traces.count_cost(limit_seconds)
 
-    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+    def trial(
+        self,
+        parts: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        limit_bytes: int | None = None,
+        limit_seconds: float | None = None,
+    ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
-        fresh = options.get("fresh", False)
-        limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
         began = time.monotonic()
         try:
             traces = self._traces.traces_of(parts, fresh, limit_seconds)
