@@ -28,9 +28,9 @@ from autoaccum.sources.batches import batch_size, join_batches, split_batch, wra
 from autoaccum.sources.readings import is_samples
 from autoaccum.sources.samples import LongestBatches
 from autoaccum.sources.workload import Workload
-from autoaccum.training.data_workers import END, Entries
+from autoaccum.training.data_workers import END, Entries, set_epoch
 from autoaccum.training.fit_events import Notice
-from autoaccum.training.windows import DataSettings, MapStyleReader, WindowReader, set_epoch, start_loader_epoch
+from autoaccum.training.windows import DataSettings, MapStyleReader, WindowReader, start_loader_epoch
 
 
 class IterableReader(WindowReader):

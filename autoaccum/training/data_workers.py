@@ -1,4 +1,4 @@
-"""Processes that read data ahead: how they start, how their failures are reported, and how they end."""
+"""Processes that read data ahead: how they start, what they make, how their failures are reported, how they end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import ctypes
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
+from autoaccum.accumulation.reachable_objects import find_generators
+from autoaccum.accumulation.rng_state import derive_seed, item_seed, seed_generators
 from autoaccum.errors import DataWorkerError
 
 END: Final = object()
@@ -101,3 +103,58 @@ class WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.users_dataset)
         if self._users is not None:
             self._users(worker_id)
+
+
+class PartRequest(NamedTuple):
+    """A part of a window to be made.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        position: The position of its first sample in the epoch.
+        indices: Indices of its samples in the dataset.
+        of_window: The samples of the window.
+        checksum: The checksum of the epoch's order up to this window.
+        is_last: Whether it is the last part of the window.
+    """
+
+    epoch: int
+    position: int
+    indices: Sequence[Any]
+    of_window: int
+    checksum: int
+    is_last: bool
+
+
+class PartFetcher:
+    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.users_dataset, self._collate, self._seed = dataset, collate, seed
+        self._generators = find_generators(dataset, collate)
+        self._epoch: int | None = None
+
+    def __getitems__(self, request: PartRequest) -> Any:
+        """Return the collated part."""
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            set_epoch(self.users_dataset, request.epoch)
+        if not request.indices:
+            return None
+        is_plain = self._collate is default_collate
+        if is_plain and type(self.users_dataset) is TensorDataset:
+            return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
+        base, items = derive_seed(self._seed, "item", request.epoch), []
+        for position, index in enumerate(request.indices, request.position):
+            seed_generators(item_seed(base, position), self._generators)
+            items.append(self.users_dataset[index])
+        if not is_plain:
+            seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
+            seed_generators(seed, self._generators)
+        return self._collate(items)
+
+
+def set_epoch(thing: Any, epoch: int) -> None:
+    """Pass the epoch to a sampler, a dataset or another iterable that has `set_epoch`."""
+    setter = getattr(thing, "set_epoch", None)
+    if callable(setter):
+        setter(epoch)

@@ -9,17 +9,17 @@ import abc
 import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
 from autoaccum.accumulation.reachable_objects import find_generators
-from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
+from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError
@@ -28,7 +28,7 @@ from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
 from autoaccum.sources.workload import Workload
-from autoaccum.training.data_workers import END, Entries, worker_options
+from autoaccum.training.data_workers import END, Entries, PartFetcher, PartRequest, set_epoch, worker_options
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.run_folder import NotPortableError, portable
 
@@ -353,61 +353,6 @@ class MapStyleReader(WindowReader):
         if self._checksum == state["checksum"]:
             return None
         return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
-
-
-class PartRequest(NamedTuple):
-    """A part of a window to be made.
-
-    Attributes:
-        epoch: The epoch, from 0.
-        position: The position of its first sample in the epoch.
-        indices: Indices of its samples in the dataset.
-        of_window: The samples of the window.
-        checksum: The checksum of the epoch's order up to this window.
-        is_last: Whether it is the last part of the window.
-    """
-
-    epoch: int
-    position: int
-    indices: Sequence[Any]
-    of_window: int
-    checksum: int
-    is_last: bool
-
-
-class PartFetcher:
-    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self.users_dataset, self._collate, self._seed = dataset, collate, seed
-        self._generators = find_generators(dataset, collate)
-        self._epoch: int | None = None
-
-    def __getitems__(self, request: PartRequest) -> Any:
-        """Return the collated part."""
-        if request.epoch != self._epoch:
-            self._epoch = request.epoch
-            set_epoch(self.users_dataset, request.epoch)
-        if not request.indices:
-            return None
-        is_plain = self._collate is default_collate
-        if is_plain and type(self.users_dataset) is TensorDataset:
-            return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
-        base, items = derive_seed(self._seed, "item", request.epoch), []
-        for position, index in enumerate(request.indices, request.position):
-            seed_generators(item_seed(base, position), self._generators)
-            items.append(self.users_dataset[index])
-        if not is_plain:
-            seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
-            seed_generators(seed, self._generators)
-        return self._collate(items)
-
-
-def set_epoch(thing: Any, epoch: int) -> None:
-    """Pass the epoch to a sampler, a dataset or another iterable that has `set_epoch`."""
-    setter = getattr(thing, "set_epoch", None)
-    if callable(setter):
-        setter(epoch)
 
 
 def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
