@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import FEATURES, Classifier, labelled_rows
 from torch import nn
 
 import autoaccum
@@ -26,7 +27,7 @@ class Balanced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gates, self.experts = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.gates, self.experts = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         share = autoaccum.whole_batch(self.gates(x).softmax(1)).mean(0)
@@ -39,16 +40,8 @@ def balanced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
-
-
-def plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-
-
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, 8), torch.randint(0, 4, (size,))
+    return labelled_rows(size, torch.float32)
 
 
 def similarity(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -56,8 +49,10 @@ def similarity(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(alike, (targets[:, None] == targets).to(alike))
 
 
-EXACT = autoaccum.Workload(model=normed, batch=batch, criterion=nn.CrossEntropyLoss(), batchnorm="exact")
-TWICE = autoaccum.Workload(model=plain, batch=batch, criterion=similarity, coupled=True)
+EXACT = autoaccum.Workload(
+    model=lambda: Classifier(norm=True), batch=batch, criterion=nn.CrossEntropyLoss(), batchnorm="exact"
+)
+TWICE = autoaccum.Workload(model=Classifier, batch=batch, criterion=similarity, coupled=True)
 BALANCED = autoaccum.Workload(model=Balanced, batch=batch, loss=balanced_loss)
 
 
@@ -88,7 +83,7 @@ def test_trials_for_several_ranks_hold_the_outputs_of_all_in_two_passes() -> Non
 def test_an_accumulator_takes_the_plan_s_way() -> None:
     plan = autoaccum.plan(TWICE, target_batch=8, max_micro_batch=2, memory=LIMIT)
     assert "coupled=True" in accumulator_line(plan)
-    model = plain()
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters())
     for loss in (TWICE.objective, None):  # What `fit` gives it, and a user.
         criterion = None if loss is not None else similarity
@@ -109,7 +104,9 @@ def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
         (dataclasses.replace(EXACT, batchnorm="micro"), 'batchnorm="exact"'),
         (dataclasses.replace(TWICE, coupled=False), "coupled=True"),
         (
-            dataclasses.replace(EXACT, batchnorm="micro", model=lambda: nn.Sequential(Centred(), nn.Linear(8, 4))),
+            dataclasses.replace(
+                EXACT, batchnorm="micro", model=lambda: nn.Sequential(Centred(), nn.Linear(FEATURES, 4))
+            ),
             "autoaccum.whole_batch(x)",
         ),
     ],

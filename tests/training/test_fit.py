@@ -10,65 +10,46 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import Classifier, LanguageModel, labelled_rows, token_loss
-from factories import tokens as word_ids
+from factories import IGNORED, Classifier, LanguageModel, labelled_rows, token_loss
+from factories import tokens as token_rows
 from state_digests import state_digest
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import autoaccum
 from autoaccum.accumulation.step_result import WeightingWarning
 from autoaccum.errors import WorkloadError
 from autoaccum.training.fit_events import EpochEnded, Evaluated, Started, Updated
 
+Words = tuple[Tensor, Tensor]
 SAMPLES, TARGET, EPOCHS = 155, 16, 3
 UPDATES = EPOCHS * 10  # nine windows of 16 and one of 11
 
 
-class RecordedTexts(Dataset[Any]):
+class RecordedTexts(TensorDataset):
     """Texts of uneven length; records which were fetched."""
 
     def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(3)
-        lengths = torch.randint(3, 9, (SAMPLES,), generator=draw)
-        self.texts = [torch.randint(1, 11, (int(length),), generator=draw) for length in lengths]
+        super().__init__(*token_rows(SAMPLES))
         self.fetched: list[int] = []
 
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Any:
         self.fetched.append(index)
-        return self.texts[index]
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+    def batch_of(self, indices: list[int]) -> Words:
+        return trim([(self.tensors[0][index], self.tensors[1][index]) for index in indices])
 
 
-class Words(nn.Module):
-    """Predicts each word's successor; tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6, dtype=torch.float64)
-        self.hidden = nn.Linear(6, 6, dtype=torch.float64)
-        self.head = nn.Linear(6, 11, bias=False, dtype=torch.float64)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        return torch.as_tensor(self.head(torch.tanh(self.hidden(self.embedding(words)))))
+def trim(texts: list[Words]) -> Words:
+    """Collate without what is padding in all of them."""
+    ids, labels = default_collate(texts)
+    width = int((labels != IGNORED).sum(1).max())
+    return ids[:, :width], labels[:, :width]
 
 
-def pad(texts: list[Tensor]) -> dict[str, Tensor]:
-    width = max(map(len, texts))
-    return {"words": torch.stack([F.pad(text, (0, width - len(text))) for text in texts])}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    words = batch["words"]
-    return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten(), ignore_index=0)
-
-
-def tokens(batch: dict[str, Tensor]) -> Tensor:
-    return (batch["words"][:, 1:] != 0).sum()
+def count_tokens(batch: Words) -> Tensor:
+    return (batch[1] != IGNORED).sum()
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -91,7 +72,7 @@ def windows(order: list[int]) -> Iterator[list[int]]:
 
 def train_plainly(
     model: nn.Module,
-    batches: list[dict[str, Tensor]],
+    batches: list[Words],
     *,
     optimizer: Callable[..., Any] = adamw,
     clip_norm: float | None = None,
@@ -101,7 +82,7 @@ def train_plainly(
     scheduler = halving(stepper)
     for batch in batches:
         stepper.zero_grad()
-        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(token_loss(model, batch))
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         stepper.step()
@@ -114,9 +95,12 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.fixture
-def model() -> Words:
+def model() -> LanguageModel:
+    """With tied weights."""
     torch.manual_seed(0)
-    return Words()
+    net = LanguageModel().double()
+    net.head.weight = net.embed.weight
+    return net
 
 
 @pytest.mark.parametrize(
@@ -124,21 +108,21 @@ def model() -> Words:
     [(adamw, 1, None), (adamw, 5, 0.5), (sgd, 5, None), (sgd, 16, 0.5), (sgd, 40, None)],
 )
 def test_thirty_updates_are_those_of_full_batches(
-    model: Words, optimizer: Any, micro_batch: int, clip_norm: float | None
+    model: LanguageModel, optimizer: Any, micro_batch: int, clip_norm: float | None
 ) -> None:
     data, other = RecordedTexts(), copy.deepcopy(model)
     result = autoaccum.fit(
         model,
         data,
         target_batch=TARGET,
-        loss=loss,
-        weight=tokens,
+        loss=token_loss,
+        weight=count_tokens,
         optimizer=optimizer,
         scheduler=halving,
         micro_batch=micro_batch,
         epochs=EPOCHS,
         clip_norm=clip_norm,
-        collate=pad,
+        collate=trim,
         progress=False,
     )
     assert (result.updates, result.epochs, result.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
@@ -146,20 +130,20 @@ def test_thirty_updates_are_those_of_full_batches(
     order = [sorted(data.fetched[epoch * SAMPLES : (epoch + 1) * SAMPLES]) for epoch in range(EPOCHS)]
     assert order == [list(range(SAMPLES))] * EPOCHS
     assert data.fetched[:SAMPLES] != data.fetched[SAMPLES : 2 * SAMPLES], "each epoch has an order of its own"
-    batches = [pad([data.texts[index] for index in window]) for window in windows(data.fetched)]
+    batches = [data.batch_of(window) for window in windows(data.fetched)]
     train_plainly(other, batches, optimizer=optimizer, clip_norm=clip_norm)
     assert_same_weights(model, other)
 
 
-def test_batches_of_any_size_are_regrouped_to_the_target_batch(model: Words) -> None:
-    texts, other = RecordedTexts().texts, copy.deepcopy(model)
+def test_batches_of_any_size_are_regrouped_to_the_target_batch(model: LanguageModel) -> None:
+    data, other = RecordedTexts(), copy.deepcopy(model)
     sizes: list[int] = []
     autoaccum.fit(
         model,
-        [pad(texts[start : start + 20]) for start in range(0, SAMPLES, 20)],
+        [data.batch_of(list(range(SAMPLES))[start : start + 20]) for start in range(0, SAMPLES, 20)],
         target_batch=TARGET,
-        loss=loss,
-        weight=tokens,
+        loss=token_loss,
+        weight=count_tokens,
         optimizer=adamw,
         scheduler=halving,
         micro_batch=6,
@@ -168,7 +152,7 @@ def test_batches_of_any_size_are_regrouped_to_the_target_batch(model: Words) -> 
         callbacks=[lambda event: sizes.append(event.samples) if isinstance(event, Updated) else None],
     )
     assert [sizes[0], *(b - a for a, b in zip(sizes, sizes[1:], strict=False))] == ([TARGET] * 9 + [11]) * EPOCHS
-    train_plainly(other, [pad([texts[i] for i in window]) for window in windows(list(range(SAMPLES)) * EPOCHS)])
+    train_plainly(other, [data.batch_of(window) for window in windows(list(range(SAMPLES)) * EPOCHS)])
     assert_same_weights(model, other)
 
 
@@ -276,7 +260,7 @@ def test_a_mode_of_batchnorm_is_trained_under(mode: str, updates: int) -> None:
 
 def test_a_wrong_weight_is_warned_of_and_changes_no_update_or_ends_the_training() -> None:
     torch.manual_seed(0)
-    data, start, found = TensorDataset(*word_ids(32)), LanguageModel(dropout=0.1), set()
+    data, start, found = TensorDataset(*token_rows(32)), LanguageModel(dropout=0.1), set()
     for check, message in (("warn", r"return \(batch\[1\] != -100\)\.sum\(\)$"), ("off", "has ignored entries")):
         model = copy.deepcopy(start)
         with pytest.warns(WeightingWarning, match=message) as told:

@@ -66,20 +66,6 @@ def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, Recor
     return train(request, on_event=recorded), recorded
 
 
-def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
-    given, recorded = fit(learning_rate=0.05)
-    rates = [0.05, 0.3 * (0.05 / 0.1)]
-    written, _ = fit(
-        workload(
-            optimizer=lambda p: SGD([{"params": [q], "lr": r} for q, r in zip(p, rates, strict=True)], momentum=0.9)
-        )
-    )
-    assert recorded.rates == [0.05] * 3
-    assert recorded.notes == []
-    for mine, theirs in zip(given.model.parameters(), written.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def live(**options: Any) -> dict[str, Any]:
     return {"data": DATA, "loss": nn.MSELoss(), **options}
 

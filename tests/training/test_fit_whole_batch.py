@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import FEATURES, Classifier
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -17,21 +18,11 @@ from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import Evaluated, FitResult
 
 UPDATES, TARGET = 7, 16
-X = torch.randn(45, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+X = torch.randn(45, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(45) % 4
 LOADED = [(X[begin:end], Y[begin:end]) for begin, end in ((0, 7), (7, 20), (20, 23), (23, 45))]
 """Batches whose bounds are not those of updates; an epoch's last update has 13 samples."""
 HELD_OUT = (X[:21].flip(1), Y[:21])
-
-
-class Towers(nn.Module):
-    def __init__(self, *, normed: bool = True) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8) if normed else nn.Tanh(), nn.Linear(8, 4))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.body(x) * self.scale)
 
 
 def outputs(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def start(*, normed: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return Towers(normed=normed).double()
+    return Classifier(norm=normed).double()
 
 
 def workload(case: str, **more: Any) -> autoaccum.Workload:
