@@ -422,15 +422,12 @@ def fit(
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
         options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's.
             `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
-            (AdamW by default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays
-            where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`,
-            `coupled`, `accumulate_in` and `multiple_of`: as for the Accumulator; a last update of an epoch that is no
-            multiple is left out, with a note. `keeps`: `ema` keeps an average of the
+            (AdamW by default). `device`: a model whose optimizer is given stays where it is. `multiple_of`: a last
+            update of an epoch that is no multiple is left out, with a note. `keeps`: `ema` keeps an average of the
             weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
-            checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`;
-            `outputs` plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many
-            samples. `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default. A coupled
-            loss is evaluated of that many samples together, or of the target batch's number.
+            checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`.
+            `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default. A coupled loss is
+            evaluated of that many samples together, or of the target batch's number.
 
     Raises:
         DataWorkerError: A process that reads data died.

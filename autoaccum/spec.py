@@ -267,9 +267,7 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
     Raises:
         UsageError: A word is unknown, or there is no number of blocks; or `error`, where that is given.
     """
-    if not isinstance(savers, Iterable | None):
-        raise error(f"savers is {savers!r}", hint="give a word, or several")
-    given = [savers] if isinstance(savers, str) else list(savers or ())
+    given = _read_words(savers, "savers", error)
     if AUTO in given:
         raise error(
             f"savers are {AUTO}, which stands alone and is for a plan to choose",
@@ -285,6 +283,12 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
     return (*blocks[-1:], *(word for word in OFFLOADS if word in given))
 
 
+def _read_words(given: Any, name: str, error: type[AutoaccumError]) -> list[Any]:
+    if not isinstance(given, Iterable | None):
+        raise error(f"{name} is {given!r}", hint="give a word, or several")
+    return [given] if isinstance(given, str) else list(given or ())
+
+
 def read_keeps(keeps: Any, error: type[AutoaccumError] = UsageError) -> tuple[Keep, ...]:
     """Return the words of `keeps`, each once and in the order of `KEEPS`; `keeps` may be one word or several.
 
@@ -294,9 +298,7 @@ def read_keeps(keeps: Any, error: type[AutoaccumError] = UsageError) -> tuple[Ke
     Raises:
         UsageError: A word is unknown; or `error`, where that is given.
     """
-    if not isinstance(keeps, Iterable | None):
-        raise error(f"keeps is {keeps!r}", hint=f"choose {' or '.join(KEEPS)}, or a tuple of both")
-    given = [keeps] if isinstance(keeps, str) else list(keeps or ())
+    given = _read_words(keeps, "keeps", error)
     for word in given:
         check_word(word, "keeps", KEEPS, error=error)
     return tuple(keep for keep in KEEPS if keep in given)

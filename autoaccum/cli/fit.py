@@ -38,9 +38,10 @@ _CODE_INTERRUPTED = 130
     "--steps", type=count, metavar="N", help="Updates to make; with --epochs, training ends at whichever comes first."
 )
 @click.option("--plan", metavar="FILE", help="Plan of `autoaccum plan -o`.  [default: plan first]")
-@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once, in place of a plan.")
 @options(
     "fit",
+    *("micro_batch", "as_json", "quiet"),
+    micro_batch="The most samples to run at once, in place of a plan.",
     device="Where to train; auto is the GPU if there is one.",
     keeps="ema: also keep an average of the weights, in checkpoints, in evaluations and as ema.pt; outputs: plan for a "
     "loop that holds outputs for logging. Repeatable.  [default: the workload's]",
@@ -86,8 +87,6 @@ _CODE_INTERRUPTED = 130
     show_default=True,
     help="If the first updates show a wrong `weight`: warn, end the run (strict), or do not check it (off).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 

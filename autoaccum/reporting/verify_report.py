@@ -33,6 +33,7 @@ _WINDOWS = {
     "uneven": "samples shortened",
     "last": "shorter window, as at the end of an epoch",
 }
+_SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffers": " of its largest entry"}
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
@@ -81,7 +82,8 @@ def difference_line(comparison: Comparison) -> Text:
     worst = max((one for one in comparison.differences if not one.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
     verb = "is" if worst.quantity == "loss" else "are"
-    how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
+    off = f"off by {_error(worst.error)}{_SCALES[worst.quantity]}"
+    how = off if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
 
@@ -153,14 +155,6 @@ def _urgency(difference: Difference) -> tuple[int, float]:
 def _where(difference: Difference) -> str:
     """Return the name of the tensor or term; empty for a loss with a single term."""
     return "" if difference.where in (None, "loss") and difference.quantity == "loss" else difference.where or ""
-
-
-def _of(difference: Difference) -> str:
-    return {
-        "loss": " of the loss",
-        "gradients": " of the largest entry",
-        "buffers": " of its largest entry",
-    }[difference.quantity]
 
 
 def _error(error: float) -> str:

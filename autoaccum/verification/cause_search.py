@@ -15,6 +15,7 @@ from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.random_draws import neutral_rng
+from autoaccum.checks import join_words
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
@@ -398,13 +399,8 @@ def _are_close(factors: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _numbers(values: Sequence[float]) -> str:
-    """Write numbers to four digits; what is only rounding is written as 0.
-
-    >>> _numbers([0.5, 1 / 3]), _numbers([-2e-16, 1.0])
-    ('0.5 and 0.3333', '0 and 1')
-    """
-    words = [f"{0.0 if abs(value) <= 1e-12 else value:.4g}" for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    """Write numbers to four digits; what is only rounding is written as 0."""
+    return join_words(f"{0.0 if abs(value) <= 1e-12 else value:.4g}" for value in values)
 
 
 def _correct_line(runs: PairedRuns) -> str:

@@ -108,8 +108,30 @@ class PairedRuns:
 
     @cached_property
     def rng_mixes_samples(self) -> bool | None:
-        """True if random numbers mix samples, None if that is unknown; see the function `rng_mixes_samples`."""
-        return rng_mixes_samples(self.fixture, self.batch)
+        """Whether some samples' outputs change when other samples swap places, with the same random numbers.
+
+        This distinguishes random numbers that mix samples, such as a shuffled partner, from those in another order. The
+        batch is run twice; the second time the samples of its first half are rotated, so all shapes stay. BatchNorm is
+        in eval mode. Samples that are mixed after the model's outputs are not noticed.
+
+        Returns:
+            None where no output has a dimension of samples, there are fewer than four, or the user's code raises.
+        """
+        samples = batch_size(self.batch)
+        half = samples // 2
+        if half < 2:
+            return None
+        first, others, rest = split_batch(self.batch, [1, half - 1, samples - half])
+        try:
+            still, moved = (_outputs(self.fixture, one) for one in (self.batch, join_batches([others, first, rest])))
+        except AutoaccumError:
+            return None
+        rows = [
+            [one.narrow(list(one.shape).index(samples), half, samples - half) for one in pair]
+            for pair in zip(still, moved, strict=False)
+            if pair[0].shape == pair[1].shape and samples in pair[0].shape
+        ]
+        return any(_outputs_differ(one, other) for one, other in rows) if rows else None
 
     @property
     def uses_host_rng(self) -> bool:
@@ -227,33 +249,6 @@ class PairedRuns:
         full, other = pair.full.gradients, pair.accumulated.gradients
         allowed = bound * largest_entry(full.values())
         return any(name not in other or distance(one, other[name]) > allowed for name, one in full.items())
-
-
-def rng_mixes_samples(fixture: Fixture, batch: Any) -> bool | None:
-    """Return whether some samples' outputs change when other samples swap places, with the same random numbers.
-
-    This distinguishes random numbers that mix samples, such as a shuffled partner, from those in another order. The
-    batch is run twice; the second time the samples of its first half are rotated, so all shapes stay. BatchNorm is in
-    eval mode. Samples that are mixed after the model's outputs are not noticed.
-
-    Returns:
-        None where no output has a dimension of samples, there are fewer than four, or the user's code raises.
-    """
-    samples = batch_size(batch)
-    half = samples // 2
-    if half < 2:
-        return None
-    first, others, rest = split_batch(batch, [1, half - 1, samples - half])
-    try:
-        still, moved = (_outputs(fixture, one) for one in (batch, join_batches([others, first, rest])))
-    except AutoaccumError:
-        return None
-    rows = [
-        [one.narrow(list(one.shape).index(samples), half, samples - half) for one in pair]
-        for pair in zip(still, moved, strict=False)
-        if pair[0].shape == pair[1].shape and samples in pair[0].shape
-    ]
-    return any(_outputs_differ(one, other) for one, other in rows) if rows else None
 
 
 def _outputs(fixture: Fixture, batch: Any) -> list[Tensor]:

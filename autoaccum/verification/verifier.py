@@ -69,19 +69,9 @@ def run_verification(
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
     on_event: Callable[[Event], Any] | None = None,
 ) -> Verification:
-    """Compare what `autoaccum.verify` is asked to compare; its arguments are explained there.
+    """Compare what `autoaccum.verify` is asked to compare; its arguments and errors are explained there.
 
-    Args:
-        workload: A reference, a Workload, or None where live objects are given.
-        options: How the workload is to run; the device is not `auto`.
-        target_batch: Samples of the full batch.
-        micro_batch: The most samples to run at once; a quarter of the target when None.
-        live: Live objects by the names of `autoaccum.verify`'s arguments; those not given are None or left out.
-        accumulate: The caller's own loop.
-        on_event: Called with each event of `verification_result`.
-
-    Raises:
-        UsageError, WorkloadError, NotMeasuredError: As `autoaccum.verify`.
+    `live` has the live objects by the names of its arguments; those not given are None or left out.
     """
     check_alone("verify", "start it once, without torchrun: --world-size 2 starts two ranks itself")
     began = time.monotonic()
@@ -116,13 +106,7 @@ def run_verification(
 def _prepare(
     given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
 ) -> tuple[Workload, str]:
-    """Return the workload and its name for the record.
-
-    Raises:
-        UsageError: The workload is given in no way or in several, or an argument does not go with it.
-        WorkloadError: The workload cannot be used.
-    """
-    spec = options.spec
+    """Return the workload and its name for the record."""
     alone = options.with_spec(worst_of=_worst_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
     if isinstance(way, str):
@@ -130,7 +114,7 @@ def _prepare(
         found = apply_spec(loaded, {"worst_of": _worst_of(loaded, options, target)}, largest_batch=target)
     else:
         reference, found = f"{way.name} (made in code)", way
-    requested = {name: spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
+    requested = {name: options.spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
     workload = replace_fields(found, accumulate=accumulate, **requested)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
