@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 import pytest
-from asking import make_settings
+from planned import make_settings
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import make_settings
+from planned import make_settings
 
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.cpu import CpuDevice

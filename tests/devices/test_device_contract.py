@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import make_settings
+from planned import make_settings
 from warm_children import Nurseries, warmed
 
 from autoaccum.devices.base import Device, Trial, TrialSettings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_settings
+from planned import make_settings
 from torch import Tensor, nn
 
 from autoaccum.devices.cpu import CpuDevice

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from asking import make_settings
+from planned import make_settings
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice

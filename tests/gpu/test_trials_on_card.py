@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_settings
+from planned import make_settings
 
 from autoaccum.devices.base import Device
 from autoaccum.devices.cpu import CpuDevice

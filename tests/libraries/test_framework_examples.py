@@ -189,28 +189,12 @@ def classifier(lightning_manual: Any, net: Net) -> Any:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self.net)
 
-        def on_train_start(self) -> None:
-            super().on_train_start()
-            self.seen = list[int]()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.seen.append(self.trainer.global_step)
-
     return WithSGD(net, MICRO_BATCH)
 
 
-def test_updates_in_lightning_are_those_of_the_full_batch_and_counted(lightning_manual: Any, tmp_path: Path) -> None:
-    net, dataset = make()
-    expected = full_batches(net, dataset, epochs=2)
-    module = classifier(lightning_manual, net)
-    run = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
-    run.fit(module, loader(dataset))
-    assert run.global_step == 6
-    assert module.seen == [1, 2, 3, 4, 5, 6]
-    check_same(net.state_dict(), expected)
-
-
-def test_lightnings_checkpoint_goes_on(lightning_manual: Any, tmp_path: Path) -> None:
+def test_updates_in_lightning_are_those_of_the_full_batch_also_from_its_checkpoint(
+    lightning_manual: Any, tmp_path: Path
+) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     net, dataset = make()

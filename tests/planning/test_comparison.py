@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import make_request, make_settings
 from factories import make_plan
 from in_process_tracer import InProcessTracer
-from planned import CARD, plan_on, simulated_card
+from planned import CARD, make_request, make_settings, plan_on, simulated_card
 from small_blocks import blocks_source
 from synthetic_traces import INSPECTION, SyntheticTracer
 

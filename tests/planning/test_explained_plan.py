@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import make_request
-from planned import CARD, plan_on, plan_simulated, simulated_card
+from planned import CARD, make_request, plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import SyntheticTracer, linear
 

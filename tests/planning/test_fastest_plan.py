@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from asking import make_request
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import plan_on
+from planned import make_request, plan_on
 from scripted_device import TimedDevice
 
 from autoaccum.errors import DoesNotFitError, UsageError

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from asking import make_settings
 from in_process_tracer import InProcessTracer
-from planned import CARD, plan_simulated
+from planned import CARD, make_settings, plan_simulated
 
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.planning.plan_record import Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_request
+from planned import make_request
 from torch import nn
 
 from autoaccum.api import plan

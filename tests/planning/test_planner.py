@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from asking import make_request
+from planned import make_request
 from planned import plan_on as run
 from scripted_device import ScriptedDevice
 

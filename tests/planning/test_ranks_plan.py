@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asking import make_request
 from on_ranks import on_ranks
+from planned import make_request
 from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_settings
+from planned import make_settings
 from warm_children import WarmPython
 
 import autoaccum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from asking import make_settings
+from planned import make_settings
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice

@@ -1,24 +1,39 @@
-"""Plans on a device that a test made, and the simulated card that most of them take."""
+"""Requests of a plan from flat arguments, plans on a device that a test made, and the simulated card of most."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from asking import make_request
-
-from autoaccum.devices.base import Device
+from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.options import Options, make_options
 from autoaccum.planning.plan_events import Event
 from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.cards import find_card
+from autoaccum.spec import SPEC_FIELDS
 from autoaccum.units import GIB, MemorySize
 
 CARD = find_card("rtx3090")
+
+
+_OPTIONS = {*SPEC_FIELDS, *(field.name for field in dataclasses.fields(Options))}
+
+
+def make_request(target: int, **asked: Any) -> PlanRequest:
+    options = make_options(**{name: value for name, value in asked.items() if name in _OPTIONS})
+    return PlanRequest(target, options, **{name: value for name, value in asked.items() if name not in _OPTIONS})
+
+
+def make_settings(reference: str, share: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:
+    memory = None if memory_bytes is None else MemorySize(bytes=memory_bytes)
+    return TrialSettings(reference=reference, share=share, options=make_options(memory=memory, **options))
 
 
 def plan_on(
