@@ -44,12 +44,12 @@ def train(savers, limit):
             accumulator.step(workload.build_batch(3))
     return model.state_dict()
 
+torch.save(train(savers, limit), "held.pt")
+gc.collect()
 try:
     train(["recompute=1"], limit)
 except Exception as error:
     print("refused:", error)
-gc.collect()
-torch.save(train(savers, limit), "held.pt")
 torch.save(train([], None), "free.pt")
 """
 
