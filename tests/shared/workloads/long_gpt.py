@@ -66,4 +66,4 @@ def make(layers: int, width: int, length: int, vocabulary: int, dtype: torch.dty
     )
 
 
-sister = make(4, 64, 320, 512, torch.float64)
+sister = make(4, 96, 640, 512, torch.float64)
