@@ -21,7 +21,7 @@ foreach, fused = partial(torch.optim.AdamW, foreach=True), partial(torch.optim.A
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
-def images(side: int, layout: torch.memory_format, size: int) -> tuple[Tensor, Tensor]:
+def images(side: int, size: int, layout: torch.memory_format = torch.contiguous_format) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, side, side).contiguous(memory_format=layout), torch.randint(0, CLASSES, (size,))
 
 
@@ -156,20 +156,13 @@ def short_texts(size: int) -> tuple[Tensor, Tensor]:
 
 
 Make = Callable[..., Workload]
-cnn: Make = partial(
-    Workload, model=resnet, batch=partial(images, 176, torch.contiguous_format), criterion=nn.CrossEntropyLoss()
-)
-cnn_last = partial(cnn, model=partial(resnet, LAST), batch=partial(images, 176, LAST))
+cnn: Make = partial(Workload, model=resnet, batch=partial(images, 176), criterion=nn.CrossEntropyLoss())
+cnn_last = partial(cnn, model=partial(resnet, LAST), batch=partial(images, 176, layout=LAST))
 gpt: Make = partial(Workload, model=partial(TextModel, causal=True), batch=texts, loss=token_loss)
 bert: Make = partial(
     Workload, model=partial(TextModel, causal=False), batch=masked_texts, loss=token_loss, weight=labelled
 )
-vit: Make = partial(
-    Workload,
-    model=VisionTransformer,
-    batch=partial(images, 224, torch.contiguous_format),
-    criterion=nn.CrossEntropyLoss(),
-)
+vit: Make = partial(Workload, model=VisionTransformer, batch=partial(images, 224), criterion=nn.CrossEntropyLoss())
 lstm: Make = partial(Workload, model=Recurrent, batch=short_texts, loss=token_loss)
 
 WORKLOADS: dict[str, tuple[Workload, tuple[int, ...]]] = {

@@ -81,12 +81,7 @@ def predict(case: Case, card: Card) -> dict[str, Any]:
 
 
 def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the case on the card.
-
-    Args:
-        case: The case.
-        device: The card, with the case's workload.
-        predicted: By `predict`: where the search for the least memory begins.
+    """Measure the case on `device`, the card with its workload; the search for the least begins at what is predicted.
 
     Raises:
         NotMeasuredError: It did not run.
@@ -117,11 +112,6 @@ def find_least(runs: Callable[[int], bool], guess_bytes: int, most_bytes: int) -
 
     It begins on both sides of a guess, since a refusal costs a process: a guess that is right takes two trials. From
     one that is not, steps double, and what they enclose is halved. Limits are multiples of 2 MiB.
-
-    Args:
-        runs: Whether it runs within a limit in bytes.
-        guess_bytes: What is predicted.
-        most_bytes: Within which it ran.
     """
     step = max(GRAIN_BYTES, _round_down(int(guess_bytes * TOLERANCE)))
     ran, failed, trials = -(-most_bytes // GRAIN_BYTES) * GRAIN_BYTES, 0, 0

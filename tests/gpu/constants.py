@@ -95,15 +95,12 @@ def compare_operation(simulated: Simulated, measured: Measured | None) -> dict[s
     row: dict[str, Any] = {"predicted_peak_bytes": simulated.peak_bytes}
     if simulated.error is not None:
         row = {"predicted_peak_bytes": None, "not_simulated": simulated.error}
-    if measured is None:
-        rows = [_row(block, None) for block in simulated.blocks if block.rule != TENSOR]
-        return {**row, "measured_peak_bytes": None, "rows": rows}
-    rows = [
-        _row(block, size or 0)
-        for block, size in align(simulated.blocks, measured.sizes)
-        if block is None or block.rule != TENSOR or block.bytes != (size or 0)
-    ]
-    return {**row, "measured_peak_bytes": measured.peak_bytes, "rows": rows}
+    pairs: list[Pair] = [(block, None) for block in simulated.blocks if block.rule != TENSOR]
+    if measured is not None:
+        pairs = [(block, size or 0) for block, size in align(simulated.blocks, measured.sizes)]
+    shown = [(block, size) for block, size in pairs if block is None or block.rule != TENSOR or block.bytes != size]
+    peak = None if measured is None else measured.peak_bytes
+    return {**row, "measured_peak_bytes": peak, "rows": [_row(*pair) for pair in shown]}
 
 
 def _row(block: Expected | None, measured_bytes: int | None) -> Mapping[str, Any]:

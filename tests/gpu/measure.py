@@ -38,6 +38,7 @@ from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table
 
 _STAND_IN = "rtx3090"
+STEERING = "CUDA", "PYTORCH", "CUBLAS", "NVIDIA", "TORCH"
 Row = Mapping[str, Any]
 Job = tuple[str, str, Callable[[], Row]]
 """A section, the title of a row, and how to make it."""
@@ -53,7 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
         table = Table(options.output, describe(place, card))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    table.write("machine", "variables", {name: value for name, value in os.environ.items() if _steers(name)})
+    steering = {name: value for name, value in os.environ.items() if name.startswith(STEERING)}
+    table.write("machine", "variables", steering)
     wanted = re.compile(options.match)
     jobs = list_jobs(place, card, options.match, options.size)
     chosen = (job for job in jobs if job[0] in options.only and wanted.search(f"{job[0]}: {job[1]}"))
@@ -168,10 +170,6 @@ def _choose_card(place: torch.device | None, gpu: str | None) -> Card:
 def _place(name: str) -> torch.device:
     place = torch.device(name)
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
-
-
-def _steers(name: str) -> bool:
-    return name.startswith(("CUDA", "PYTORCH", "CUBLAS", "NVIDIA", "TORCH"))
 
 
 def _read_options(arguments: list[str] | None) -> argparse.Namespace:

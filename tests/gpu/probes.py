@@ -49,32 +49,22 @@ def measure_growth(place: torch.device) -> dict[str, Any]:
     }
     grown = {}
     for name, step in steps.items():
-        outside, inside = outside_bytes(place), allocated_bytes(place)
+        before = held_bytes(place)
         torch.autograd.backward(step())
         square.grad = image.grad = queries.grad = None
         convolution.zero_grad()
         cells.zero_grad()
-        grown[name] = {
-            "outside_bytes": outside_bytes(place) - outside,
-            "left_in_allocator_bytes": allocated_bytes(place) - inside,
-        }
+        outside, inside = (after - held for after, held in zip(held_bytes(place), before, strict=True))
+        grown[name] = {"outside_bytes": outside, "left_in_allocator_bytes": inside}
     return grown
 
 
-def allocated_bytes(place: torch.device) -> int:
-    """Return the bytes of tensors, once the card has finished its work."""
+def held_bytes(place: torch.device) -> tuple[int, int]:
+    """Return what is used outside of this process's allocator, by whomever, and within, once the card has finished."""
     if place.type == "cpu":
-        return 0
+        return 0, 0
     torch.cuda.synchronize(place)
-    return torch.cuda.memory_allocated(place)
-
-
-def outside_bytes(place: torch.device) -> int:
-    """Return the card's used memory outside of this process's allocator, whoever uses it."""
-    if place.type == "cpu":
-        return 0
-    torch.cuda.synchronize(place)
-    return read_card(place.index).held_outside_bytes
+    return read_card(place.index).held_outside_bytes, torch.cuda.memory_allocated(place)
 
 
 def _update(parameter: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -80,17 +80,11 @@ def _sum_up_constants(rows: Mapping[str, Any]) -> Iterator[str]:
         yield f"constants: not measured ({len(blocks)} blocks predicted)"
         return
     for rule in dict.fromkeys(block["rule"] for _, block in measured):
-        own = [(title, block) for title, block in measured if block["rule"] == rule]
-        wrong = [(title, block) for title, block in own if block["measured_bytes"] != block["predicted_bytes"]]
-        outside = sum(_miss(block) > block["band_bytes"] for _, block in own)
-        yield f"{rule}: {len(own) - len(wrong)} of {len(own)} exact, {outside} outside of their band{_worst(wrong)}"
-
-
-def _worst(wrong: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    if not wrong:
-        return ""
-    title, block = max(wrong, key=lambda entry: _miss(entry[1]))
-    return f"; worst {block['predicted_bytes']:,} for {block['measured_bytes']:,} ({title})"
+        own = [(title, block, _miss(block)) for title, block in measured if block["rule"] == rule]
+        exact, outside = sum(not miss for *_, miss in own), sum(miss > block["band_bytes"] for _, block, miss in own)
+        title, block, _ = max(own, key=lambda entry: entry[2])
+        worst = f"; worst {block['predicted_bytes']:,} for {block['measured_bytes']:,} ({title})"
+        yield f"{rule}: {exact} of {len(own)} exact, {outside} outside of their band{worst * (exact < len(own))}"
 
 
 def _miss(block: Mapping[str, Any]) -> int:
