@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -101,50 +102,45 @@ def _eager_context(card: Card) -> ContextMemory:
 
 def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:
     """Return the allocator requests of `loop` on `card`, from moving the model there."""
-    recorder = Recorder()
-    with _benchmark(loop.benchmark), simulate(card, recorder) as mode, manual_garbage_collection():
-        model = _lazily(mode, loop.model)
-        recorder.begin(lambda: "forward")
-        _run(loop, model, mode)
-        return recorder.trace((batch,))
-
-
-@dataclass
-class _Iteration:
-    """The values that a loop's variables hold after an iteration."""
-
-    batch: Any = None
-    loss: Any = None
-    outputs: Any = None
+    recorder, before = Recorder(), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = loop.benchmark
+    try:
+        with simulate(card, recorder) as mode, manual_garbage_collection():
+            model = _lazily(mode, loop.model)
+            recorder.begin(lambda: "forward")
+            _run(loop, model, mode)
+            return recorder.trace((batch,))
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _run(loop: Loop, model: nn.Module, mode: FakeCudaMode) -> None:
+    """Run the updates; `loss`, `outputs` and the batch are held as long as the variables of a loop hold them."""
     layout: dict[str, Any] = {"memory_format": torch.channels_last} if loop.channels_last else {}
-    model = model.to("cuda", **layout)
-    model.train()
+    model = model.to("cuda", **layout).train()
     optimizer = loop.optimizer(model.parameters())
-    last = _Iteration(batch=_on_card(loop, mode) if loop.resident_batch else None)
+    clear = partial(optimizer.zero_grad, set_to_none=loop.set_to_none)
+    batch: Any = _on_card(loop, mode) if loop.resident_batch else None
+    loss: Any = None
+    outputs: Any = None
     for _ in range(loop.updates):
         gc.collect()
         mode.recorder.mark_update()
-        _iterate(loop, model, optimizer, mode, last)
+        if loop.zero_grad == "start":
+            clear()
+        if not loop.resident_batch:
+            batch = _on_card(loop, mode)
+        with nullcontext() if loop.precision is None else torch.autocast("cuda", dtype=loop.precision):
+            loss, outputs = loop.forward(model, batch)
+            if loop.zero_grad == "before backward":
+                clear()
+            loss.backward()
+        optimizer.step()
+        if loop.zero_grad == "after step":
+            clear()
         if not loop.keeps:
-            last.loss = last.outputs = None
-
-
-def _iterate(loop: Loop, model: nn.Module, optimizer: Optimizer, mode: FakeCudaMode, last: _Iteration) -> None:
-    if loop.zero_grad == "start":
-        optimizer.zero_grad(set_to_none=loop.set_to_none)
-    if not loop.resident_batch:
-        last.batch = _on_card(loop, mode)
-    with nullcontext() if loop.precision is None else torch.autocast("cuda", dtype=loop.precision):
-        last.loss, last.outputs = loop.forward(model, last.batch)
-        if loop.zero_grad == "before backward":
-            optimizer.zero_grad(set_to_none=loop.set_to_none)
-        last.loss.backward()
-    optimizer.step()
-    if loop.zero_grad == "after step":
-        optimizer.zero_grad(set_to_none=loop.set_to_none)
+            loss = outputs = None
+    del outputs
 
 
 def _on_card(loop: Loop, mode: FakeCudaMode) -> Any:
@@ -165,13 +161,3 @@ def _lazily(mode: FakeCudaMode, build: Callable[[], Any]) -> Any:
         return build()
     finally:
         mode.lazy = False
-
-
-@contextmanager
-def _benchmark(enabled: bool) -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = enabled
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

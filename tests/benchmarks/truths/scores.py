@@ -170,7 +170,8 @@ def format_scores(about: str, done: Sequence[Scored]) -> str:
     if unknown:
         parts.append(f"skipped, since the installed library has no such model: {', '.join(unknown)}")
     failed = [f"- {one.case.label}: {' '.join(one.failure.split())}" for one in done if one.failure]
-    parts += [f"{len(failed)} rows could not be predicted:", *failed] if failed else []
+    if failed:
+        parts.append("\n".join([f"{len(failed)} rows could not be predicted:", *failed]))
     misses = "\n".join(filter(None, map(_miss, done)))
     return "\n\n".join([*parts, *([misses] if misses else [])])
 

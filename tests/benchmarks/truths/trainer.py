@@ -40,8 +40,12 @@ def trainer_loop(*, batch: int, length: int, micro_batches: int, checkpoints: bo
 
     def make_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
         known = list(params)
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(known, 1.0)
+
         made = next(make for word, make in _OPTIMIZERS.items() if word in optimizer)(known)
-        made.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(known, 1.0))  # type: ignore[arg-type]
+        made.register_step_pre_hook(clip)
         return made
 
     return Loop(
