@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 )
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
 @click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
-def command(workload: str, as_json: bool, output: str | None, force: bool, quiet: bool, **request: Any) -> None:
+@click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
+def command(
+    workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **request: Any
+) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
@@ -52,13 +55,13 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
       3  the trials gave no answer
     """
     from autoaccum.api import compare
-    from autoaccum.files import write_text
+    from autoaccum.files import write_bytes, write_text
     from autoaccum.planning.comparison import Comparison
     from autoaccum.reporting.comparison_table import comparison_warnings, row_line
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.progress import PlanProgress
 
-    check_files({"-o": output}, force=force, workload=workload)
+    check_files({"-o": output, "--plot": plot}, force=force, workload=workload)
     rows: list[ComparisonRow] = []
     table: Comparison | None = None
 
@@ -77,6 +80,10 @@ def command(workload: str, as_json: bool, output: str | None, force: bool, quiet
             _show(table or Comparison(tuple(rows), None), as_json=as_json)
     if output is not None:
         write_text(Path(output), table.to_json(), force=force)
+    if plot is not None:
+        from autoaccum.reporting.figures import draw_comparison, picture_format
+
+        write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)
     if not any(row.fits for row in table.rows):
         closest = max(table.rows, key=lambda row: (row.limit_bytes, row.world_size))
         raise DoesNotFitError(f"no row fits: {row_line(closest)}, since {closest.message}")

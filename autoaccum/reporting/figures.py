@@ -20,7 +20,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
 from autoaccum.errors import UsageError
+from autoaccum.planning.comparison import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
+from autoaccum.reporting.comparison_table import row_line, shown_rows
 from autoaccum.reporting.console import one_line
 from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import format_bytes
@@ -37,7 +39,7 @@ _WIDTH, _HEIGHT = 7.2, 3.6
 """Of one chart, in inches."""
 
 _TEXT_POINTS, _TITLE_POINTS = 9.0, 11.0
-_LONGEST_TITLE, _LONGEST_REMARK = 70, 90
+_LONGEST_TITLE, _LONGEST_REMARK, _LONGEST_NAME = 70, 90, 40
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 _LEAST_SHARE = 0.002
@@ -83,6 +85,29 @@ def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
     if report is not None:
         panels.insert(0, partial(draw_timeline, plan=plan, report=report))
     return draw_panels(panels, form, title=plan_title(plan))
+
+
+def draw_comparison(comparison: Comparison, form: Format) -> bytes:
+    """Draw a bar for each row of a table, its speed or else its micro-batch: the same rows give the same bytes."""
+    rows = shown_rows(comparison.rows)
+    return draw_panels(
+        [partial(_draw_bars, rows=rows)], form, title="Plans compared", height=max(2.0, 0.35 * len(rows))
+    )
+
+
+def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:
+    axes, places = figure.subplots(), range(len(rows))
+    sizes = [0 if row.plan is None else row.plan.micro_batch for row in rows]
+    fastest = max((row.samples_per_second or 0.0 for row in rows), default=0.0)
+    lengths = [(row.samples_per_second or 0.0) / fastest for row in rows] if fastest else sizes
+    axes.barh(places, lengths, color=LIGHT["ran"])
+    for place, size, length in zip(places, sizes, lengths, strict=True):
+        said = f"micro-batch {size}" if size else "does not fit"
+        axes.annotate(said, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(places, [_cut(row_line(row).partition(":")[0], _LONGEST_NAME) for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.5 * max((*lengths, 0.01)))
+    axes.set_xlabel("estimated speed (1: the fastest)" if fastest else "micro-batch")
 
 
 def plan_title(plan: Plan) -> str:
@@ -210,7 +235,7 @@ def picture_format(path: str) -> Format:
     return _ENDINGS[ending.lower()]
 
 
-def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "") -> bytes:
+def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "", height: float = _HEIGHT) -> bytes:
     """Draw charts below each other as a file; the same charts give the same bytes.
 
     An SVG is light, or dark where the viewer prefers that; a PNG is light. Both have an opaque background, so that they
@@ -218,7 +243,7 @@ def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "
     """
     file = io.BytesIO()
     with picture_settings():
-        figure = Figure(figsize=(_WIDTH, _HEIGHT * len(panels)), layout="constrained", facecolor=LIGHT["panel"])
+        figure = Figure(figsize=(_WIDTH, height * len(panels)), layout="constrained", facecolor=LIGHT["panel"])
         FigureCanvasAgg(figure)
         if title:
             figure.suptitle(_cut(title, _LONGEST_TITLE), size=_TITLE_POINTS, weight="bold", parse_math=False)

@@ -57,7 +57,7 @@ SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", 
 @pytest.mark.slow
 def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command) -> None:
     (folder / "prices.csv").write_text("name,per_hour\nrtx3090,0.46\nt4,0.35\n")
-    within = ("--memory", "0.4%", "--prices", "prices.csv", "-o", "table.json")
+    within = ("--memory", "0.4%", "--prices", "prices.csv", "-o", "table.json", "--plot", "table.svg")
     done = command(folder, *ASKED, "t4,rtx3090,rtx3060,3090,rtx3070", *within, "--json")
     assert done.returncode == 0, done.stderr
     lines = [line.partition(":")[0] for line in done.stderr.splitlines() if ": micro-batch" in line]
@@ -68,6 +68,7 @@ def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command)
     rows = {row["card"]: row for row in record["rows"]}
     priced = {name: row["price_per_hour"] for name, row in rows.items()}
     assert priced == {"t4": 0.35, "rtx3090": 0.46, "rtx3060": None, "rtx3070": None}
+    assert "micro-batch" in (folder / "table.svg").read_text()
     assert rows["rtx3090"]["update_seconds"] < rows["rtx3060"]["update_seconds"]
     for name in ("t4", "rtx3070"):
         alone = json.loads(command(folder, "plan", *ASKED[1:], name, "--memory", "0.4%", "--json").stdout)
