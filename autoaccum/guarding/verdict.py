@@ -190,9 +190,10 @@ def _by_module(changes: _Changes) -> Iterator[Growth]:
         if not 0 < len(large) <= most:
             continue
         for pattern, names in large.items():
-            module = join_words(word for word, _ in compact_names(_cut(name, depth) for name in names))
-            changed = [change for name in names for change in inside[name]]
-            yield _growth(module if pattern.strip("*.") else "", changed)
+            alike = {_cut(name, depth): None for name in names}
+            is_named = len(alike) == 1 or bool(pattern.strip("*."))  # Several numbers alone name nothing.
+            module = join_words(word for word, _ in compact_names(alike)) if is_named else ""
+            yield _growth(module, [change for name in names for change in inside[name]])
             named.update(names)
         break
     if rest := [change for name, group in inside.items() if name not in named for change in group]:
