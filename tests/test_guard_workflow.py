@@ -75,12 +75,19 @@ criterion = nn.CrossEntropyLoss()
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a repository, which has the table of the workflow's own comment."""
+    """A folder with a repository."""
     folder = tmp_path_factory.mktemp("project")
-    table = [line[1:].strip() for line in TEXT.splitlines() if line.startswith("#   ")]
-    (folder / "repository").mkdir()
-    commit(folder / "repository", {"train.py": MODEL, "pyproject.toml": "\n".join(table)})
+    commit(folder / "repository", {"train.py": MODEL})
     return folder
+
+
+def lock_and_enlarge(repository: Path, command: Command) -> None:
+    """Lock the model by the command of the workflow's own comment, then make it larger."""
+    (line,) = [line[1:].strip() for line in TEXT.splitlines() if line.startswith("#   ")]
+    (repository / "train.py").write_text(MODEL)
+    done = command(repository, *shlex.split(line)[1:])
+    assert done.returncode == 0, done.stderr
+    (repository / "train.py").write_text(MODEL.replace("512", "262144"))
 
 
 _Result = TypeVar("_Result")
@@ -148,25 +155,22 @@ def run(project: Path, command: Command, name: str, **further: str) -> subproces
 
 @pytest.mark.slow
 def test_the_steps_lock_and_fail(project: Path, command: Command) -> None:
-    locked = run(project, command, "Lock anew")
-    assert locked.returncode == 0, locked.stderr
-    path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]
-    assert path.is_file()
-    model = project / "repository" / "train.py"
-    model.write_text(MODEL.replace("512", "262144"))
+    repository = project / "repository"
+    lock_and_enlarge(repository, command)
     failed = run(project, command, "Compare with the lock")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "regressed: train.py" in (project / "summary.md").read_text()
+    locked = run(project, command, "Lock anew")
+    assert locked.returncode == 0, locked.stderr
+    assert (repository / step("actions/upload-artifact@v4")["with"]["path"]).is_file()
+    assert run(project, command, "Compare with the lock").returncode == 0
 
 
 @pytest.mark.slow
-def test_what_a_branch_adds_is_reported_without_a_lock_and_nothing_is_left_behind(
-    project: Path, command: Command
-) -> None:
+def test_what_a_branch_adds_is_reported_and_nothing_is_left_behind(project: Path, command: Command) -> None:
     repository = project / "repository"
-    (repository / "train.py").write_text(MODEL.replace("512", "262144"))
-    (repository / "autoaccum.lock").unlink(missing_ok=True)
+    lock_and_enlarge(repository, command)
     before = git(repository, "status", "--porcelain")
     failed = run(project, command, "Compare with the base branch", BASE="HEAD")
     assert failed.returncode == 1, failed.stdout + failed.stderr
