@@ -22,6 +22,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
     Row,
+    SearchSpace,
     SearchStarted,
     State,
     StudyOpened,
@@ -49,20 +50,24 @@ def tuning_record(tuning: Tuning) -> dict[str, Any]:
     return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
 
 
-def _row_cells(row: Row, own_rate: float) -> tuple[str, str, str, str, str]:
+def _row_cells(row: Row, own_rate: float, space: SearchSpace | None) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
     took = f"{row.seconds:.1f} s" if row.samples else "-"
-    words = filter(None, (_rate_words(row), *_notes(row, own_rate)))
+    words = filter(None, (_rate_words(row, space), *_notes(row, own_rate)))
     return str(row.number), _outcome(row), _format_loss(loss), took, "; ".join(words)
 
 
-def _rate_words(row: Row) -> str:
-    """Write the setting of a trial; empty until it is drawn."""
+def _rate_words(row: Row, space: SearchSpace | None) -> str:
+    """Write the setting of a trial, as far as it is searched; empty until it is drawn."""
     if row.learning_rate is None:
         return ""
-    batch = f", {row.target_batch} samples in micro-batches of {row.micro_batch}" if row.target_batch else ""
-    return f"learning rate {row.learning_rate:.3g}{batch}"
+    words = [f"learning rate {row.learning_rate:.3g}"]
+    if space is not None and len(space.target_batches) > 1:
+        words.append(f"batch {row.target_batch}")
+    if space is not None and len(space.micro_batches) > 1:
+        words.append(f"micro-batch {row.micro_batch}")
+    return ", ".join(words)
 
 
 def _outcome(row: Row) -> str:
@@ -101,7 +106,7 @@ def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
     if best is None:
         yield "best", Text("no trial finished its budget with a finite loss", "bold red")
     else:
-        yield "best", Text(f"{_rate_words(best)}, of trial {best.number}", "bold green")
+        yield "best", Text(f"{_rate_words(best, tuning.space)}, of trial {best.number}", "bold green")
         yield "loss", Text(f"{_format_loss(best.loss)} on held-out data", "bold green")
         yield "default rate", _own_words(tuning, best)
     if tuning.plan is not None:
@@ -137,7 +142,7 @@ def _trials_table(tuning: Tuning) -> Table:
     table = Table(">trial", "outcome", ">loss", ">time", "with")
     rows = sorted(tuning.rows, key=_rank)
     for row in rows[:_MOST_TRIALS]:
-        number, outcome, *others = _row_cells(row, tuning.workload["learning_rate"])
+        number, outcome, *others = _row_cells(row, tuning.workload["learning_rate"], tuning.space)
         is_best = tuning.best is not None and tuning.best.number == row.number
         table.add(number, Text(outcome, _STYLES[row.state]), *others, style="bold green" if is_best else "")
     if len(rows) > _MOST_TRIALS:
@@ -158,6 +163,7 @@ class TuneProgress(PlanProgress):
     """Shows the progress of a study and of its planning."""
 
     _own_rate = 0.0
+    _space: SearchSpace | None = None
     _finished = _trials = 0
     _headed = False
 
@@ -167,6 +173,7 @@ class TuneProgress(PlanProgress):
             case StudyOpened():
                 self._open(event)
             case SearchStarted(space, plan, remembered):
+                self._space = space
                 how = "was planned for this study before" if remembered else "is planned"
                 self.say(f"micro-batch {plan.micro_batch} {how}")
                 rates = space.learning_rates
@@ -177,7 +184,7 @@ class TuneProgress(PlanProgress):
                 )
             case Row(state="running"):
                 done = f"{self._finished} of {self._trials} are done"
-                self.show(f"trial {event.number}, {done}: {_rate_words(event)} ...")
+                self.show(f"trial {event.number}, {done}: {_rate_words(event, self._space)} ...")
             case Row():
                 self._end_run(event)
             case Notice(text):
@@ -200,6 +207,6 @@ class TuneProgress(PlanProgress):
         if not self._headed:
             self._headed = True
             self.say(_TRIAL.format("trial", "outcome", "loss", "time", "with"), "dim")
-        line = Text(_TRIAL.format(*_row_cells(row, self._own_rate)))
+        line = Text(_TRIAL.format(*_row_cells(row, self._own_rate, self._space)))
         line.stylize(_STYLES[row.state], 7, 20)
         self.say(line)

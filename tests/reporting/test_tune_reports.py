@@ -46,8 +46,10 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
     _, _, tuning = studied
     text = printed(tuning, {"train with it": ["autoaccum", "fit", "a b.py"]})
     best = tuning.best
-    setting = f"learning rate {best.learning_rate:.3g}, 16 samples in micro-batches of 16"
-    assert f"best         {setting}, of trial {best.number}\n" in text
+    assert f"best         learning rate {best.learning_rate:.3g}, of trial {best.number}\n" in text
+    several = replace(tuning, space=replace(SPACE, target_batches=(16, 32), micro_batches=(8, 16)))
+    setting = f"learning rate {best.learning_rate:.3g}, batch 16, micro-batch 16"
+    assert f"best         {setting}, of trial {best.number}\n" in printed(several)
     assert f"loss         {best.loss:.4g} on held-out data\n" in text
     assert "default rate 0.05: loss" in text
     assert "plan         16 samples per update\n" in text
