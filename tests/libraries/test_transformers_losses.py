@@ -180,6 +180,7 @@ def test_the_loss_that_balances_experts_is_blamed_and_no_expert() -> None:
 
 
 def test_a_step_in_parts_warns_of_the_loss_that_balances_experts() -> None:
+    torch.manual_seed(0)
     model = mixtral(output_router_logits=True)()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=2)
     with pytest.warns(AccumulationWarning, match="output_router_logits=False leaves it out"):
