@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, norms and embeddings as on a card: the kernels, their memory formats and workspaces.
+"""Matrix products, convolutions and norms as on a card: the kernels, their memory formats and workspaces.
 
 Layer, group and RMS norm have one kernel each on CUDA, with
 statistics like those of fake tensors. An instance norm is a batch norm.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from autoaccum.simulation.operators.workspaces import (
 )
 from autoaccum.simulation.torch_patches import patched
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
-from autoaccum.simulation.unsupported import UnsupportedError
 
 _cudnn: Any = torch.backends.cudnn
 MIN_EPS = 0.0
@@ -187,22 +186,6 @@ def _batch_norm(
     return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
 
 
-def _refuse_sparse(*_: Any) -> NoReturn:
-    raise UnsupportedError("an embedding has sparse gradients, which cannot be simulated", hint="use sparse=False")
-
-
-def _bag_backward(
-    grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, *rest: Any
-) -> Tensor:
-    """Run `_embedding_bag_backward` in ATen/native/EmbeddingBag.cpp."""
-    largest, num_weights, by_frequency, mode, sparse, *weights_and_padding = rest
-    if sparse:
-        _refuse_sparse()
-    options = largest, num_weights, by_frequency, mode, *weights_and_padding
-    out: Tensor = torch.ops.aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, *options)
-    return out
-
-
 def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
     return before_outputs(layout_copies(call["input"]))
 
@@ -283,11 +266,7 @@ def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
     return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
 
 
-KERNELS: Mapping[str, Callable[..., Any]] = {
-    "_batch_norm_impl_index": _batch_norm,
-    "embedding_sparse_backward": _refuse_sparse,
-    "_embedding_bag_backward": _bag_backward,
-}
+KERNELS: Mapping[str, Callable[..., Any]] = {"_batch_norm_impl_index": _batch_norm}
 WORKSPACES: Mapping[str, Handler] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_gradient,

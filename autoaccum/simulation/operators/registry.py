@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.simulation.cards import CardInUse
-from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn
+from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn, sparse_gradients
 from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, Signature
 from autoaccum.simulation.torch_patches import is_strictly_deterministic, patch_optimizers
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
@@ -28,6 +28,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
         **losses_and_dropout.KERNELS,
         **layers.KERNELS,
         **rnn.KERNELS,
+        **sparse_gradients.KERNELS,
     }
     register: Any = library.impl
     for name, kernel in kernels.items():

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.simulation.operators.registry import WorkspaceObserver
+from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
 from autoaccum.simulation.trace_records import MemoryStep, Phase
 from autoaccum.simulation.tracing.cpu_values import CpuValues
@@ -101,6 +102,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.cpu_values: CpuValues | None = None
         self._keep_values = propagate_values
         self._depth = 0
+        self._has_sparse = False
         self._cache = OperatorCache(self._make)
         self._observer = WorkspaceObserver(torch_release())
         self._steps: dict[Any, Sequence[MemoryStep]] = {}
@@ -150,6 +152,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if known is not None:
                     self._record(None, func, args, kwargs, known)
                     return known
+        if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
+            self._has_sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
         if func is _TO_COPY and (host_copy := self._host_copy(args[0], kwargs)) is not None:
@@ -293,6 +298,15 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes)
         return fake
+
+    def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
+        """Make a sparse tensor on the card without its indices and values."""
+        sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made = _aten._sparse_coo_tensor_with_dims.default(
+                sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
+            )
+        return FakeTensor(self, made, DEVICE)
 
     def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""

@@ -131,11 +131,12 @@ REFUSED = {
         ["twice", "register_fake", "model.py:21"],
     ),
     "an address": (module("x.data_ptr()\nreturn self.layer(x)"), ["the address of a tensor", "model.py:18"]),
-    "sparse gradients": (
+    "momentum of sparse gradients": (
         "class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.table = nn.Embedding(4, 4, sparse=True)\n"
-        "    def forward(self, x):\n        return self.table((x[:, 0] > 0).long())\nmodel = M",
-        ["an embedding has sparse gradients", "sparse=False"],
+        "    def forward(self, x):\n        return self.table((x[:, 0] > 0).long())\nmodel = M\n"
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)",
+        ["of a sparse gradient is not simulated", "take SparseAdam, or SGD or Adagrad without momentum"],
     ),
     "a batch on the card": (
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",

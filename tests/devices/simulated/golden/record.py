@@ -59,6 +59,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
     ("gru_bf16", "a100-40gb", "500MiB"),
     ("speech_fp32", "rtx3090", "200MiB"),
     ("tables_dense", "rtx4090", "63MiB"),
+    ("tables_sparse", "t4", "100MiB"),
     ("unet_fp16", "t4", "500MiB"),
     ("penalised", "rtx4090", "60MiB"),
     ("picker", "rtx3090", "200MiB"),

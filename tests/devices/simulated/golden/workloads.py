@@ -217,11 +217,11 @@ def speech_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Recommender(nn.Module):
-    """Mostly tables."""
+    """Mostly tables, some of them with sparse gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(40_000, 32), nn.EmbeddingBag(20_000, 32)
+        self.users, self.items = nn.Embedding(40_000, 32, sparse=sparse), nn.EmbeddingBag(20_000, 32, sparse=sparse)
         self.head = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -342,6 +342,7 @@ lstm_fp32 = Workload(model=Recurrent, batch=tokens, loss=token_loss, optimizer=p
 gru_bf16 = Workload(model=partial(Recurrent, nn.GRU), batch=tokens, loss=token_loss, precision="bf16")
 speech_fp32 = Workload(model=Speech, batch=speech, loss=speech_loss, optimizer="RMSprop")
 tables_dense = Workload(model=Recommender, batch=visits, criterion=nn.MSELoss(), optimizer="Adagrad")
+tables_sparse = Workload(model=partial(Recommender, True), batch=visits, criterion=nn.MSELoss(), optimizer="SGD")
 unet_fp16 = Workload(model=UNet, batch=maps, criterion=classes, optimizer=momentum, precision="fp16")
 penalised = Workload(model=Penalised, batch=rows, loss=penalised_loss)
 picker = Workload(model=Picker, batch=tokens, loss=picked_loss)
