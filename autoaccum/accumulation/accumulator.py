@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.argument_checks import (
+    PlanLike,
     check_clip_norm,
     check_model,
     check_optimizer,
@@ -46,9 +47,6 @@ from autoaccum.options import CHECKS, Reduce
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
 from autoaccum.spec import AccumulateIn, BatchNormMode, Joining, resolve_spec
-
-if TYPE_CHECKING:
-    from autoaccum.planning.plan_record import Plan
 
 
 class Accumulator:
@@ -155,7 +153,7 @@ class Accumulator:
         loss: Any = None,
         *,
         micro_batch: int | None = None,
-        plan: Plan | None = None,
+        plan: PlanLike | None = None,
         criterion: Any = None,
         weight: Any = None,
         reduction: Literal["mean", "sum"] | None = None,

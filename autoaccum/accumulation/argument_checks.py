@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,7 @@ from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
 from autoaccum.sources.objective import Objective, resolve_objective
 from autoaccum.sources.optimizers import closure_refusal, needs_closure
-from autoaccum.spec import TrainingSpec
-
-if TYPE_CHECKING:
-    from autoaccum.planning.plan_record import Plan
+from autoaccum.spec import TrainingSpec, WorkloadFacts
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -189,13 +186,34 @@ _NAMES: dict[str, dict[Any, str]] = {
 }
 
 
-def choose_ceiling(plan: Plan | None, micro_batch: int | None) -> int:
+@runtime_checkable
+class PlanLike(Protocol):
+    """The attributes of a plan that are read here, as `autoaccum.Plan` has them."""
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest micro-batch, in samples."""
+
+    @property
+    def spec(self) -> TrainingSpec:
+        """How the updates of its trials were run."""
+
+    @property
+    def workload(self) -> WorkloadFacts:
+        """What was trained."""
+
+    @property
+    def device(self) -> Mapping[str, Any]:
+        """The kind of device, and the name of a GPU."""
+
+
+def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     """Return the micro-batch that is given, or the plan's.
 
     Raises:
         UsageError: Neither or both are given, `plan` is no plan, or the micro-batch is not a whole number from 1 on.
     """
-    if plan is not None and not all(hasattr(plan, name) for name in ("micro_batch", "spec", "workload", "device")):
+    if plan is not None and not isinstance(plan, PlanLike):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, such as Plan.load("plan.json")')
     if (plan is None) == (micro_batch is None):
         seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
@@ -204,7 +222,7 @@ def choose_ceiling(plan: Plan | None, micro_batch: int | None) -> int:
 
 
 def choose_objective(
-    loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: Plan | None, model: nn.Module
+    loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None, model: nn.Module
 ) -> Objective:
     """Resolve the loss; the plan's reduction is used if nothing else says whether the loss is a mean or a sum.
 
@@ -225,7 +243,7 @@ def choose_objective(
     return resolve_objective(loss, criterion=criterion, reduction=plan.workload.reduction, model=model)
 
 
-def check_plan(plan: Plan, here: Mapping[str, Any]) -> None:
+def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
     """Raise UsageError if the plan was made for another training than `here`, its `current_facts`.
 
     Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
@@ -239,7 +257,7 @@ def check_plan(plan: Plan, here: Mapping[str, Any]) -> None:
         )
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
+def plan_facts(plan: PlanLike) -> dict[str, Any]:
     """Return the facts that the plan records about its workload and device."""
     spec, workload, device = plan.spec, plan.workload, plan.device
     found = {

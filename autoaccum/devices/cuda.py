@@ -17,6 +17,7 @@ from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.simulation_requests import Tracer
     from autoaccum.simulation.cards import Card
 
 _MOST_NAMED = 5
@@ -201,17 +202,21 @@ class CudaDevice(ChildDevice):
         """As `Device`."""
         from autoaccum.devices.device_choice import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-        from autoaccum.devices.simulated.simulation_requests import Tracer
         from autoaccum.simulation.cards import context_memory
 
         card = self._installed.to_simulate()
         return SimulatedDevice(
             card,
-            lambda: Tracer(replace(self._settings, on_output=lambda line: None), card),
+            lambda: self._make_tracer(card),
             share=self._settings.share,
             torch_version=read_torch_release(),
             memory=MemorySize(bytes=min(self.limit_bytes, card.total_bytes - context_memory(card).bytes)),
         )
+
+    def _make_tracer(self, card: Card) -> Tracer:
+        from autoaccum.devices.simulated.simulation_requests import Tracer
+
+        return Tracer(replace(self._settings, on_output=lambda line: None), card)
 
     @property
     def _installed(self) -> InstalledCard:

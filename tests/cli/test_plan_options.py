@@ -140,7 +140,7 @@ def test_an_explanation_follows_the_plan_and_is_kept_with_it(folder: Path, comma
     before, after = done.stdout.split("where the memory goes\n")
     assert before.splitlines()[-2] == "kept in plan.json"
     assert re.match(r"rtx3090 \(simulated\), micro-batches of .*\(predicted\)\nthe peak is in ", after)
-    for word in ("parameters", "activations", "in all", "context", "least budget", "6 blocks *"):
+    for word in ("parameters", "activations", "in all", "context", "least budget", "{0..5}"):
         assert word in after, word
 
 
