@@ -188,14 +188,15 @@ class TrainingSetup:
                 f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
                 hint="give scheduler as a function of the optimizer",
             )
-        model, optimizer = self._build_model(plan)
+        spec = self._resolve_spec(plan)
+        model = self._build_model(plan)
+        optimizer = spec.optimizer if isinstance(spec.optimizer, Optimizer) else make_optimizer(spec.optimizer, model)
         if learning_rate is not None:
             set_learning_rate(optimizer, learning_rate)
         if scheduler is None or callable(scheduler):
             scheduler = self.workload.build_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
         device, trained = model_device(model), optimizer_parameters(optimizer)
-        spec = self._resolve_spec(plan)
         if "offload-optimizer" in spec.savers and needs_buffers(trained):
             raise UsageError(
                 "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
@@ -297,11 +298,11 @@ class TrainingSetup:
             del given["savers"]
         return resolve_spec(given, None if plan is None else plan.spec, self.workload)
 
-    def _build_model(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
-        own, optimizer = self.workload, self.request.options.spec.get("optimizer")
+    def _build_model(self, plan: Plan | None) -> nn.Module:
+        own = self.workload
         if self.is_live:
-            model: nn.Module = self.request.model_or_workload
-            return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
+            live: nn.Module = self.request.model_or_workload
+            return live
         model = own.build_model()
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
@@ -314,7 +315,7 @@ class TrainingSetup:
             model = shard_model(model, self.device, mesh, own.parallelize)
         else:
             model = model.to(self.device)
-        return model, own.build_optimizer(model)
+        return model
 
     def _chooses_fsdp2(self, plan: Plan | None) -> bool:
         """Return whether ranks shard the workload's model, as requested or planned."""

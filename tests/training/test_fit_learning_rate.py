@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
+from autoaccum.spec import TrainingSpec
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import RunFolder, read_checkpoint
@@ -126,3 +127,9 @@ def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -
     assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)
     assert recorded.rates == [0.02]
     assert Plan.load(tmp_path / "plan.json") == result.plan
+
+
+def test_a_plan_gives_the_optimizer_that_it_was_made_with() -> None:
+    plan = make_plan(8, 4, workload={}, spec=TrainingSpec(optimizer="RMSprop"))
+    found = [train(FitRequest.of(workload(), {"target_batch": 8, "steps": 1, "plan": used})) for used in (plan, PLAN)]
+    assert [type(result.optimizer).__name__ for result in found] == ["RMSprop", "SGD"]
