@@ -37,6 +37,23 @@ class DrawingRows(Dataset[Tensor]):
         return drawn_row(index)
 
 
+class Started:
+    """A worker_init_fn that marks the user's own dataset; here, where a spawned process finds it."""
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
+
+
+class RecordedRows(DrawingRows):
+    note = ""
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.note.startswith("worker ")
+        return super().__getitem__(index)
+
+
 class UnevenRows(Dataset[Tensor]):
     """Row `n` is as long as `lengths[n]` and filled with `n + 1`."""
 

@@ -13,6 +13,8 @@ import torch
 from small_data import (
     DrawingRows,
     DrawingStream,
+    RecordedRows,
+    Started,
     assert_same,
     drawing_collate,
     indices_of,
@@ -85,23 +87,6 @@ def test_workers_of_a_stream_give_the_same_again() -> None:
     assert_same(windows_of(resumed, range(1, 2)), whole[6:])
     with pytest.raises(UsageError, match="workers is 2, but an IterableDataset .*: give a DataLoader over it"):
         opened(DrawingStream(COUNT), workers=2)
-
-
-class Started:
-    """A worker_init_fn that marks the user's own dataset."""
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
-
-
-class RecordedRows(DrawingRows):
-    note = ""
-
-    def __getitem__(self, index: int) -> Tensor:
-        assert self.note.startswith("worker ")
-        return super().__getitem__(index)
 
 
 @pytest.mark.slow
