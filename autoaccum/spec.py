@@ -1,7 +1,8 @@
 """`TrainingSpec`: how an update is run, the one record of it that every part of autoaccum passes on.
 
-A workload has a complete one, the options of a command are a partial one, a plan holds the one that was tried, and
-`resolve_spec` alone decides which value wins. To add an option, add a field to `TrainingSpec` and to `SpecArguments`, a
+A workload has a complete one, the options of a command are a partial one, and a plan holds the one that was tried.
+`resolve_spec` decides which value wins; `sources.samples.apply_spec` puts given values into a workload, by the same
+rule: None is not given. To add an option, add a field to `TrainingSpec` and to `SpecArguments`, a
 check to `read_spec` if its type is not enough, a flag to `cli/flags.py`, and the code that honours it.
 """
 
