@@ -23,8 +23,8 @@ BatchNormMode = Literal["micro", "running", "frozen", "exact"]
 statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them. `exact`:
 normalise by the whole effective batch, as without accumulation; its activations wait in host memory."""
 
-Joining = Literal["lockstep", "twice"]
-"""How parts of an update run that need each other: in lock step, or forward twice, with the loss in between."""
+WholeBatchMode = Literal["lockstep", "recompute"]
+"""How parts of an update run that need each other: in lock step, or forward once more after the loss of all parts."""
 
 AccumulateIn = Literal["fp32", "parameters"]
 """The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
@@ -223,7 +223,7 @@ class WorkloadFacts:
         weight: What the mean of the loss divides by, in words.
         has_weight: Whether the workload says so itself, by a function `weight`.
         assumes_weight: Whether it was taken from the model's class, and nothing has checked it.
-        joining: How the parts of an update run if they need each other; None: one after the other.
+        whole_batch: How the parts of an update run if they need each other; None: one after the other.
         modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
         recipe: What a training step written out needs to know.
     """
@@ -242,7 +242,7 @@ class WorkloadFacts:
     weight: str = ""
     has_weight: bool = False
     assumes_weight: bool = False
-    joining: Joining | None = None
+    whole_batch: WholeBatchMode | None = None
     modules: Mapping[str, int] = field(default_factory=dict)
     recipe: StepRecipe = StepRecipe()
 

@@ -46,7 +46,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import CHECKS, Reduce
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
-from autoaccum.spec import AccumulateIn, BatchNormMode, Joining, resolve_spec
+from autoaccum.spec import AccumulateIn, BatchNormMode, WholeBatchMode, resolve_spec
 
 
 class Accumulator:
@@ -288,10 +288,10 @@ class Accumulator:
         return self._updater.has_agreed
 
     @property
-    def joining(self) -> Joining | None:
+    def whole_batch(self) -> WholeBatchMode | None:
         """How the parts of an update run if they need each other; None: one after the other."""
         runner = self._backpropagation.run_parts
-        return None if runner is None else "lockstep" if isinstance(runner, LockstepParts) else "twice"
+        return None if runner is None else "lockstep" if isinstance(runner, LockstepParts) else "recompute"
 
     @property
     def host_bytes(self) -> int:

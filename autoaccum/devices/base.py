@@ -245,7 +245,7 @@ class Device(ABC):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
+        """Run one trial; of parts that need each other (`WorkloadFacts.whole_batch`), all of an update.
 
         Args:
             parts: As in `Trial`.

@@ -119,7 +119,7 @@ class ChildDevice(Device):
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self._multiple_of: int | None = None
-        self._joined = False
+        self._needs_whole_batch = False
         self._savers: tuple[str, ...] | None = None
 
     @abstractmethod
@@ -144,7 +144,7 @@ class ChildDevice(Device):
         child = self._use_child()
         self._start_standby()
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
-        self._joined, self._multiple_of = inspection.workload.joining is not None, inspection.multiple_of
+        self._needs_whole_batch, self._multiple_of = inspection.workload.whole_batch is not None, inspection.multiple_of
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
@@ -166,7 +166,7 @@ class ChildDevice(Device):
         is_first = child.jobs == 0
         request = RunTrial(
             parts=parts,
-            joined=self._joined,
+            needs_whole_batch=self._needs_whole_batch,
             savers=self._savers,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
         )

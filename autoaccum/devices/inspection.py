@@ -108,12 +108,12 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     coupled = coupling.warnings(covered=batchnorms, is_joint=bool(workload.coupled))
     # Of the weighting, `check_weighting` knows more.
     said = [sentence for sentence in said if not isinstance(sentence, Advice)]
-    joining = accumulator.joining
+    whole_batch = accumulator.whole_batch
     # A coupled loss has no weights, and a part's values of whole_batch(x) are not those of training.
-    weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or joining))
+    weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or whole_batch))
     recipe = dataclasses.replace(facts.recipe, misweighted=find_advice(weighting))
     return Inspection(
-        workload=dataclasses.replace(facts, joining=joining, recipe=recipe),
+        workload=dataclasses.replace(facts, whole_batch=whole_batch, recipe=recipe),
         spec=workload.recorded(),
         environment=describe_environment(meter.device),
         least_size=least_size,

@@ -62,12 +62,12 @@ class Inspect(Request[Inspection], _WithSavers):
 class PartsRequest(Request[Reply], _WithSavers):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `joined`: the parts need each other, and every update runs all of them. `reduce`: when FSDP2 sums gradients; None:
-    as the Accumulator does by default.
+    `needs_whole_batch`: the parts need each other, and every update runs all of them. `reduce`: when FSDP2 sums
+    gradients; None: as the Accumulator does by default.
     """
 
     parts: tuple[int, ...]
-    joined: bool = False
+    needs_whole_batch: bool = False
     reduce: Reduce | None = None
 
     @property

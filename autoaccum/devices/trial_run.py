@@ -40,7 +40,7 @@ from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import Joining
+from autoaccum.spec import WholeBatchMode
 from autoaccum.units import format_bytes
 
 
@@ -120,21 +120,21 @@ class TrialRun:
         return [] if self._held is None else self._held.tensors
 
     @property
-    def joining(self) -> Joining | None:
-        """As `Accumulator.joining`."""
-        return None if self._accumulator is None else self._accumulator.joining
+    def whole_batch(self) -> WholeBatchMode | None:
+        """As `Accumulator.whole_batch`."""
+        return None if self._accumulator is None else self._accumulator.whole_batch
 
     @property
     def host_bytes(self) -> int | None:
         """As `Accumulator.host_bytes`; None if it kept none there."""
         return None if self._accumulator is None else self._accumulator.host_bytes or None
 
-    def run(self, parts: Sequence[int], *, joined: bool = False) -> StepResult:
+    def run(self, parts: Sequence[int], *, needs_whole_batch: bool = False) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
 
         The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
-        blocks of a cache that are not those of training. `joined` parts need each other, and every update runs all: one
-        alone would keep on the device what waits elsewhere in training.
+        blocks of a cache that are not those of training. With `needs_whole_batch` every update runs all: one part alone
+        would keep on the device what waits elsewhere in training.
 
         Returns:
             The result of the last update.
@@ -145,7 +145,7 @@ class TrialRun:
         """
         accumulator, batch = self.prepare(parts)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
-        if joined:
+        if needs_whole_batch:
             first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
@@ -224,7 +224,7 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
             with on_device(find_auxiliary_modules(workload).values(), meter.device):
-                trial_run.run(request.parts, joined=request.joined)
+                trial_run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
         except BaseException as error:
             failure = error
     trial = record_trial(

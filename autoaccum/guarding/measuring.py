@@ -125,7 +125,7 @@ def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspectio
     The parts of the other ranks follow from the largest one, as they do in the plan. Parts that need each other all
     run.
     """
-    if inspection.workload.joining is not None:
+    if inspection.workload.whole_batch is not None:
         return micro_batches
     planned = request.schedule(max(micro_batches))
     schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))

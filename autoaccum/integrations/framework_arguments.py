@@ -63,7 +63,7 @@ def check_framework(
         reason = f"{name} does not know autoaccum's savers ({', '.join(savers)})"
     elif spec.batchnorm != "micro":
         reason = f'{name} has no batchnorm mode "{spec.batchnorm}", its BatchNorms see single micro-batches'
-    elif spec.coupled or facts.joining:
+    elif spec.coupled or facts.whole_batch:
         reason = f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch"
     elif facts.reduction == "sum" and not is_titan:
         reason = f"the loss is a sum, and {name} divides it by the number of micro-batches"

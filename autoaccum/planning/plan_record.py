@@ -23,7 +23,7 @@ from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 from autoaccum.spec import TrainingSpec, WorkloadFacts
 
-SCHEMA = 2
+SCHEMA = 3
 _AGAIN = "plan again with `autoaccum plan`"
 
 

@@ -281,7 +281,7 @@ class _Planner:
         forecast = Forecast()
         few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
         few = (few_trials and not self.predicts) or request.cap < _MIN_SIZES_TO_FORECAST
-        if not (few or self.runner.joined):
+        if not (few or self.runner.needs_whole_batch):
             with suppress(SearchStopped):
                 if self.predicts and request.options.time_limit is not None and request.max_trials is None:
                     known = (self.runner.try_size(least),)  # The limit finds an answer, however long a forecast takes.
@@ -324,7 +324,7 @@ class _Planner:
             predict=None if forecast is None else forecast.peak_bytes,
             known=known,
             answer=lambda size: self.request.schedule(size).micro_batch,
-            from_largest=self.runner.joined,
+            from_largest=self.runner.needs_whole_batch,
         )
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:
@@ -362,7 +362,7 @@ class _Planner:
     @property
     def _memory_needs(self) -> MemoryNeeds:
         inspection = self.inspection
-        in_lock_step = inspection.workload.joining == "lockstep"
+        in_lock_step = inspection.workload.whole_batch == "lockstep"
         return MemoryNeeds(
             least_bytes=inspection.workload.parameter_bytes or 0,
             update_bytes=inspection.update_bytes,

@@ -77,7 +77,7 @@ class SaverTrials:
         self._offloads = OFFLOADS if self._counts and self.inspection.parallel != "fsdp2" else ()
         self.runner = TrialRunner(self.device, request, self.inspection, limits, lambda event: None)
         parts = self.runner.parts_to_try(self.size, fresh=True)
-        one_trace = self._counts and not self.runner.joined
+        one_trace = self._counts and not self.runner.needs_whole_batch
         self._parts = parts[:1] * min(2, len(parts)) if one_trace else parts  # Uneven ones are proved with the plan.
 
     def choose(self, refuted: Collection[Words] = ()) -> Words:

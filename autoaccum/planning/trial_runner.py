@@ -51,7 +51,7 @@ class TrialRunner:
 
     Attributes:
         trials: All trials so far, in order; nothing is ever removed.
-        joined: Whether the parts of an update need each other: trials run the whole schedule.
+        needs_whole_batch: Whether the parts of an update need each other: trials run the whole schedule.
         of_all_ranks: Whether a rank holds the outputs of all: trials run the parts of all ranks.
 
     Args:
@@ -76,9 +76,9 @@ class TrialRunner:
         self._device, self._request, self._limits, self._notify = device, request, limits, notify
         self._least_size, self._start_seconds = inspection.least_size, start_seconds
         self.trials: list[Trial] = []
-        self.joined = inspection.workload.joining is not None
+        self.needs_whole_batch = inspection.workload.whole_batch is not None
         # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
-        self.of_all_ranks = request.options.world_size > 1 and inspection.workload.joining == "twice"
+        self.of_all_ranks = request.options.world_size > 1 and inspection.workload.whole_batch == "recompute"
 
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`."""
@@ -102,7 +102,7 @@ class TrialRunner:
         """
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self._least_size
-        if self.joined:
+        if self.needs_whole_batch:
             samples = self._request.target_batch if self.of_all_ranks else self._request.share
             ranks = schedule.ranks if self.of_all_ranks else (schedule.micro_batches,)
             all_parts = tuple(part for parts in ranks for part in parts if part)
@@ -123,7 +123,8 @@ class TrialRunner:
 
     def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:
         """Return whether a trial is predicted from traces of other sizes."""
-        return "predict" in self._device.capabilities and not (fresh or self.joined) and schedule.iter_size > 1
+        may_predict = "predict" in self._device.capabilities and not self.needs_whole_batch
+        return may_predict and not fresh and schedule.iter_size > 1
 
     @property
     def _reserve_seconds(self) -> float:

@@ -39,12 +39,12 @@ def check_emittable(spec: TrainingSpec, workload: WorkloadFacts | None = None, *
     Raises:
         UsageError: The step of the plan takes more than a few lines of PyTorch.
     """
-    joins = spec.coupled or (workload is not None and workload.joining is not None)
+    needs_whole_batch = spec.coupled or (workload is not None and workload.whole_batch is not None)
     multiple_of, batchnorm = spec.multiple_of or 1, spec.batchnorm
     reasons = {
         f"the plan is for {world_size} ranks": world_size > 1,
         f'batchnorm is "{batchnorm}"': batchnorm != "micro",
-        "micro-batches need something of each other (a coupled loss, or whole_batch(x))": joins,
+        "micro-batches need something of each other (a coupled loss, or whole_batch(x))": needs_whole_batch,
         f"the plan uses {', '.join(spec.savers)}": bool(spec.savers),
         f"micro-batches are multiples of {multiple_of}": multiple_of > 1,
         **({} if workload is None else _reasons_of_recipe(workload.recipe)),

@@ -117,6 +117,6 @@ def test_a_coupled_loss_is_coupled_unless_that_is_refused() -> None:
         "outputs": lambda model, batch: model(batch),
         "coupled_loss": lambda found, batch: found.std(),
     }
-    assert build(loss=None, **pair).joining == "twice"
-    assert build(loss=None, **pair, coupled=False).joining is None
-    assert build().joining is None
+    assert build(loss=None, **pair).whole_batch == "recompute"
+    assert build(loss=None, **pair, coupled=False).whole_batch is None
+    assert build().whole_batch is None

@@ -79,7 +79,7 @@ def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Pat
     running = change_facts(INSPECTION, batchnorm="running")
     for seen, text in (
         (change_facts(INSPECTION, coupled=True), "micro-batches need something of each other"),
-        (change_facts(INSPECTION, joining="lockstep"), "micro-batches need something of each other"),
+        (change_facts(INSPECTION, whole_batch="lockstep"), "micro-batches need something of each other"),
         (running, 'batchnorm is "running"'),
     ):
         with pytest.raises(UsageError, match=text):

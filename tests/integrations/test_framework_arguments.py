@@ -66,7 +66,7 @@ def test_uneven_parts_are_refused_with_what_would_be_trained(framework: str) -> 
         ({"savers": ["recompute"]}, r"does not know autoaccum's savers \(recompute\): plan without that"),
         ({"batchnorm": "exact"}, 'has no batchnorm mode "exact"'),
         ({"coupled": True}, "this one needs the whole batch: plan without that, or train with autoaccum.Accumulator"),
-        ({"joining": "lockstep"}, "this one needs the whole batch"),
+        ({"whole_batch": "lockstep"}, "this one needs the whole batch"),
     ],
 )
 def test_what_only_the_accumulator_does_is_refused(framework: str, workload: dict[str, Any], text: str) -> None:

@@ -95,7 +95,7 @@ def changed(plan: Plan, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 3, this one reads 2): upgrade"),
+        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 4, this one reads 3): upgrade"),
         ({"schema": "1"}, "is damaged: its schema is '1'"),
         ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
         ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),

@@ -52,16 +52,20 @@ def similarity(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 EXACT = autoaccum.Workload(
     model=lambda: Classifier(norm=True), batch=batch, criterion=nn.CrossEntropyLoss(), batchnorm="exact"
 )
-TWICE = autoaccum.Workload(model=Classifier, batch=batch, criterion=similarity, coupled=True)
+COUPLED = autoaccum.Workload(model=Classifier, batch=batch, criterion=similarity, coupled=True)
 BALANCED = autoaccum.Workload(model=Balanced, batch=batch, loss=balanced_loss)
 
 
-@pytest.mark.parametrize(("workload", "joining"), [(EXACT, "lockstep"), (TWICE, "twice"), (BALANCED, "lockstep")])
-def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: autoaccum.Workload, joining: str) -> None:
+@pytest.mark.parametrize(
+    ("workload", "whole_batch"), [(EXACT, "lockstep"), (COUPLED, "recompute"), (BALANCED, "lockstep")]
+)
+def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(
+    workload: autoaccum.Workload, whole_batch: str
+) -> None:
     plan = autoaccum.plan(workload, target_batch=9, max_micro_batch=4, memory=LIMIT)
     assert plan.micro_batches == (3, 3, 3)
     assert [trial.parts for trial in plan.trials] == [(3, 3, 3)] * len(plan.trials)
-    assert plan.workload.joining == joining
+    assert plan.workload.whole_batch == whole_batch
     assert plan.spec.coupled == workload.coupled
     assert not any("full batch's" in said for said in plan.warnings), plan.warnings
     assert plan.host_bytes is None  # On the CPU the peak has it.
@@ -72,23 +76,23 @@ def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: aut
 def test_trials_for_several_ranks_hold_the_outputs_of_all_in_two_passes() -> None:
     options: dict[str, Any] = {"target_batch": 17, "world_size": 2, "max_micro_batch": 3, "memory": LIMIT}
     both = dataclasses.replace(EXACT, criterion=similarity, coupled=True)
-    twice, exact, coupled_exact = (autoaccum.plan(workload, **options) for workload in (TWICE, EXACT, both))
-    assert twice.micro_batches == (3, 3, 3)
-    assert {trial.parts for trial in twice.trials} == {(3, 3, 3, 3, 3, 2)}
+    coupled, exact, coupled_exact = (autoaccum.plan(workload, **options) for workload in (COUPLED, EXACT, both))
+    assert coupled.micro_batches == (3, 3, 3)
+    assert {trial.parts for trial in coupled.trials} == {(3, 3, 3, 3, 3, 2)}
     assert {trial.parts for trial in (*exact.trials, *coupled_exact.trials)} == {(3, 3, 3)}
-    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (twice, exact, coupled_exact)]
+    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (coupled, exact, coupled_exact)]
     assert told == [False, False, True]
 
 
 def test_an_accumulator_takes_the_plan_s_way() -> None:
-    plan = autoaccum.plan(TWICE, target_batch=8, max_micro_batch=2, memory=LIMIT)
+    plan = autoaccum.plan(COUPLED, target_batch=8, max_micro_batch=2, memory=LIMIT)
     assert "coupled=True" in accumulator_line(plan)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters())
-    for loss in (TWICE.objective, None):  # What `fit` gives it, and a user.
+    for loss in (COUPLED.objective, None):  # What `fit` gives it, and a user.
         criterion = None if loss is not None else similarity
         made = autoaccum.Accumulator(model, optimizer, loss, criterion=criterion, plan=plan)
-        assert made.joining == "twice"
+        assert made.whole_batch == "recompute"
         assert made.step(batch(8)).micro_batches == (2, 2, 2, 2)
 
 
@@ -102,7 +106,7 @@ def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
     ("workload", "cure"),
     [
         (dataclasses.replace(EXACT, batchnorm="micro"), 'batchnorm="exact"'),
-        (dataclasses.replace(TWICE, coupled=False), "coupled=True"),
+        (dataclasses.replace(COUPLED, coupled=False), "coupled=True"),
         (
             dataclasses.replace(
                 EXACT, batchnorm="micro", model=lambda: nn.Sequential(Centred(), nn.Linear(FEATURES, 4))

@@ -66,7 +66,7 @@ T = TypeVar("T")
 class TracedTrial:
     """A trial of `parts` on the card of `mode`, which must be entered; each method runs it once more.
 
-    The batch has the size of the largest part, or of all `joined` ones (`PartsRequest`), and stays on the host. Garbage
+    The batch has the size of the largest part, or of all parts if they need each other, and stays on the host. Garbage
     is collected only between updates, so that every trace of a step is the same.
 
     Attributes:
@@ -77,17 +77,24 @@ class TracedTrial:
         workload: The workload.
         parts: As in `Trial`.
         mode: The card.
-        joined: As in `PartsRequest`.
+        needs_whole_batch: As in `PartsRequest`.
         options: `mesh` and `reduce` of `TrialRun`.
     """
 
     result: StepResult
 
     def __init__(
-        self, workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **options: Any
+        self,
+        workload: Workload,
+        parts: Sequence[int],
+        mode: FakeCudaMode,
+        *,
+        needs_whole_batch: bool = False,
+        **options: Any,
     ) -> None:
-        self._workload, self._parts, self._mode, self._joined = workload, parts, mode, joined
-        self._samples = sum(parts) if joined else max(parts)
+        self._workload, self._parts, self._mode = workload, parts, mode
+        self._needs_whole_batch = needs_whole_batch
+        self._samples = sum(parts) if needs_whole_batch else max(parts)
 
         def mark_update() -> None:
             gc.collect()
@@ -106,7 +113,7 @@ class TracedTrial:
         mode.recorder.begin(lambda: run.phase, watcher)
         with manual_garbage_collection():
             try:
-                self.result = run.run(self._parts, joined=self._joined)
+                self.result = run.run(self._parts, needs_whole_batch=self._needs_whole_batch)
             finally:
                 mode.phase = run.phase
                 trace = mode.recorder.trace(self._parts)
@@ -154,9 +161,9 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     """
     size = probe_size(workload, SAMPLES, share)
     parts = (size,) if size == share else (size, size)
-    joined = bool(workload.coupled) or workload.batchnorm == "exact"
+    needs_whole_batch = bool(workload.coupled) or workload.batchnorm == "exact"
     with collect_warnings() as messages:
-        trial = TracedTrial(workload, parts, mode, joined=joined, **of_ranks)
+        trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, **of_ranks)
         trace = trial.trace()
     assert trial.run.made is not None
     model, optimizer = trial.run.made
@@ -166,7 +173,7 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     recipe = replace(facts.recipe, misweighted=find_advice(messages))
     random_notes = note_random_memory(workload, model, size) if trial.run.has_drawn else ()
     inspection = Inspection(
-        workload=replace(facts, joining=trial.run.joining, recipe=recipe),
+        workload=replace(facts, whole_batch=trial.run.whole_batch, recipe=recipe),
         spec=workload.recorded(),
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model, share),
@@ -259,8 +266,9 @@ class SimulatedChild:
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
             inspection, trace = inspect_simulated(request.replaced(workload), self._share, mode, mesh=self._mesh)
-            joined = inspection.workload.joining is not None
-            self._traces[TraceParts(parts=trace.parts, joined=joined, savers=request.savers)] = trace
+            needs_whole_batch = inspection.workload.whole_batch is not None
+            key = TraceParts(parts=trace.parts, needs_whole_batch=needs_whole_batch, savers=request.savers)
+            self._traces[key] = trace
             return replace(inspection, parallel=self._parallel)
 
         return self._run(run, "a trial of two samples on the simulated card")
@@ -311,7 +319,8 @@ class SimulatedChild:
             if isinstance(request, TraceParts) and request.change:
                 workload = apply_change(workload, request.change)
             options: dict[str, Any] = {"reduce": request.reduce or "each", "mesh": self._mesh}
-            return job(TracedTrial(workload, request.parts, mode, joined=request.joined, **options))
+            options["needs_whole_batch"] = request.needs_whole_batch
+            return job(TracedTrial(workload, request.parts, mode, **options))
 
         return self._run(run, f"{request.doing} on the simulated card", silent=True)
 

@@ -68,7 +68,8 @@ class TraceCache:
         choose: Chooses the parts to check the next extrapolation by, if set.
         share: Samples per update; no larger size is traced.
         step: The number of samples of which every micro-batch is a multiple.
-        joined: True if the parts of an update need each other: each schedule is traced whole, and none extrapolated.
+        needs_whole_batch: Whether the parts of an update need each other: each schedule is traced whole, and none is
+            extrapolated.
         reduce, savers: As in `PartsRequest`: traces of each way are kept apart.
         confirms: False if parts of two sizes are extrapolated too, and those of a fresh trial.
     """
@@ -86,7 +87,7 @@ class TraceCache:
         self._tracer: TracingProcess | None = None
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
-        self.joined = False
+        self.needs_whole_batch = False
         self.reduce: Reduce | None = None
         self.savers = savers
         self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
@@ -96,7 +97,7 @@ class TraceCache:
     @property
     def way(self) -> dict[str, Any]:
         """The fields of a `PartsRequest` beside its parts."""
-        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers}
+        return {"needs_whole_batch": self.needs_whole_batch, "reduce": self.reduce, "savers": self.savers}
 
     @property
     def is_fitted(self) -> bool:
@@ -125,7 +126,7 @@ class TraceCache:
     @property
     def _traces(self) -> _Traces:
         """The traces of the way in use."""
-        can_extrapolate = self.share >= max(self._sizes) and not self.joined
+        can_extrapolate = self.share >= max(self._sizes) and not self.needs_whole_batch
         return self._by_way.setdefault((self.reduce, self.savers), _Traces(can_extrapolate))
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
@@ -136,7 +137,7 @@ class TraceCache:
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-        self.joined = inspection.workload.joining is not None
+        self.needs_whole_batch = inspection.workload.whole_batch is not None
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
@@ -173,7 +174,7 @@ class TraceCache:
         neither the first nor the last then adds to all of them and lets go of none.
         """
         length = 3 if self.reduce == "last" else 2
-        several = len(parts) > length and not self.joined
+        several = len(parts) > length and not self.needs_whole_batch
         pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
         traces, deadline = [], Deadline(limit_seconds)
         for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.

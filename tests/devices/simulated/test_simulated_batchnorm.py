@@ -33,7 +33,7 @@ def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     assert seen.spec.batchnorm == mode
     takes_one = mode in ("frozen", "exact")
     assert seen.least_size == (1 if takes_one else 2)
-    reply = ask(TraceParts(parts=(1, 1) if takes_one else (8, 8, 3), joined=mode == "exact"))
+    reply = ask(TraceParts(parts=(1, 1) if takes_one else (8, 8, 3), needs_whole_batch=mode == "exact"))
     assert not isinstance(reply, Failure), reply
     assert reply.events
 

@@ -49,7 +49,7 @@ def held_bytes(trace: Trace) -> int:
 
 
 def trace(ask: Callable[..., Any], parts: int) -> Trace:
-    made = ask(TraceParts(parts=(SIZE,) * parts, joined=True))
+    made = ask(TraceParts(parts=(SIZE,) * parts, needs_whole_batch=True))
     assert not isinstance(made, Failure), made
     assert isinstance(made, Trace)
     return made
@@ -68,15 +68,15 @@ def test_exact_batchnorm_holds_one_part(simulated: Callable[..., Any]) -> None:
 def test_a_coupled_loss_keeps_outputs_alone(simulated: Callable[..., Any]) -> None:
     ask = simulated(COUPLED)
     seen = ask(Inspect())
-    assert (seen.spec.coupled, seen.workload.joining, seen.accumulation_warnings) == (True, "twice", ())
+    assert (seen.spec.coupled, seen.workload.whole_batch, seen.accumulation_warnings) == (True, "recompute", ())
     held = [held_bytes(trace(ask, parts)) for parts in (2, 4)]
     assert held[1] - held[0] < 0.1 * WAITING
     assert trace(ask, 4).host_bytes is None
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_whole_batch_is_noticed_by_the_inspection(joined: bool, simulated: Callable[..., Any]) -> None:
-    value = "autoaccum.whole_batch(x)" if joined else "x"
+@pytest.mark.parametrize("needs_whole_batch", [False, True])
+def test_whole_batch_is_noticed_by_the_inspection(needs_whole_batch: bool, simulated: Callable[..., Any]) -> None:
+    value = "autoaccum.whole_batch(x)" if needs_whole_batch else "x"
     lines = f"""
 import autoaccum
 class Net(nn.Linear):
@@ -86,5 +86,5 @@ model = lambda: Net(8, 4)
 """
     seen = simulated(lines)(Inspect())
     assert not isinstance(seen, Failure), seen
-    assert seen.workload.joining == ("lockstep" if joined else None)
+    assert seen.workload.whole_batch == ("lockstep" if needs_whole_batch else None)
     assert not seen.spec.coupled
