@@ -81,9 +81,9 @@ def plan(
     reduction: str | None = None,
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     max_micro_batch: int | None = None,
-    micro_batch: int | None = None,
+    fit_micro_batch: int | None = None,
     max_trials: int | None = None,
-    ceiling: bool = False,
+    exact_max: bool = False,
     prefer: Prefer = "largest",
     explain: bool = False,
     picture: bool = False,
@@ -109,12 +109,12 @@ def plan(
     Args beside those of this module:
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
-        micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit, in
+        fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit, in
             place of those with which one sample does.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
-        ceiling: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
-            fewer parts does not fit: for 256 samples any ceiling from 128 to 255 gives 128 + 128.
+        exact_max: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
+            fewer parts does not fit: for 256 samples any size that fits from 128 to 255 gives 128 + 128.
         prefer: `fastest`: of the micro-batches that fit, take the smallest within 2 % of the most samples per second,
             by timed updates (`Plan.throughput`), or with a `gpu` by an estimate. `largest`: take the fewest
             micro-batches per update.
@@ -135,9 +135,9 @@ def plan(
         target_batch,
         Options.of("plan", options),
         max_micro_batch=max_micro_batch,
-        micro_batch=micro_batch,
+        fit_micro_batch=fit_micro_batch,
         max_trials=max_trials,
-        ceiling=ceiling,
+        exact_max=exact_max,
         prefer=prefer,
         explain=explain,
         picture=picture,
@@ -155,8 +155,8 @@ def compare(
     world_size: int | range = 1,
     savers: str | Sequence[str] | None = None,
     max_micro_batch: int | None = None,
-    micro_batch: int | None = None,
-    ceiling: bool = False,
+    fit_micro_batch: int | None = None,
+    exact_max: bool = False,
     sort: str | None = None,
     prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
     on_row: Callable[[ComparisonRow], None] = lambda row: None,
@@ -179,7 +179,7 @@ def compare(
             begins to fit are planned. Several cards are planned up to the least number of each that trains the model.
         savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
             as of `plan`.
-        max_micro_batch, micro_batch, ceiling: As of `plan`.
+        max_micro_batch, fit_micro_batch, exact_max: As of `plan`.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
             card, then by number of ranks; sets of savers with the fastest first.
         prices: The price of an hour of each card, by its name, or a CSV file with the columns `name` and `per_hour`.
@@ -196,8 +196,8 @@ def compare(
         world_size=world_size,
         savers=savers,
         max_micro_batch=max_micro_batch,
-        micro_batch=micro_batch,
-        ceiling=ceiling,
+        fit_micro_batch=fit_micro_batch,
+        exact_max=exact_max,
         sort=sort,
         prices=prices,
         options=options,
@@ -242,7 +242,7 @@ def verify(
         accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
             `.grad`; it is compared with the full batch too. The workload's own when None.
         options: Fields of `autoaccum.options.Options`: `precision` (when None float64, whatever the workload trains in,
-            or float32 with a note where float64 does not run), `batchnorm`, `coupled`, `multiple_of`, `worst_of`,
+            or float32 with a note where float64 does not run), `batchnorm`, `coupled`, `multiple_of`, `longest_of`,
             `device` (the CPU by default) and `time_limit`: seconds to search for the causes of a difference (60 when
             None), once the answer is known; when they are over, the cause is `unknown`. `world_size`: compare an update
             of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each rank with
@@ -423,7 +423,7 @@ def fit(
         options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's.
             `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
             (AdamW by default). `device`: a model whose optimizer is given stays where it is. `multiple_of`: a last
-            update of an epoch that is no multiple is left out, with a note. `keeps`: `ema` keeps an average of the
+            update of an epoch that is no multiple is left out, with a note. `ema`: keeps an average of the
             weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
             checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`.
             `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default. A coupled loss is

@@ -40,10 +40,10 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
-def check_flag(value: Any, name: str) -> None:
-    """Raise UsageError unless `value` is True or False."""
+def check_flag(value: Any, name: str, *, error: type[AutoaccumError] = UsageError) -> None:
+    """Raise UsageError, or `error` where that is given, unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}", hint="give True or False")
+        raise error(f"{name} is {value!r}", hint="give True or False")
 
 
 def check_word(value: Any, what: str, known: Iterable[str], *, error: type[AutoaccumError] = UsageError) -> None:

@@ -17,7 +17,7 @@ from autoaccum.units import MemorySize, parse_size
 Parallel = Literal["ddp", "fsdp2"]
 """How several ranks train one model: `ddp`, each holds all of it, or `fsdp2`, each holds a shard."""
 
-Reduce = Literal["each", "last"]
+GradSync = Literal["each", "last"]
 """When FSDP2 sums the gradients of an update over ranks: with each micro-batch, or with the last."""
 
 CHECKS: Final = ("warn", "strict", "off")
@@ -37,9 +37,10 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "fit": _SEARCHING,
     "verify": (_SEARCHING - {"world_size", "time_limit"})
     | _SHARDING
-    | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch", "optimizer"},
+    | {"memory", "reserve", "accumulate_in", "ema", "hold_outputs", "evaluation_batch", "optimizer"},
     "tune": _SHARDING
-    | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of", "trial_limit"},
+    | {"world_size", "equal", "gpu", "values", "accumulate_in", "ema", "hold_outputs"}
+    | {"evaluation_batch", "longest_of", "trial_limit"},
     "guard": frozenset({"device", "trial_limit", "accumulate_in", "multiple_of"}),
     "explain": _SHARDING
     | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit", "evaluation_batch"}
@@ -151,14 +152,14 @@ class Options:
     def to_record(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as JSON values for `make_options`.
 
-        >>> make_options(gpu="rtx3090", memory=parse_size("80%"), keeps="ema").to_record()
-        {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
+        >>> make_options(gpu="rtx3090", memory=parse_size("80%"), ema=True).to_record()
+        {'ema': True, 'gpu': 'rtx3090', 'memory': '80%'}
         """
         machine = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)[2:]}
         given = {**self.spec, **{name: value for name, (value, default) in machine.items() if value != default}}
         if self.chooses_savers:
             given["savers"] = (AUTO,)
-        plain: dict[str, Any] = {"keeps": list, "savers": list, "memory": str, "reserve": str, "mesh": mesh_word}
+        plain: dict[str, Any] = {"savers": list, "memory": str, "reserve": str, "mesh": mesh_word}
         return {name: plain.get(name, lambda same: same)(value) for name, value in given.items()}
 
     def _check_device(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, TypedDict, cast, get_args
 
-from autoaccum.checks import check_word, read_count
+from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import AutoaccumError, UsageError
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -30,17 +30,13 @@ AccumulateIn = Literal["fp32", "parameters"]
 """The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
 `parameters`, which needs no further memory and rounds with every micro-batch."""
 
-Keep = Literal["outputs", "ema"]
-"""`outputs`: the model's outputs and loss of a micro-batch stay alive until the next one has its own, as in a loop that
-logs them. `ema`: an exponential moving average of the weights, with a copy of the buffers, on the same device."""
-
 RECOMPUTE: Final = "recompute"
 OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
 """Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""
 AUTO: Final = "auto"
 """In place of savers: a plan chooses them."""
-
-KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
+NO_SAVERS: Final = "none"
+"""In place of savers: there are none, whatever the workload says."""
 
 
 class SpecArguments(TypedDict, total=False):
@@ -52,9 +48,10 @@ class SpecArguments(TypedDict, total=False):
     coupled: bool | None
     accumulate_in: str | None
     savers: str | Iterable[str] | None
-    keeps: str | Iterable[str] | None
+    ema: bool | None
+    hold_outputs: bool | None
     evaluation_batch: int | None
-    worst_of: int | None
+    longest_of: int | None
     multiple_of: int | None
 
 
@@ -72,10 +69,14 @@ class TrainingSpec:
         savers: Ways to take less memory of the device for the same gradient: `recompute` (all repeated blocks of the
             model run again in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`,
             `offload-optimizer`.
-        keeps: Tensors that the training loop keeps alive, one word or several (`Keep`).
+        ema: Whether the training loop keeps an exponential moving average of the weights, with a copy of the buffers,
+            on the same device.
+        hold_outputs: Whether it holds the outputs and the loss of a micro-batch until the next one has its own, as a
+            loop that logs them.
         evaluation_batch: Samples per batch of the evaluation between updates, which is part of every trial; None: no
             evaluation is planned.
-        worst_of: Batches are made of the longest of this many samples of the dataset; None: by the workload's `batch`.
+        longest_of: Batches are made of the longest of this many samples of the dataset; None: by the workload's
+            `batch`.
         multiple_of: Every micro-batch, and the target, is a multiple of this many samples, as timm's Mixup and fixed
             shapes need; None: 1, unless planning finds that other sizes do not run.
 
@@ -89,9 +90,10 @@ class TrainingSpec:
     coupled: bool = False
     accumulate_in: AccumulateIn = "fp32"
     savers: Sequence[str] = ()
-    keeps: Sequence[str] = ()
+    ema: bool = False
+    hold_outputs: bool = False
     evaluation_batch: int | None = None
-    worst_of: int | None = None
+    longest_of: int | None = None
     multiple_of: int | None = None
 
     error_type: ClassVar[type[AutoaccumError]] = UsageError
@@ -112,6 +114,8 @@ class TrainingSpec:
 
 
 SPEC_FIELDS: Final = tuple(field.name for field in dataclasses.fields(TrainingSpec))
+FLAGS: Final = ("coupled", "ema", "hold_outputs")
+"""The fields that are True or False: `--ema` and `--no-ema` on the command line."""
 
 
 def resolve_spec(*specs: Mapping[str, Any] | TrainingSpec | None) -> TrainingSpec:
@@ -121,7 +125,7 @@ def resolve_spec(*specs: Mapping[str, Any] | TrainingSpec | None) -> TrainingSpe
 
     >>> resolve_spec({"savers": (), "precision": None}, TrainingSpec(savers=("recompute",), precision="bf16"))
     TrainingSpec(optimizer=None, precision='bf16', batchnorm='micro', coupled=False, accumulate_in='fp32', savers=(), \
-keeps=(), evaluation_batch=None, worst_of=None, multiple_of=None)
+ema=False, hold_outputs=False, evaluation_batch=None, longest_of=None, multiple_of=None)
 
     Raises:
         UsageError: A value cannot be used.
@@ -152,13 +156,12 @@ def read_spec(
     for name, (what, known) in words.items():
         if name in read:
             check_word(read[name], what, known, error=error)
-    if "coupled" in read:
-        read_coupled(read["coupled"], error)
+    for name in FLAGS:
+        if name in read:
+            check_flag(read[name], name, error=error)
     if "savers" in read:
         read["savers"] = read_savers(read["savers"], error)
-    if "keeps" in read:
-        read["keeps"] = read_keeps(read["keeps"], error)
-    for name in ("evaluation_batch", "worst_of", "multiple_of"):
+    for name in ("evaluation_batch", "longest_of", "multiple_of"):
         if name in read:
             read[name] = read_count(read[name], name, error=error)
     return cast("SpecArguments", read)
@@ -247,18 +250,6 @@ class WorkloadFacts:
     recipe: StepRecipe = StepRecipe()
 
 
-def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> bool:
-    """Return `coupled`; raise `error` if it is neither True nor False."""
-    if isinstance(coupled, bool):
-        return coupled
-    raise error(f"coupled is {coupled!r}", hint="take True or False")
-
-
-def coupled_word(coupled: bool) -> str:
-    """Return the value of `--coupled` that stands for `coupled`: `yes` or `no`."""
-    return "yes" if coupled else "no"
-
-
 def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[str, ...]:
     """Return the words of `savers`, each once and in one order; `savers` may be one word or several.
 
@@ -268,12 +259,16 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
     Raises:
         UsageError: A word is unknown, or there is no number of blocks; or `error`, where that is given.
     """
-    given = _read_words(savers, "savers", error)
+    if not isinstance(savers, Iterable | None):
+        raise error(f"savers is {savers!r}", hint="give a word, or several")
+    given = [savers] if isinstance(savers, str) else list(savers or ())
     if AUTO in given:
         raise error(
             f"savers are {AUTO}, which stands alone and is for a plan to choose",
             hint=f"give --savers {AUTO} to autoaccum plan or fit, or name savers",
         )
+    if given == [NO_SAVERS]:
+        return ()
     for word in given:
         if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
             raise error(
@@ -282,24 +277,3 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
             )
     blocks = [word for word in given if word.startswith(RECOMPUTE)]
     return (*blocks[-1:], *(word for word in OFFLOADS if word in given))
-
-
-def _read_words(given: Any, name: str, error: type[AutoaccumError]) -> list[Any]:
-    if not isinstance(given, Iterable | None):
-        raise error(f"{name} is {given!r}", hint="give a word, or several")
-    return [given] if isinstance(given, str) else list(given or ())
-
-
-def read_keeps(keeps: Any, error: type[AutoaccumError] = UsageError) -> tuple[Keep, ...]:
-    """Return the words of `keeps`, each once and in the order of `KEEPS`; `keeps` may be one word or several.
-
-    >>> read_keeps("ema"), read_keeps(["ema", "outputs", "ema"]), read_keeps(None)
-    (('ema',), ('outputs', 'ema'), ())
-
-    Raises:
-        UsageError: A word is unknown; or `error`, where that is given.
-    """
-    given = _read_words(keeps, "keeps", error)
-    for word in given:
-        check_word(word, "keeps", KEEPS, error=error)
-    return tuple(keep for keep in KEEPS if keep in given)

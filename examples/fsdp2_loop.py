@@ -34,7 +34,7 @@ def main():
         torch.cuda.set_device(dist.get_node_local_rank())
     model = sharded_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=100, clip_norm=1.0, reduce="each")
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=100, clip_norm=1.0, grad_sync="each")
     digits = load_digits()
     pixels, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     for start in range(0, 1536, 512):

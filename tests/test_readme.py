@@ -84,7 +84,7 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
     head = "import torch\nfrom torch import nn\ndef batch(size): return torch.zeros(size, 4), torch.arange(size) % 3\n"
     path = tmp_path / "model.py"
     lines = "model = nn.Linear(4, 3)\ncriterion = nn.CrossEntropyLoss()\n"
-    path.write_text(f"{head}{lines}{block('keeps =')}", encoding="utf-8")
+    path.write_text(f"{head}{lines}{block('ema =')}", encoding="utf-8")
     workload = load_workload(str(path))
     trial_run = TrialRun(workload, 4)
     trial_run.run((2, 2))

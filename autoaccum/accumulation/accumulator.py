@@ -43,7 +43,7 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
-from autoaccum.options import CHECKS, Reduce
+from autoaccum.options import CHECKS, GradSync
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
 from autoaccum.spec import AccumulateIn, BatchNormMode, WholeBatchMode, resolve_spec
@@ -76,7 +76,8 @@ class Accumulator:
 
     A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
     of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
-    `reduce` says. Ranks wait for each other within forward and backward, so memory that runs out on one ends the run on
+    `grad_sync` says. Ranks wait for each other within forward and backward, so memory that runs out on one ends the run
+    on
     all: UpdateInterrupted then has the `next_micro_batch` to go on with from a checkpoint.
 
     >>> import torch
@@ -129,9 +130,10 @@ class Accumulator:
         multiple_of: The number of samples that every micro-batch and every batch is a multiple of. Default: 1.
         accumulate_in: `fp32` (default): sum the gradients of half-precision parameters in float32. `parameters`: sum
             them in their own dtype, which needs no memory beyond `.grad` but rounds each part (with a warning).
-        reduce: When FSDP2 sums the gradients of a sharded model. `each` (the default, unless the plan says otherwise):
-            with each micro-batch. `last`: with the last, which sends less and holds the gradients of the whole model
-            until then: 4 bytes for each of its parameters in float32, of which `each` holds this rank's part alone.
+        grad_sync: When FSDP2 sums the gradients of a sharded model. `each` (the default, unless the plan says
+            otherwise): with each micro-batch. `last`: with the last, which sends less and holds the gradients of the
+            whole model until then: 4 bytes for each of its parameters in float32, of which `each` holds this rank's
+            part alone.
         savers: Ways to take less memory of the device, for the same gradient. `recompute`: the model's repeated blocks
             run again in backward, or N of them with `recompute=N`, evenly spread. `offload-activations`: what backward
             needs waits in host memory. `offload-gradients`: gradients are summed there, in float32.
@@ -172,7 +174,7 @@ class Accumulator:
         size: Callable[[Any], int] | None = None,
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
-        reduce: Reduce | None = None,
+        grad_sync: GradSync | None = None,
         savers: str | Sequence[str] | None = None,
         add_savers: bool = False,
         observer: StepObserver | None = None,
@@ -208,8 +210,8 @@ class Accumulator:
         check_batchnorm(spec.batchnorm, model, objective.criterion_module)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
-        summed = reduce or getattr(plan, "reduce", None) or "each"
-        check_word(summed, "reduce", get_args(Reduce))
+        summed = grad_sync or getattr(plan, "grad_sync", None) or "each"
+        check_word(summed, "grad_sync", get_args(GradSync))
         sharded = find_sharded(model, summed, in_fp32=spec.accumulate_in == "fp32")
         if sharded is not None:
             check_lists(optimizer, model_device(model))

@@ -277,7 +277,7 @@ def current_facts(model: nn.Module, optimizer: Optimizer, objective: Objective, 
     """Return the facts of this training, by the names that a plan uses."""
     return {
         **model_facts(model, optimizer, spec.precision),
-        "loss": _loss_phrase(objective.reduction, objective.source),
+        "loss": _loss_phrase(objective.reduction, objective.divisor_label),
         "batchnorm": spec.batchnorm,
         "coupled": objective.coupled,
         "accumulate_in": spec.accumulate_in,

@@ -300,7 +300,7 @@ class Attempts:
             describe_error(error),
             phase,
             largest,
-            out_of_memory=None if oom is None else "certain" if oom.certain else "uncertain",
+            out_of_memory=None if oom is None else "certain" if oom.is_definite_oom else "uncertain",
             unchanged=unchanged,
             needs_whole_batch=isinstance(error, NeedsWholeBatch),
         )

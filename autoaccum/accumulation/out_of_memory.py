@@ -21,11 +21,11 @@ class OutOfMemory:
     """An error that means memory ran out.
 
     Attributes:
-        certain: False if bugs can cause the same text; then it counts only if a smaller size succeeds.
+        is_definite_oom: False if bugs can cause the same text; then it counts only if a smaller size succeeds.
         text: The text that matched, or the name of the exception's type.
     """
 
-    certain: bool
+    is_definite_oom: bool
     text: str
 
 
@@ -100,7 +100,7 @@ def find_out_of_memory(error: BaseException) -> OutOfMemory | None:
     if not isinstance(error, Exception) or is_context_dead(error):
         return None
     found = [oom for link in _chain(error) if (oom := _match(link)) is not None]
-    return next((oom for oom in found if oom.certain), found[0] if found else None)
+    return next((oom for oom in found if oom.is_definite_oom), found[0] if found else None)
 
 
 def is_context_dead(error: BaseException) -> bool:
@@ -142,9 +142,9 @@ def clear_frames(error: BaseException) -> None:
 
 def _match(error: BaseException) -> OutOfMemory | None:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return OutOfMemory(certain=True, text=type(error).__name__)
+        return OutOfMemory(is_definite_oom=True, text=type(error).__name__)
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return OutOfMemory(certain=True, text="ENOMEM")
+        return OutOfMemory(is_definite_oom=True, text="ENOMEM")
     if not isinstance(error, (RuntimeError, OSError)):
         return None
     text = str(error)

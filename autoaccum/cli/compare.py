@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 @click.argument("workload")
 @options(
     "compare",
-    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "force", "quiet"),
+    *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "force", "quiet"),
     gpu={"metavar": "NAME[,NAME...]|all", "required": True, "help": "The cards to compare, by name or size."},
     world_size={"type": CountOrRange(), "metavar": "N|N..M", "help": "The number of ranks, or a range to compare."},
     savers={
         "metavar": "SAVER|auto|all",
         "help": "Savers of each plan, as for `autoaccum plan`. all: a row for each Pareto-optimal set.",
     },
-    micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
     as_json="Print the table as JSON on stdout, with every plan whole.",
     output="Write that JSON to a file.",
 )

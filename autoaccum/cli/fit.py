@@ -43,9 +43,9 @@ _CODE_INTERRUPTED = 130
     *("micro_batch", "as_json", "quiet"),
     micro_batch="The most samples to run at once, in place of a plan.",
     device="Where to train; auto is the GPU if there is one.",
-    keeps="ema: also keep an average of the weights, in checkpoints, in evaluations and as ema.pt; outputs: plan for a "
-    "loop that holds outputs for logging. Repeatable.  [default: the workload's]",
-    worst_of="Plan for the longest of N samples of the dataset.",
+    ema="Also keep a moving average of the weights, in checkpoints, in evaluations and as ema.pt.",
+    hold_outputs="Plan for a loop that holds the outputs of the last micro-batch, for logging.",
+    longest_of="Plan for the longest of N samples of the dataset.",
     evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]",
 )
 @click.option(
@@ -103,7 +103,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     What is in the folder:
       metrics.jsonl  loss, gradient norm, learning rate, speed and peak bytes of each update
       plan.json      the plan, as of `autoaccum plan -o`
-      model.pt       the trained weights, at the end; ema.pt is their average, with --keeps ema
+      model.pt       the trained weights, at the end; ema.pt is their average, with --ema
       checkpoints, and TensorBoard's files where it is installed
 
     Under torchrun each rank runs its share of every update, and the weights are those of one process. A run may

@@ -65,9 +65,8 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "full batch (running), the running statistics (frozen), or the whole batch (exact).",
     },
     "coupled": {
-        "type": click.Choice(["yes", "no"]),
-        "metavar": "yes|no",
-        "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
+        "default": None,
+        "flag": "--coupled/--no-coupled",
         "help": "Compute the loss from the outputs of the whole batch, for losses that compare samples. Each part then "
         "runs forward twice.",
     },
@@ -81,18 +80,21 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "callback": _words,
         "metavar": "SAVER",
         "help": "Save memory at the cost of time: recompute, recompute=N (blocks), offload-activations, "
-        "offload-gradients, offload-optimizer. Repeatable; auto takes the cheapest that suffice.",
+        "offload-gradients, offload-optimizer, or none. Repeatable; auto takes the cheapest that suffice.",
     },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
-    "keeps": {
-        "multiple": True,
-        "callback": _words,
-        "metavar": "outputs|ema",
-        "help": "What the training loop holds beside the step: outputs of the last micro-batch, or ema, an average of "
-        "the weights. Repeatable.",
+    "ema": {
+        "default": None,
+        "flag": "--ema/--no-ema",
+        "help": "Leave room for a moving average of the weights on the same device.",
+    },
+    "hold_outputs": {
+        "default": None,
+        "flag": "--hold-outputs/--no-hold-outputs",
+        "help": "Leave room for the outputs of the last micro-batch, as in a loop that logs them.",
     },
     "evaluation_batch": {"type": count, "metavar": "N", "help": "Leave room for evaluations in batches of N samples."},
-    "worst_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
+    "longest_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
     "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
     "parallel": {
         "metavar": "ddp|fsdp2",
@@ -112,10 +114,19 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
 
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
-        *("max_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "ceiling", "reserve"),
+        *(
+            "max_micro_batch",
+            "fit_micro_batch",
+            "micro_batch",
+            "prefer",
+            "multiple_of",
+            "equal",
+            "exact_max",
+            "reserve",
+        ),
         *("max_trials", "time_limit", "trial_limit", "values"),
     ),
-    "The training loop": ("optimizer", "batchnorm", "coupled", "keeps", "evaluation_batch", "worst_of"),
+    "The training loop": ("optimizer", "batchnorm", "coupled", "ema", "hold_outputs", "evaluation_batch", "longest_of"),
     "Memory savers": ("savers", "accumulate_in"),
     "Ranks": ("world_size", "parallel", "mesh"),
     "Output": ("as_json", "form", "output", "emit", "plot", "report", "force", "verbose", "quiet"),
@@ -153,20 +164,34 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
         "help": "Samples per update (optimizer step), over all ranks.",
     },
     "max_micro_batch": {"type": count, "metavar": "N", "help": "Try no larger micro-batch."},
+    "fit_micro_batch": {
+        "type": count,
+        "metavar": "N",
+        "help": "With --savers auto: the micro-batch that must fit.  [default: 1]",
+    },
     "micro_batch": {"type": count, "metavar": "N", "help": "The most samples to run at once."},
-    "ceiling": {"is_flag": True, "help": "Find the exact largest micro-batch, which takes more trials."},
+    "exact_max": {"is_flag": True, "help": "Find the exact largest micro-batch, which takes more trials."},
     "as_json": {
         "flag": "--json",
         "is_flag": True,
         "help": "Print the result as JSON on stdout, and nothing else there.",
     },
-    "output": {"flag": "-o/--output", "metavar": "FILE", "help": "Write the result to a file."},
+    "output": {"flag": "-o, --output", "metavar": "FILE", "help": "Write the result to a file."},
     "report": {"metavar": "FILE", "help": "Write the result as one HTML page, which loads nothing."},
     "force": {"is_flag": True, "help": "Overwrite files that are there."},
-    "verbose": {"flag": "-v/--verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
-    "quiet": {"flag": "-q/--quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},
+    "verbose": {"flag": "-v, --verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
+    "quiet": {"flag": "-q, --quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},
 }
 """Other flags that commands share; `flag` is how it is written, where that is not its name."""
+
+
+RENAMED_FLAGS: Final = {
+    "--ceiling": "--exact-max",
+    "--keeps": "--ema or --hold-outputs",
+    "--micro-batch": "--fit-micro-batch",  # Of the commands that have no --micro-batch.
+    "--worst-of": "--longest-of",
+}
+"""The new names of flags that were renamed."""
 
 
 def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _Command]:
@@ -190,7 +215,7 @@ def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _
                 **known[name],
                 **({"help": change} if isinstance(change, str) else change),
             }
-            words = settings.pop("flag", f"--{name.replace('_', '-')}").split("/")
+            words = settings.pop("flag", f"--{name.replace('_', '-')}").split(", ")
             command = click.option(*words, name, **settings)(command)
         return command
 

@@ -172,8 +172,8 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
         value = (instead or {}).get(name, context.params[name])
         if isinstance(parameter, click.Argument):
             words.append(f"./{value}" if value.startswith("-") else value)
-        elif value is True and parameter.is_flag:  # type: ignore[attr-defined]
-            words.append(parameter.opts[0])
+        elif isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
             for each in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], _word(each)]
@@ -181,8 +181,6 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, range):
         return f"{value[0]}..{value[-1]}"
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -30,10 +30,9 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 @click.argument("workload")
 @options(
     "plan",
-    *("target_batch", "max_micro_batch", "micro_batch", "ceiling", "as_json", "output", "report", "force"),
+    *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "report", "force"),
     *("verbose", "quiet"),
     world_size={"type": CountOrRange()},
-    micro_batch="With --savers auto: the micro-batch that must fit.  [default: 1]",
     output="Write the plan to a file, for `fit --plan` and Plan.load.",
 )
 @click.option(
@@ -113,7 +112,7 @@ def command(
         options = _read_options(request)
         asked: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "mesh", "chooses_savers")}
         check_framework(framework, resolve_spec(options.spec), **asked)
-        request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
+        request["exact_max"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
     outputs = PlanFiles(files, framework=framework, force=force)
     request |= {"picture": plot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import autoaccum
-from autoaccum.cli.flags import HelpWithHeadings
+from autoaccum.cli.flags import RENAMED_FLAGS, HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
 _COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "gpus")
@@ -131,6 +131,8 @@ def _usage_error(error: click.ClickException, asked: str) -> UsageError:
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else asked
+    if isinstance(error, click.NoSuchOption) and (renamed := RENAMED_FLAGS.get(error.option_name)):
+        return UsageError(f"{error.option_name} is called {renamed} now", hint=f"see `{command} --help`")
     return UsageError(text[:1].lower() + text[1:], hint=f"see `{command} --help`")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Options, Parallel, Reduce
+from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.spec import TrainingSpec, WorkloadFacts
 
@@ -44,9 +44,9 @@ class Trial:
         seconds: Wall time of the trial, without the start of its process.
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
-        certain: False if the message of an `oom` could also be that of a bug: then a smaller size has to run.
+        is_definite_oom: False if the message of an `oom` could also be that of a bug: then a smaller size has to run.
         fresh: Whether its process had run no trial before; of a simulated one, whether just its parts were traced.
-        blames: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
+        fault: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
         host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
@@ -62,9 +62,9 @@ class Trial:
     seconds: float = 0.0
     message: str | None = None
     traceback: str | None = None
-    certain: bool = True
+    is_definite_oom: bool = True
     fresh: bool = False
-    blames: Literal["user", "measurement"] | None = None
+    fault: Literal["user", "measurement"] | None = None
     limit_bytes: int | None = None
     timed_out: bool = False
     host_bytes: int | None = None
@@ -166,13 +166,13 @@ class Prediction:
 
     Attributes:
         least_bytes: The smallest budget at which it would still run.
-        band_bytes: The uncertainty of the prediction.
+        uncertainty_bytes: The uncertainty of the prediction.
         warnings: Warnings for the plan.
         notes: Notes for the plan.
     """
 
     least_bytes: int
-    band_bytes: int
+    uncertainty_bytes: int
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -297,7 +297,7 @@ class Device(ABC):
         """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
         raise NotImplementedError
 
-    def use_reduce(self, reduce: Reduce | None) -> None:
+    def use_grad_sync(self, grad_sync: GradSync | None) -> None:
         """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
         raise NotImplementedError
 

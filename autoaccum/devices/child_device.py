@@ -251,13 +251,13 @@ def record_death(parts: tuple[int, ...], death: ChildDied, *, crashes_for_memory
     message = f"micro-batch {max(parts)}: the trial's process {death}"
     crashed = crashes_for_memory and death.number in _CRASHES
     if death.out_of_memory or crashed:
-        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, certain=not crashed)
+        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, is_definite_oom=not crashed)
     timed_out = death.kind == "limit"
     return Trial(
         parts=parts,
         outcome="error",
         message=f"{message}: raise --trial-limit" if timed_out else message,
-        blames="measurement",
+        fault="measurement",
         seconds=death.seconds,
         timed_out=timed_out,
     )

@@ -35,8 +35,8 @@ class CpuDevice(ChildDevice):
     does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process. Fresh processes differ by
     some 100 KiB in the memory left for a trial.
 
-    *A crash* in native code counts as an out-of-memory error that is not certain (`Trial.certain`): some libraries
-    crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
+    *A crash* in native code counts as an out-of-memory error that is not certain (`Trial.is_definite_oom`): some
+    libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
 
     Args:
         settings: The settings that all trials share. A percentage as `memory` is one of the total of the machine or

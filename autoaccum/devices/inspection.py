@@ -144,9 +144,9 @@ def describe_workload(
         optimizer=type(optimizer).__name__,
         loss=name_loss(workload),
         reduction=objective.reduction,
-        weight=objective.source,
+        weight=objective.divisor_label,
         has_weight=objective.weight_function is not None,
-        assumes_weight=objective.model_loss is not None and objective.source.endswith(")"),
+        assumes_weight=objective.model_loss is not None and objective.divisor_label.endswith(")"),
         modules={
             name: storage_bytes([*module.parameters(), *module.buffers()])
             for name, module in find_auxiliary_modules(workload).items()

@@ -99,9 +99,7 @@ class EmaModel:
         self.decay = decay
         self._model = unwrap_model(model)
         if is_sharded_model(self._model):
-            raise WorkloadError(
-                "a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)'
-            )
+            raise WorkloadError("a sharded model has no average of its weights", hint="train without ema (--no-ema)")
         try:
             self._averaged = swa_utils.AveragedModel(self._model, multi_avg_fn=_average(decay))
         except (TypeError, RuntimeError, AttributeError) as error:
@@ -109,7 +107,7 @@ class EmaModel:
                 raise
             raise WorkloadError(
                 f"the model, a {type_name(self._model)}, cannot be copied for its average ({error})",
-                hint='an average by torch.optim.swa_utils is a deep copy: leave "ema" out of keeps (--keeps)',
+                hint="an average by torch.optim.swa_utils is a deep copy: train without ema (--no-ema)",
             ) from error
 
     @property
@@ -144,7 +142,7 @@ class EmaModel:
                 raise
             raise WorkloadError(
                 f"torch.optim.swa_utils.AveragedModel cannot follow the model ({error})",
-                hint='register no parameters or buffers in forward, or leave "ema" out of keeps (--keeps)',
+                hint="register no parameters or buffers in forward, or train without ema (--no-ema)",
             ) from error
 
 

@@ -106,7 +106,7 @@ class UpdateTimer:
         self._device = device
         for module in find_auxiliary_modules(workload).values():
             move_model(module, device)
-        run = TrialRun(replace(workload, keeps=()), target_batch, device)
+        run = TrialRun(replace(workload, ema=False, hold_outputs=False), target_batch, device)
         self._accumulator, self._batch = run.prepare([target_batch])
         assert run.made is not None
         for group in run.made[1].param_groups:

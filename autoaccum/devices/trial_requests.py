@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 
 if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
@@ -62,13 +62,13 @@ class Inspect(Request[Inspection], _WithSavers):
 class PartsRequest(Request[Reply], _WithSavers):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `needs_whole_batch`: the parts need each other, and every update runs all of them. `reduce`: when FSDP2 sums
+    `needs_whole_batch`: the parts need each other, and every update runs all of them. `grad_sync`: when FSDP2 sums
     gradients; None: as the Accumulator does by default.
     """
 
     parts: tuple[int, ...]
     needs_whole_batch: bool = False
-    reduce: Reduce | None = None
+    grad_sync: GradSync | None = None
 
     @property
     def doing(self) -> str:

@@ -35,7 +35,7 @@ from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_
 from autoaccum.devices.meters import Meter, Reading
 from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.objective import Objective
@@ -74,7 +74,7 @@ class TrialRun:
         world_size: The ranks of the training if there are no others here; the memory in which several sum their
             gradients is taken too.
         mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
-        reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
+        grad_sync: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
         before_update: Called before each update.
     """
 
@@ -86,18 +86,18 @@ class TrialRun:
         *,
         world_size: int = 1,
         mesh: tuple[int, ...] | None = None,
-        reduce: Reduce = "each",
+        grad_sync: GradSync = "each",
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._workload = workload
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
         self._device = device
-        self._world_size, self._mesh, self._reduce = world_size, mesh, reduce
+        self._world_size, self._mesh, self._grad_sync = world_size, mesh, grad_sync
         self._before_update = before_update
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
-        self._held = HeldOutputs() if "outputs" in workload.keeps else None
+        self._held = HeldOutputs() if workload.hold_outputs else None
         self._averages: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
         self.has_drawn = False
@@ -165,7 +165,7 @@ class TrialRun:
         else:
             assert self._device is not None
             model = shard_model(model, self._device, self._mesh, self._workload.parallelize)
-        if "ema" in self._workload.keeps:
+        if self._workload.ema:
             self._averages = EmaModel(model)
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model)
@@ -181,7 +181,7 @@ class TrialRun:
         if self._world_size > 1:
             observer = _RankRoom(optimizer, in_fp32=self._workload.accumulate_in == "fp32")
         self._accumulator = make_accumulator(
-            self._workload, model, optimizer, max(parts), objective, observer, reduce=self._reduce
+            self._workload, model, optimizer, max(parts), objective, observer, grad_sync=self._grad_sync
         )
         return self._accumulator, batch
 
@@ -199,7 +199,7 @@ class TrialRun:
         if self._held is not None and not self._held.calls:
             raise WorkloadError(
                 "there are no outputs to keep: the loss does not call the model itself, but a method of it",
-                hint='call model(...) in loss, or leave "outputs" out of keeps (--keeps)',
+                hint="call model(...) in loss, or train without hold_outputs (--no-hold-outputs)",
             )
         if self._averages is not None:
             self._averages.update()
@@ -286,7 +286,7 @@ def make_accumulator(
     objective: Objective | None = None,
     observer: StepObserver | None = None,
     *,
-    reduce: Reduce = "each",
+    grad_sync: GradSync = "each",
 ) -> Accumulator:
     """Make the Accumulator that trains by the plan, except that running out of memory ends the trial.
 
@@ -306,7 +306,7 @@ def make_accumulator(
         savers=workload.savers,
         check="off",
         recover=False,
-        reduce=reduce,
+        grad_sync=grad_sync,
         observer=observer,
     )
 

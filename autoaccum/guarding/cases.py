@@ -15,7 +15,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.module_names import split_reference
-from autoaccum.spec import coupled_word
+from autoaccum.spec import NO_SAVERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,12 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
     yield given.get("workload", "")
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
-        if name == "coupled":
-            yield from (flag, coupled_word(value))
-        elif isinstance(value, list):
-            yield from (word for each in value or ["none"] for word in (flag, each))
+        if isinstance(value, list):
+            yield from (word for item in value or [NO_SAVERS] for word in (flag, item))
+        elif isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
         elif name != "workload":
-            yield from [flag] if value is True else [flag, str(value)]
+            yield from (flag, str(value))
 
 
 def check_case(case: Case, *, partial: bool = False) -> Case:

@@ -20,7 +20,6 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.spec import coupled_word
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -71,7 +70,7 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
     return PlanRequest(
-        case.target_batch or doubled, options, max_micro_batch=case.micro_batch, ceiling=True, chooses_reduce=False
+        case.target_batch or doubled, options, max_micro_batch=case.micro_batch, exact_max=True, chooses_reduce=False
     )
 
 
@@ -101,7 +100,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
             "precision": inspection.spec.precision,
             "optimizer": inspection.workload.optimizer,
             "batchnorm": inspection.spec.batchnorm,
-            "coupled": coupled_word(inspection.spec.coupled),
+            "coupled": "yes" if inspection.spec.coupled else "no",
             "savers": " + ".join(inspection.spec.savers) or "none",
             "parameters": f"{inspection.workload.parameters:,}",
         },

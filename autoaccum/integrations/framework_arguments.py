@@ -165,7 +165,7 @@ def _transformers(plan: Plan) -> dict[str, Any]:
         "bf16": True if precision == "bf16" else None,
         "fp16": True if precision == "fp16" else None,
         "fsdp": True if plan.parallel == "fsdp2" else None,
-        "accelerator_config": reduce if plan.reduce == "each" else None,
+        "accelerator_config": reduce if plan.grad_sync == "each" else None,
         "per_device_eval_batch_size": plan.spec.evaluation_batch,
         "dataloader_drop_last": True if plan.multiple_of > 1 else None,
         "learning_rate": plan.learning_rate,
@@ -197,7 +197,7 @@ def _accelerate(plan: Plan) -> dict[str, Any]:
     if _is_on_cpu(plan):
         accelerator["cpu"] = True
     # A window that ends with the loader's last batch would be divided by `num_steps` all the same.
-    plugin = {"num_steps": plan.iter_size, "sync_each_batch": plan.reduce == "each", "sync_with_dataloader": False}
+    plugin = {"num_steps": plan.iter_size, "sync_each_batch": plan.grad_sync == "each", "sync_with_dataloader": False}
     return {"accelerator": accelerator, "plugin": plugin, "dataloader": _loader(plan)}
 
 

@@ -131,7 +131,7 @@ def make_workload(
         precision=PRECISIONS.get(precision, "fp32"),
         dataset=loader.dataset,
         collate=loader.collate_fn,
-        keeps=("ema",) if any(map(_averages_on_device, trainer.callbacks)) else (),
+        ema=any(map(_averages_on_device, trainer.callbacks)),
         evaluation_batch=_largest_batch(validation) if validates else None,
         evaluate=step.evaluate if validates else None,
         scheduler=_refuse_schedule,

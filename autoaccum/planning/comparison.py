@@ -142,8 +142,8 @@ class ComparisonRequest:
     world_size: int | range = 1
     savers: str | Sequence[str] | None = None
     max_micro_batch: int | None = None
-    micro_batch: int | None = None
-    ceiling: bool = False
+    fit_micro_batch: int | None = None
+    exact_max: bool = False
     sort: str | None = None
     prices: str | os.PathLike[str] | Mapping[str, float] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -209,8 +209,8 @@ class ComparisonRequest:
             self.target_batch,
             Options.of("compare", given),
             max_micro_batch=self.max_micro_batch,
-            micro_batch=self.micro_batch,
-            ceiling=self.ceiling,
+            fit_micro_batch=self.fit_micro_batch,
+            exact_max=self.exact_max,
             # Of several cards, gradients of a sharded model are summed with each micro-batch.
             chooses_reduce=len(self.cards) == 1,
         )

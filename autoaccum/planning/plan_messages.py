@@ -46,7 +46,7 @@ def trial_error(trial: Trial) -> AutoaccumError:
     message = trial.message or "no message"
     if not re.match(rf"micro-batch {trial.micro_batch}\b", message):
         message = f"micro-batch {trial.micro_batch} failed{where}: {message}"
-    if trial.blames == "user":
+    if trial.fault == "user":
         return WorkloadError(message, user_traceback=trial.traceback)
     return NotMeasuredError(message)
 

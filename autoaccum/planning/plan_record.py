@@ -18,7 +18,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
-from autoaccum.options import Parallel, Reduce
+from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 from autoaccum.spec import TrainingSpec, WorkloadFacts
@@ -42,9 +42,9 @@ class Plan:
         ranks: The parts of every rank; None when there is one.
         parallel: How ranks train one model (`options.Parallel`), where they were simulated; else None.
         mesh: The ranks in one or two dimensions (`Options.mesh`), where a mesh was given; else None.
-        reduce: When FSDP2 sums gradients (`options.Reduce`): `last` where the schedule fits so, with fewer collectives;
-            None where it does not shard the model.
-        reduce_peaks: The peak of each of these ways that was tried, in bytes, whether it fits or not.
+        grad_sync: When FSDP2 sums gradients (`options.GradSync`): `last` where the schedule fits so, with fewer
+            collectives; None where it does not shard the model.
+        grad_sync_peaks: The peak of each of these ways that was tried, in bytes, whether it fits or not.
         largest_fit: The largest micro-batch that ran, or that is predicted to run.
         capped: `largest_fit` is the cap of the search (the share, or `max_micro_batch`), not the limit of memory.
         stopped: The limit that ended the search before it knew the largest size; None when none did.
@@ -52,8 +52,8 @@ class Plan:
         peak_bytes: Peak of the schedule's own trial; None where the device cannot measure it. A predicted peak is
             that without a memory limit, and may exceed the budget: the allocator manages with less.
         least_bytes: The smallest budget at which this schedule would still run; None when measured.
-        band_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on the card,
-            as far as those were never measured; None when measured.
+        uncertainty_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on
+            the card, as far as those were never measured; None when measured.
         host_bytes: The host memory beside a card: for what backward needs, where parts run in lock step, and of savers;
             else None.
         device: Name, kind, total and free bytes, how limits are enforced.
@@ -89,15 +89,15 @@ class Plan:
     ranks: tuple[tuple[int, ...], ...] | None = None
     parallel: Parallel | None = None
     mesh: tuple[int, ...] | None = None
-    reduce: Reduce | None = None
-    reduce_peaks: Mapping[Reduce, int] = field(default_factory=dict)
+    grad_sync: GradSync | None = None
+    grad_sync_peaks: Mapping[GradSync, int] = field(default_factory=dict)
     largest_fit: int
     capped: bool
     stopped: Literal["time", "trials"] | None = None
     limit_bytes: int
     peak_bytes: int | None
     least_bytes: int | None = None
-    band_bytes: int | None = None
+    uncertainty_bytes: int | None = None
     host_bytes: int | None = None
     device: Mapping[str, Any]
     devices: tuple[Mapping[str, Any], ...] | None = None
@@ -115,7 +115,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for name in ("device", "devices", "environment", "workload", "explanation", "reduce_peaks", "arguments"):
+        for name in ("device", "devices", "environment", "workload", "explanation", "grad_sync_peaks", "arguments"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
         for text in self._contradictions():
             raise UsageError(f"a plan that contradicts itself: {text}")
@@ -228,8 +228,10 @@ class Plan:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             found.append(f"learning_rate is {self.learning_rate}")
-        if (self.kind == "predicted") != (None not in (self.least_bytes, self.band_bytes)):
-            found.append(f"it is {self.kind}, with least_bytes {self.least_bytes} and band_bytes {self.band_bytes}")
+        if (self.kind == "predicted") != (None not in (self.least_bytes, self.uncertainty_bytes)):
+            found.append(
+                f"it is {self.kind}, with least_bytes {self.least_bytes} and uncertainty_bytes {self.uncertainty_bytes}"
+            )
         return found
 
 

@@ -12,7 +12,7 @@ from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, check_mesh
 
-DEFAULT_WORST_OF = 64
+DEFAULT_LONGEST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
 
 Prefer = Literal["largest", "fastest"]
@@ -32,10 +32,10 @@ class PlanRequest:
         target_batch: Samples per update, over all ranks.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
-        micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one fits
+        fit_micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one fits
             at all.
         max_trials: End the search after this many trials; the confirmation comes on top.
-        ceiling: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
+        exact_max: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
         report: Send listeners all that a page shows: that data and the changes of `explain`, where the device has it.
@@ -51,13 +51,13 @@ class PlanRequest:
     options: Options = field(default_factory=Options)
     max_micro_batch: int | None = None
     max_trials: int | None = None
-    ceiling: bool = False
+    exact_max: bool = False
     explain: bool = False
     picture: bool = False
     report: bool = False
     prefer: Prefer = "largest"
     chooses_reduce: bool = True
-    micro_batch: int | None = None
+    fit_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         for name, number, most in (
@@ -70,11 +70,11 @@ class PlanRequest:
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
-        if self.micro_batch is not None:
-            read_count(self.micro_batch, "micro_batch")
+        if self.fit_micro_batch is not None:
+            read_count(self.fit_micro_batch, "fit_micro_batch")
             if not self.options.chooses_savers:
                 raise UsageError(
-                    f"a micro-batch of {self.micro_batch} is to fit (--micro-batch), and no savers are to be chosen",
+                    f"a micro-batch of {self.fit_micro_batch} is to fit (--fit-micro-batch), and no savers are to be chosen",
                     hint="add --savers auto; --max-micro-batch N tries no larger size",
                 )
         check_word(self.prefer, "prefer", get_args(Prefer))
@@ -84,7 +84,7 @@ class PlanRequest:
                 f" {self.options.world_size} ranks, which would wait for each other",
                 hint="leave it out, or plan for one rank",
             )
-        for flag in ("ceiling", "explain", "picture", "report"):
+        for flag in ("exact_max", "explain", "picture", "report"):
             check_flag(getattr(self, flag), flag)
 
     @property
@@ -123,7 +123,7 @@ class PlanRequest:
                 hint="give a larger one",
             )
         each = self.multiple_of
-        if self.ceiling:
+        if self.exact_max:
             return range(least_size, self.cap + 1, each)
         sizes = part_sizes(self.share, self.cap, equal=self.options.equal, multiple_of=each)
         trainable = [size for size in sizes if size >= least_size]

@@ -97,7 +97,7 @@ def make_setup(
         settings = dataclasses.replace(settings, reference=resolved)
         return PlanSetup(make_device(settings), resolved, settings)
     reference = f"{resolved.name} (made in code)"
-    options = options.with_spec(optimizer=None, worst_of=None)  # They are pickled with the workload.
+    options = options.with_spec(optimizer=None, longest_of=None)  # They are pickled with the workload.
     tensors = None
     if options.gpu is None:
         options, tensors = _place(resolved, options, request.options.spec.get("optimizer"), is_live=workload is None)
@@ -199,9 +199,9 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
     missing = [name for name in ("model", "batch") if live.get(name) is None]
     if missing:
         raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_usage(verb))
-    if (worst_of := options.spec.get("worst_of")) is not None:
+    if (longest_of := options.spec.get("longest_of")) is not None:
         raise UsageError(
-            f"worst_of is {worst_of}, and live objects have no dataset",
+            f"longest_of is {longest_of}, and live objects have no dataset",
             hint=f"{verb} a file or a Workload with a dataset, or give a batch that is the worst case",
         )
     if live.get("evaluate") is not None and "evaluation_batch" not in options.spec:

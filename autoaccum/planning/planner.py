@@ -14,7 +14,7 @@ from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.base import Forecast, Inspection, Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.planning.plan_events import Doing, Explained, Inspected, Listener, TracedAlone
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -108,9 +108,9 @@ def plan_on_device(
 class _Reduction:
     """How gradients of a sharded model are summed over ranks, what proves that, and the peaks of the ways tried."""
 
-    reduce: Reduce | None
+    grad_sync: GradSync | None
     result: SearchResult
-    peaks: Mapping[Reduce, int] = field(default_factory=dict)
+    peaks: Mapping[GradSync, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -200,23 +200,23 @@ class _Planner:
         device, parts = self.setup.device, result.trial.parts
         if self.inspection.parallel != "fsdp2" or not self.predicts:
             return _Reduction(None, result)
-        peaks: dict[Reduce, int] = {"each": peak_bytes(result.trial) or 0}
+        peaks: dict[GradSync, int] = {"each": peak_bytes(result.trial) or 0}
         if len(parts) == 1 or not self.request.chooses_reduce:
             return _Reduction("each", result, peaks)
-        device.use_reduce("last")
+        device.use_grad_sync("last")
         why = None
         try:
             tried = self.runner.try_parts(parts)
         except SearchStopped as stopped:
-            why = f'{stopped} ended before reduce="last" was tried'
+            why = f'{stopped} ended before grad_sync="last" was tried'
         else:
             if tried.outcome == "error":
-                why = f'reduce="last" cannot be used: {first_line(tried.message or "")}'
+                why = f'grad_sync="last" cannot be used: {first_line(tried.message or "")}'
             else:
                 peaks["last"] = peak_bytes(tried) or 0
             if tried.outcome == "ok":
                 return _Reduction("last", result.proved_by(tried), peaks)
-        device.use_reduce(None)
+        device.use_grad_sync(None)
         notes = result.notes if why is None else (*result.notes, why)
         return _Reduction("each", dataclasses.replace(result, notes=notes), peaks)
 
@@ -244,15 +244,15 @@ class _Planner:
             multiple_of=inspection.multiple_of,
             parallel=inspection.parallel,
             mesh=request.options.mesh,
-            reduce=reduction.reduce,
-            reduce_peaks=reduction.peaks,
+            grad_sync=reduction.grad_sync,
+            grad_sync_peaks=reduction.peaks,
             largest_fit=result.largest_fit,
             capped=result.capped,
             stopped=result.stopped,
             limit_bytes=device.limit_bytes,
             peak_bytes=peak_bytes(result.trial),
             least_bytes=None if prediction is None else prediction.least_bytes,
-            band_bytes=None if prediction is None else prediction.band_bytes,
+            uncertainty_bytes=None if prediction is None else prediction.uncertainty_bytes,
             host_bytes=result.trial.host_bytes,
             device=device.describe(),
             environment=inspection.environment,

@@ -32,7 +32,7 @@ Parts = tuple[int, ...]
 
 
 class SaverTrials:
-    """Tries savers with one micro-batch: `PlanRequest.micro_batch`, or else the least that can be trained.
+    """Tries savers with one micro-batch: `PlanRequest.fit_micro_batch`, or else the least that can be trained.
 
     On a simulated card all savers are tried, and compared by the estimated seconds of an update. An installed card is
     simulated for that, and its own trials may refute the choice. On the CPU only `recompute` is tried, by trials. What
@@ -66,11 +66,11 @@ class SaverTrials:
         self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
         self.request = request = request.with_multiple_of(self.inspection.multiple_of)
         sizes = request.sizes(self.inspection.least_size)
-        wanted = request.micro_batch
+        wanted = request.fit_micro_batch
         if wanted is not None and not sizes[0] <= wanted <= request.cap:
             raise UsageError(
                 f"a micro-batch of {wanted} is to fit, and sizes from {sizes[0]} to {request.cap} can be tried",
-                hint="give one of them (--micro-batch)",
+                hint="give one of them (--fit-micro-batch)",
             )
         self.size = sizes[0] if wanted is None else request.schedule(wanted).micro_batch
         self._counts = "predict" in self.device.capabilities
@@ -155,7 +155,7 @@ class SaverTrials:
             if least is None
             else f"{format_savers(least)} would take the least, {format_bytes(peaks[least])} of {limit}"
         )
-        ways = "" if self.request.micro_batch is None else "a smaller --micro-batch, "
+        ways = "" if self.request.fit_micro_batch is None else "a smaller --fit-micro-batch, "
         return DoesNotFitError(
             f"micro-batch {self.size} does not fit with any savers: {why}",
             hint=f"take {ways}a smaller model, --precision bf16, or more memory",

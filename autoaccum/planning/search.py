@@ -241,7 +241,7 @@ class _Search:
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
-        if not trial.ran and not trial.certain and trial.micro_batch <= self.sizes[0]:
+        if not trial.ran and not trial.is_definite_oom and trial.micro_batch <= self.sizes[0]:
             raise uncertain_oom_error(trial)
         return trial
 
@@ -250,7 +250,7 @@ class _Search:
         if trial.micro_batch > self.sizes[0]:
             self.refuted = trial.micro_batch
             return
-        if trial.outcome == "oom" and not trial.certain:
+        if trial.outcome == "oom" and not trial.is_definite_oom:
             raise NotMeasuredError(f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}")
         raise does_not_fit_error(trial, self.limit_bytes, self.needs)
 
@@ -302,7 +302,7 @@ class _Search:
     @property
     def uncertain_failure(self) -> Trial | None:
         """The smallest failure that may be a bug, if no smaller size ran in a fresh process."""
-        uncertain = [t for t in self.decisive if not t.ran and not t.certain]
+        uncertain = [t for t in self.decisive if not t.ran and not t.is_definite_oom]
         if not uncertain:
             return None
         failure = min(uncertain, key=lambda t: t.micro_batch)

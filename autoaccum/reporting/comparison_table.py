@@ -18,7 +18,7 @@ from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
 
-_OPTIONAL = ("card", ">ranks", ">speed", ">cost", "reduce", "savers")
+_OPTIONAL = ("card", ">ranks", ">speed", ">cost", "grad_sync", "savers")
 _MOST_NAMED = 5
 _LEGEND = (
     "GiB: what torch sees on Linux (~ estimated, not read from such a card); CC: compute capability; "
@@ -63,7 +63,7 @@ def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str |
         ">headroom": None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB",
         ">speed": None if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}",
         ">cost": None if row.cost_per_million is None else f"{row.cost_per_million:.3g}",
-        "reduce": None if plan is None else plan.reduce,
+        "grad_sync": None if plan is None else plan.grad_sync,
         "savers": format_savers(row.savers) if has_savers else None,
     }
 

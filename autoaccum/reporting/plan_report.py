@@ -36,10 +36,6 @@ _WRITTEN = {
     "--plot": "picture in {}",
     "--report": "report in {}",
 }
-_KEPT = {
-    "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
-    "ema": "an average of the weights (EMA)",
-}
 
 
 def print_plan(
@@ -84,8 +80,8 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
     yield "parts", _parts(plan)
-    if plan.reduce is not None and plan.iter_size > 1:
-        yield "reduce", _reduce(plan)
+    if plan.grad_sync is not None and plan.iter_size > 1:
+        yield "grad_sync", _reduce(plan)
     yield "peak", _peak(plan)
     if plan.host_bytes is not None:
         offloads = [word for word in plan.spec.savers if word in OFFLOADS]
@@ -104,13 +100,13 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     yield "largest fit", _largest_fit(plan)
     if plan.least_bytes is not None:
         yield "least budget", f"{format_bytes(plan.least_bytes)}: with less memory the schedule would not run"
-    if plan.band_bytes is not None:
-        band = format_bytes(plan.band_bytes)
+    if plan.uncertainty_bytes is not None:
+        band = format_bytes(plan.uncertainty_bytes)
         yield "band", f"{band} either way, of what is needed and of what the card has free"
     if extra := describe_extra_memory(plan):
         yield "along with", "; ".join(extra)
-    if plan.spec.worst_of is not None:
-        yield "batches", f"made of the longest of {plan.spec.worst_of} samples of the dataset"
+    if plan.spec.longest_of is not None:
+        yield "batches", f"made of the longest of {plan.spec.longest_of} samples of the dataset"
     if plan.spec.batchnorm in _MODES:
         yield "batchnorm", _MODES[plan.spec.batchnorm]
     if plan.learning_rate is not None:
@@ -140,7 +136,8 @@ def _speed_words(speed: Speed) -> str:
 
 def describe_extra_memory(plan: Plan) -> list[str]:
     """Return phrases for what the plan's trials held besides the step: outputs, an EMA, an evaluation."""
-    kept = [_KEPT.get(keep, str(keep)) for keep in plan.spec.keeps]
+    kept = ["the last micro-batch's outputs and loss, held until the next ones exist"] if plan.spec.hold_outputs else []
+    kept += ["an average of the weights (EMA)"] if plan.spec.ema else []
     samples = plan.spec.evaluation_batch
     return kept if samples is None else [*kept, f"an evaluation between updates, in batches of {samples}"]
 
@@ -158,7 +155,7 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         given = "outputs=outputs, coupled_loss=coupled_loss, "
     named: dict[str, object] = {"reduction": workload.reduction}
     named |= {name: getattr(spec, name) for name in ("precision", "coupled", "batchnorm", "savers")}
-    named |= {"reduce": plan.reduce, "multiple_of": plan.multiple_of if plan.multiple_of > 1 else None}
+    named |= {"grad_sync": plan.grad_sync, "multiple_of": plan.multiple_of if plan.multiple_of > 1 else None}
     usual = ("mean", "fp32", "micro", "each")
     options = [f"micro_batch={plan.micro_batch}"]
     options += [f"{name}={value!r}".replace("'", '"') for name, value in named.items() if value and value not in usual]
@@ -186,9 +183,9 @@ def _ranks(plan: Plan) -> str:
 
 
 def _reduce(plan: Plan) -> str:
-    peaks = {way: format_bytes(peak) for way, peak in plan.reduce_peaks.items()}
-    others = "".join(f"; {way} takes {peak}" for way, peak in peaks.items() if way != plan.reduce)
-    return f"{plan.reduce}: gradients are summed over ranks with {_MICRO_BATCHES[str(plan.reduce)]}{others}"
+    peaks = {way: format_bytes(peak) for way, peak in plan.grad_sync_peaks.items()}
+    others = "".join(f"; {way} takes {peak}" for way, peak in peaks.items() if way != plan.grad_sync)
+    return f"{plan.grad_sync}: gradients are summed over ranks with {_MICRO_BATCHES[str(plan.grad_sync)]}{others}"
 
 
 def _short(parts: tuple[int, ...]) -> str:

@@ -267,14 +267,14 @@ class ContextMemory:
     Attributes:
         start_bytes: The context before any kernel is loaded.
         modules_bytes: Its growth as kernels are loaded on first use, up to the end of a training step.
-        band_bytes: The possible error of their sum in either direction.
+        uncertainty_bytes: The possible error of their sum in either direction.
         source: The source of `start_bytes`.
         measured: True if `start_bytes` was read from such a card.
     """
 
     start_bytes: int
     modules_bytes: int
-    band_bytes: int
+    uncertainty_bytes: int
     source: str
     measured: bool
 
@@ -304,7 +304,9 @@ def context_memory(card: Card) -> ContextMemory:
     else:
         band += start // _ESTIMATE_ERROR_DIVISOR
         source = "estimated: 2 KiB for each thread that can be resident, as reported for three cards"
-    return ContextMemory(start_bytes=start, modules_bytes=modules, band_bytes=band, source=source, measured=measured)
+    return ContextMemory(
+        start_bytes=start, modules_bytes=modules, uncertainty_bytes=band, source=source, measured=measured
+    )
 
 
 _T = TypeVar("_T")

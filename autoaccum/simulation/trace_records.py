@@ -27,9 +27,9 @@ in. `averages`: copies of the weights, such as an EMA. `gathered_parameters`: wh
 shards, from before their forward or backward until after it. `communication`: what collectives of several ranks read
 and write beside that. `activations`: tensors that forward keeps for backward (with inputs, and copies by autocast), and
 the few bytes of losses that are not yet read. `outputs`: tensors that the loop holds (the model's outputs and the
-loss), whether or not backward needs them, too; none without `keeps`. `temporaries`: other tensors of backward and
-update, and those of forward that do not outlive it. `workspace`: memory that kernels and libraries take beside tensors.
-`unused`: cached or lost to rounding; part of the peak."""
+loss), whether or not backward needs them, too; none without `hold_outputs`. `temporaries`: other tensors of backward
+and update, and those of forward that do not outlive it. `workspace`: memory that kernels and libraries take beside
+tensors. `unused`: cached or lost to rounding; part of the peak."""
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 

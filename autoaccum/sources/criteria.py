@@ -59,14 +59,14 @@ class Criterion:
         name: Its name in messages.
         divisor: The things that its mean counts; None if autoaccum does not know it.
         reduction: `mean` or `sum`; None if unknown.
-        source: The number that its mean divides by, in words.
+        divisor_label: The number that its mean divides by, in words.
     """
 
     function: Callable[..., Any]
     name: str
     divisor: Divisor | None
     reduction: Literal["mean", "sum"] | None
-    source: str
+    divisor_label: str
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return the loss of one batch; raise WorkloadError unless that is a pair."""
@@ -153,8 +153,8 @@ def resolve_criterion(criterion: Any) -> Criterion:
             hint="set ignore_index to that class, or give it a small weight such as 1e-6",
         )
     kept = f"targets != {ignored_class(options)}"
-    source = kept if weights is None else f"class weights of the {kept}"
-    return Criterion(criterion, name, divisor, reduction, f"{source} ({name})")
+    divisor_label = kept if weights is None else f"class weights of the {kept}"
+    return Criterion(criterion, name, divisor, reduction, f"{divisor_label} ({name})")
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:

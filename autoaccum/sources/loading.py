@@ -33,7 +33,7 @@ from autoaccum.tracebacks import blame_workload
 
 _SPECIAL = {
     *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
-    *("name", "path", "digest", "worst_of"),
+    *("name", "path", "digest", "longest_of"),
 }
 _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
 """Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
@@ -43,7 +43,7 @@ _FUNCTIONS = ("split", "size", "outputs", "coupled_loss")
 """Functions that a file may define, two and two."""
 
 SAMPLES = 256
-"""Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
+"""Samples of the dataset of which the longest make the batches, unless `longest_of` says otherwise."""
 
 _ADAPTERS = {
     "transformers.trainer": "transformers_trainer",

@@ -38,7 +38,7 @@ class ModelLoss:
         self.reduction: Literal["mean", "sum"] = "mean"
 
     @property
-    def source(self) -> str:
+    def divisor_label(self) -> str:
         """The divisor, with the name of the class from which it was inferred."""
         return f"{self.divisor} ({self.model})" if self.model else self.divisor
 

@@ -13,13 +13,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autoaccum.checks import check_function, describe_type
+from autoaccum.checks import check_flag, check_function, describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.sources.batches import BatchReader, batch_size, move_batch, wrap_batch
 from autoaccum.sources.criteria import Criterion, inputs_and_targets, is_criterion, resolve_criterion
 from autoaccum.sources.model_loss import ModelLoss
 from autoaccum.sources.pytree import unwrap_batch
-from autoaccum.spec import read_coupled
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"
@@ -58,8 +57,8 @@ class Objective:
     Attributes:
         loss: `loss(model, batch)`: the user's function, a `Criterion`, a `CoupledLoss` or a `ModelLoss`.
         reduction: `mean` or `sum` over the batch.
-        source: The number that the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
-            (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
+        divisor_label: The number that the mean divides by, in words: `samples`, `the workload's weight()`, `targets !=
+            -100 (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
         weight_function: The user's `weight(batch)`; None if there is none.
         batching: The workload's functions to count and split batches, or how its batches are read.
         coupled: Whether the loss is computed once, of the outputs of the whole effective batch.
@@ -67,7 +66,7 @@ class Objective:
 
     loss: Callable[[nn.Module, Any], Any]
     reduction: Reduction
-    source: str
+    divisor_label: str
     weight_function: Callable[[Any], Any] | None = None
     batching: BatchReader = field(default=None, compare=False)
     coupled: bool = False
@@ -200,19 +199,19 @@ def resolve_objective(
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
     if weight is not None and not callable(weight):
         raise WorkloadError(f"weight is {describe_type(weight)}", hint="write a function weight(batch)")
-    coupled, source = isinstance(loss, CoupledLoss), "samples"
+    coupled, label = isinstance(loss, CoupledLoss), "samples"
     if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
         loss = loss or ModelLoss()
         if model is not None:
             loss.read_model(model)
-        source, name = loss.source, ""
+        label, name = loss.divisor_label, ""
         reduction = "sum" if loss.reduction == "sum" and weight is None else reduction
     elif criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
         name = ""
     else:
         loss = resolve_criterion(loss if criterion is None else criterion)
-        source, name = loss.source, f" ({loss.name})"
+        label, name = loss.divisor_label, f" ({loss.name})"
         if loss.reduction == "mean" and reduction == "sum":
             raise WorkloadError(
                 f'the reduction is "sum", but {loss.name} averages',
@@ -220,7 +219,7 @@ def resolve_objective(
             )
         reduction = loss.reduction or reduction
     if reduction == "mean":
-        return Objective(loss, "mean", source if weight is None else "the workload's weight()", weight, coupled=coupled)
+        return Objective(loss, "mean", label if weight is None else "the workload's weight()", weight, coupled=coupled)
     if weight is not None:
         raise WorkloadError(
             "the loss is a sum, so its parts need no weight, but weight is given",
@@ -252,7 +251,7 @@ def read_coupled_loss(loss: Any, outputs: Any, coupled_loss: Any) -> Any:
 
 def with_coupling(objective: Objective, coupled: Any, error: type[AutoaccumError]) -> Objective:
     """Return an objective whose loss is `coupled` or not; raise `error` if it cannot be computed of outputs."""
-    coupled = read_coupled(coupled, error)
+    check_flag(coupled, "coupled", error=error)
     if coupled and not objective.takes_outputs:
         raise error(
             "coupled is set, but the loss is a function of model and batch",

@@ -80,7 +80,7 @@ def take_longest(workload: Workload, count: Any, largest_batch: int | None = Non
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one with samples, or write def batch(size)")
     made = LongestBatches(longest, workload.collate, workload.batching)
-    return dataclasses.replace(workload, batch=made, worst_of=number)
+    return dataclasses.replace(workload, batch=made, longest_of=number)
 
 
 def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
@@ -189,22 +189,22 @@ def apply_spec(workload: Workload, given: Mapping[str, Any], *, largest_batch: i
 
     Args:
         workload: The workload as it was loaded or given.
-        given: A partial `TrainingSpec`; with `worst_of`, batches are made of the longest samples of the dataset.
+        given: A partial `TrainingSpec`; with `longest_of`, batches are made of the longest samples of the dataset.
         largest_batch: The number of samples in the largest training batch.
 
     Raises:
-        WorkloadError: A value cannot be used, or there is neither `batch` nor `worst_of`.
+        WorkloadError: A value cannot be used, or there is neither `batch` nor `longest_of`.
     """
     workload = replace_fields(workload, **given)
-    if workload.worst_of is not None and (workload.batch is no_batch or given.get("worst_of") is not None):
+    if workload.longest_of is not None and (workload.batch is no_batch or given.get("longest_of") is not None):
         if largest_batch is not None:
             largest_batch = max(largest_batch, workload.evaluation_batch or 0)
-        return take_longest(workload, workload.worst_of, largest_batch)
+        return take_longest(workload, workload.longest_of, largest_batch)
     if workload.batch is no_batch:
         raise WorkloadError(
             "the workload defines no 'batch'",
             hint="write def batch(size): return a batch of that many samples; or make batches of the longest samples of"
-            " the dataset with --worst-of N",
+            " the dataset with --longest-of N",
         )
     return workload
 

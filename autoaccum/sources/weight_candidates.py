@@ -128,7 +128,7 @@ def path_rank(path: str) -> int:
 
 def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> str | None:
     """Return a warning that `parts` of a batch are weighted by samples although some labels are ignored, or None."""
-    if objective.source != "samples" or objective.criterion is not None:
+    if objective.divisor_label != "samples" or objective.criterion is not None:
         return None
     labels = [(path, leaf) for part in parts for path, leaf in find_leaves(part) if is_integer(leaf) and leaf.ndim > 1]
     marked = {path for path, leaf in labels if bool((leaf == IGNORED).any())}

@@ -149,7 +149,7 @@ class LossComparison:
 
     def describe(self, name: str) -> str:
         """Describe the mismatch of a term, as the start of a sentence."""
-        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
+        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.divisor_label}"
         return (
             f"the weighting does not match the loss ({_name_term(name)} of {sum(self.sizes)} samples is "
             f"{self.whole[name]:.6g}; its parts of {' and '.join(map(str, self.sizes))}, {how}, give"

@@ -40,7 +40,7 @@ class Workload(TrainingSpec):
     Attributes:
         model: A function that returns an `nn.Module`, an `nn.Module` class to call without arguments, or an instance.
         batch: `batch(size)` returns one batch of `size` samples on the CPU, the largest that training will see. It may
-            be left out if batches are made of the longest samples of the dataset (`worst_of`).
+            be left out if batches are made of the longest samples of the dataset (`longest_of`).
         loss: `loss(model, batch)` or a criterion (see `resolve_objective`). Without loss and criterion, the model
             computes its own loss from a batch with labels (`model_loss.ModelLoss`).
         criterion: `criterion(outputs, targets)`, for batches `(inputs, targets)`.

@@ -22,7 +22,7 @@ from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type, type_name
 from autoaccum.devices.live_objects import make_batches
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF
+from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size, join_batches, split_batch, wrap_batch
 from autoaccum.sources.readings import is_samples
@@ -66,18 +66,18 @@ class IterableReader(WindowReader):
         self._may_reopen = False
         self._begin(0)
 
-    def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
+    def with_planning_batches(self, workload: Workload, longest_of: int | None) -> Workload:
         """Return the workload with batches of the longest of the first samples, or of the first batch.
 
         Raises:
-            UsageError: `worst_of` is given, and batches have no single samples to compare.
+            UsageError: `longest_of` is given, and batches have no single samples to compare.
         """
         if self._has_samples:
-            number = worst_of or DEFAULT_WORST_OF
+            number = longest_of or DEFAULT_LONGEST_OF
             return self._with_longest(workload, self._peek(number), self._settings.collate, number)
-        if worst_of is not None:
+        if longest_of is not None:
             raise UsageError(
-                f"worst_of is {worst_of}, but {self._name} has no single samples to compare",
+                f"longest_of is {longest_of}, but {self._name} has no single samples to compare",
                 hint="give a Dataset or a DataLoader over one, or yield the longest batch first",
             )
         batch = make_batches(self._batch(self._peek(1)[0])[0], self._settings.batching)

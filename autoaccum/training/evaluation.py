@@ -279,7 +279,7 @@ def _check_can_shrink(error: Exception, size: int) -> None:
     """Raise `error`, or `DoesNotFitError` for a single sample, unless the part can be split further."""
     try:
         out_of_memory = find_out_of_memory(error)
-        if out_of_memory is None or (size == 1 and not out_of_memory.certain):
+        if out_of_memory is None or (size == 1 and not out_of_memory.is_definite_oom):
             raise error
         if size == 1:
             clear_frames(error)

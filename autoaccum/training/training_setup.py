@@ -42,7 +42,7 @@ from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import check_mesh
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
+from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.sources.loading import load_workload
 from autoaccum.sources.objective import Objective, with_coupling
@@ -203,7 +203,7 @@ class TrainingSetup:
                 hint="keep the parameters in float32 (precision bf16 runs them under autocast), or train by the"
                 " Accumulator",
             )
-        ema_decay = request.ema_decay or (EMA_DECAY if "ema" in self.workload.keeps else None)
+        ema_decay = request.ema_decay or (EMA_DECAY if self.workload.ema else None)
         if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
         return TrainingComponents(
@@ -261,8 +261,8 @@ class TrainingSetup:
             UsageError: Ranks shard the model, which no trial on a device of this machine does.
         """
         request, workload, source = self.request, self.workload, self.request.model_or_workload
-        options = dataclasses.replace(request.options.with_spec(worst_of=None), world_size=world_size())
-        worst_of = request.options.spec.get("worst_of")
+        options = dataclasses.replace(request.options.with_spec(longest_of=None), world_size=world_size())
+        longest_of = request.options.spec.get("longest_of")
         listeners: dict[str, Any] = {"on_event": on_event, "on_output": lambda line: on_event(WorkloadOutput(line))}
         if world_size() > 1 and not self.is_live and self._chooses_fsdp2(None):
             raise UsageError(
@@ -274,12 +274,12 @@ class TrainingSetup:
         is_file = isinstance(source, str | os.PathLike) and all(value is None for value in in_code)
         try:
             if is_file and isinstance(options.spec.get("optimizer"), str | None):
-                if worst_of is None and workload.batch is no_batch:
-                    worst_of = DEFAULT_WORST_OF
-                options = options.with_spec(worst_of=worst_of)
+                if longest_of is None and workload.batch is no_batch:
+                    longest_of = DEFAULT_LONGEST_OF
+                options = options.with_spec(longest_of=longest_of)
                 return make_plan(os.fspath(source), PlanRequest(request.target_batch, options), **listeners)
-            if self.is_live or workload.batch is no_batch or worst_of is not None:
-                workload = reader.with_planning_batches(workload, worst_of)
+            if self.is_live or workload.batch is no_batch or longest_of is not None:
+                workload = reader.with_planning_batches(workload, longest_of)
             if not self.is_live:
                 return make_plan(workload, PlanRequest(request.target_batch, options), **listeners)
             # Trials run where the model is; there is no batch of evaluation data.
@@ -388,7 +388,7 @@ def _read_workload(request: FitRequest) -> Workload:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
     workload = source if isinstance(source, Workload) else load_workload(os.fspath(source))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
-    return replace_fields(workload, **{**request.options.spec, "worst_of": None}, **own)
+    return replace_fields(workload, **{**request.options.spec, "longest_of": None}, **own)
 
 
 def _reduction(request: FitRequest) -> str | None:

@@ -63,7 +63,7 @@ def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: 
         "model": model_class(unwrap_model(components.model)).__name__,
         "optimizer": type(components.optimizer).__name__,
         "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
-        "loss": f"{objective.reduction} over {objective.source}",
+        "loss": f"{objective.reduction} over {objective.divisor_label}",
         **{name: getattr(spec, name) for name in ("precision", "batchnorm", "accumulate_in")},
         "coupled": objective.coupled,
         "ema_decay": None if components.averages is None else components.averages.decay,

@@ -23,7 +23,7 @@ from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, se
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF
+from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
@@ -165,8 +165,8 @@ class WindowReader(abc.ABC):
             self._entries = None
 
     @abc.abstractmethod
-    def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
-        """Return the workload with batches made of this data, the longest of `worst_of` samples or a first batch."""
+    def with_planning_batches(self, workload: Workload, longest_of: int | None) -> Workload:
+        """Return the workload with batches made of this data, the longest of `longest_of` samples or a first batch."""
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -263,9 +263,9 @@ class MapStyleReader(WindowReader):
         if samples is not None:
             self._check_fills_window(samples)
 
-    def with_planning_batches(self, workload: Workload, worst_of: int | None) -> Workload:
+    def with_planning_batches(self, workload: Workload, longest_of: int | None) -> Workload:
         """Return the workload with batches of the longest among samples spread over the dataset."""
-        number, dataset = worst_of or DEFAULT_WORST_OF, self._dataset
+        number, dataset = longest_of or DEFAULT_LONGEST_OF, self._dataset
         if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):  # Samples are not numbered.
             dataset = [dataset[index] for index in islice(chain.from_iterable(self._sampler), number)]
         return self._with_longest(workload, dataset, self._own_collate, number)

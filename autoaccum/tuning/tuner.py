@@ -13,7 +13,7 @@ from autoaccum.checks import check_alone
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest, Prefer
+from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest, Prefer
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.study import (
@@ -134,8 +134,8 @@ class _Tuner:
         request = self._processes.request
         given = request.options
         options = Options(spec=given.spec, device=given.device, memory=given.memory, reserve=given.reserve)
-        options = options.with_spec(worst_of=None if facts.has_batch else DEFAULT_WORST_OF)
-        plan_request = PlanRequest(target_batch, options, max_micro_batch=most, ceiling=True, prefer=prefer)
+        options = options.with_spec(longest_of=None if facts.has_batch else DEFAULT_LONGEST_OF)
+        plan_request = PlanRequest(target_batch, options, max_micro_batch=most, exact_max=True, prefer=prefer)
         plan = make_plan(request.reference, plan_request, on_event=self._notify, on_output=self._on_output)
         self._processes.check_unchanged(plan.workload.digest)
         return plan

@@ -407,7 +407,7 @@ def _correct_line(runs: PairedRuns) -> str:
     objective = runs.objective
     if objective.reduction == "sum":
         return "loss(model, part).backward(), without dividing: the loss is a sum"
-    counted = "weight(part)" if objective.weight_function else f"its {objective.source.partition(' (')[0]}"
+    counted = "weight(part)" if objective.weight_function else f"its {objective.divisor_label.partition(' (')[0]}"
     return (
         f"(loss(model, part) * count / total).backward(), where count is the part's ({counted}) and total is the sum"
         " over all parts of the window"

@@ -198,7 +198,7 @@ def _rank_of_reason(error: BaseException) -> int:
     """Rank the errors of several processes: a death first, then what the user's code raised."""
     if isinstance(error, ChildDied):
         return 0
-    return 1 if isinstance(error, JobFailed) and error.failure.blames == "user" else 2
+    return 1 if isinstance(error, JobFailed) and error.failure.fault == "user" else 2
 
 
 class RankRuns(PairedRuns):

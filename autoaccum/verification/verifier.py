@@ -107,11 +107,11 @@ def _prepare(
     given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
 ) -> tuple[Workload, str]:
     """Return the workload and its name for the record."""
-    alone = options.with_spec(worst_of=_worst_of(given, options, target), precision=None)
+    alone = options.with_spec(longest_of=_longest_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
     if isinstance(way, str):
         reference, loaded = way, load_workload(way)
-        found = apply_spec(loaded, {"worst_of": _worst_of(loaded, options, target)}, largest_batch=target)
+        found = apply_spec(loaded, {"longest_of": _longest_of(loaded, options, target)}, largest_batch=target)
     else:
         reference, found = f"{way.name} (made in code)", way
     requested = {name: options.spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
@@ -122,11 +122,11 @@ def _prepare(
     return workload, reference
 
 
-def _worst_of(workload: Any, options: Options, target: int) -> int | None:
+def _longest_of(workload: Any, options: Options, target: int) -> int | None:
     """Return how many dataset samples to take the longest from; None where the workload's own batch is used."""
-    if "worst_of" not in options.spec and isinstance(workload, Workload) and workload.batch is no_batch:
+    if "longest_of" not in options.spec and isinstance(workload, Workload) and workload.batch is no_batch:
         return _CANDIDATES_PER_SAMPLE * target
-    return options.spec.get("worst_of")
+    return options.spec.get("longest_of")
 
 
 def _run(verifier: _Verifier, began: float) -> Verification:
@@ -369,8 +369,8 @@ class _Verifier:
                 **self._describe(runs),
                 "loss": name_loss(workload),
                 "reduction": objective.reduction,
-                "weight": objective.source,
-                "worst_of": workload.worst_of,
+                "weight": objective.divisor_label,
+                "longest_of": workload.longest_of,
             },
             environment=describe_environment(runs.fixture.device),
             world_size=self._options.world_size,

@@ -91,11 +91,13 @@ DEAD = [
 TEXTS = {True: CERTAIN, False: UNCERTAIN, None: [*NOT_OUT_OF_MEMORY, *DEAD]}
 
 
-@pytest.mark.parametrize(("text", "certain"), [(text, certain) for certain, texts in TEXTS.items() for text in texts])
-def test_texts_mean_out_of_memory_surely_perhaps_or_not(text: str, certain: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("text", "is_definite"), [(text, is_definite) for is_definite, texts in TEXTS.items() for text in texts]
+)
+def test_texts_mean_out_of_memory_surely_perhaps_or_not(text: str, is_definite: bool | None) -> None:
     """None: neither; of these, some mean that the device's context is lost."""
     oom = find_out_of_memory(RuntimeError(text))
-    assert (None if oom is None else oom.certain) == certain
+    assert (None if oom is None else oom.is_definite_oom) == is_definite
     assert is_context_dead(RuntimeError(text)) == (text in DEAD)
 
 
@@ -103,7 +105,7 @@ def test_texts_mean_out_of_memory_surely_perhaps_or_not(text: str, certain: bool
     "error", [torch.OutOfMemoryError("anything"), MemoryError(), OSError(errno.ENOMEM, "no more")], ids=repr
 )
 def test_types_come_first(error: Exception) -> None:
-    assert getattr(find_out_of_memory(error), "certain", False)
+    assert getattr(find_out_of_memory(error), "is_definite", False)
 
 
 def test_real_errors_of_torch_and_numpy_are_recognised() -> None:
@@ -111,7 +113,7 @@ def test_real_errors_of_torch_and_numpy_are_recognised() -> None:
         torch.empty(1 << 50)
     found = find_out_of_memory(torch_error.value)
     assert found is not None
-    assert found.certain
+    assert found.is_definite_oom
     assert found.text.startswith("DefaultCPUAllocator: ")
     with pytest.raises(MemoryError) as numpy_error:
         np.empty(1 << 55)
@@ -130,13 +132,13 @@ OUT: Any = torch.OutOfMemoryError("CUDA out of memory.")
         (RuntimeError(DEAD[0]), None, OUT, None),
         (KeyboardInterrupt(), None, OUT, None),
     ],
-    ids=["from it", "while it is handled", "uncertain from certain", "a dead context", "an interruption"],
+    ids=["from it", "while it is handled", "uncertain from is_definite", "a dead context", "an interruption"],
 )
 def test_errors_after_an_out_of_memory_error(error: Any, cause: Any, context: Any, found: str | None) -> None:
     error.__context__ = context
     if cause is not None:  # To set it to None would say that there is no context either.
         error.__cause__ = cause
-    assert find_out_of_memory(error) == (None if found is None else OutOfMemory(certain=True, text=found))
+    assert find_out_of_memory(error) == (None if found is None else OutOfMemory(is_definite_oom=True, text=found))
 
 
 def test_an_error_raised_from_none_has_another_cause() -> None:

@@ -51,7 +51,7 @@ def loss(model, x):
 """It asks for a property of the card, and CUDA would choose its attention by another: t4 has none in bf16."""
 
 ASKED = ("compare", "model.py", "--target-batch", "64", "--gpu")
-SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", "band_bytes")
+SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", "uncertainty_bytes")
 
 
 @pytest.mark.slow
@@ -145,7 +145,10 @@ def test_an_error_comes_after_the_rows_that_are_done(folder: Path, command: Comm
         (["t4", "--parallel", "fsdp2", "--mesh", "2x2"], "the mesh 2x2 has 4 ranks, and there are 1"),
         (["t4", "--world-size", "4..1"], "4..1 is an empty range"),
         (["t4", "--world-size", "0..4"], "0 is not in the range x>=1"),
-        (["t4,l4", "--micro-batch", "4"], "a micro-batch of 4 is to fit (--micro-batch), and no savers are to be"),
+        (
+            ["t4,l4", "--fit-micro-batch", "4"],
+            "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are to be",
+        ),
         (["t4,l4", "--sort", "size"], "there is no column 'size': choose card, ranks, micro-batch"),
         (["t4", "--world-size", "1..2", "--sort", "speed"], "speed is estimated for several cards or sets of savers"),
         (["t4,l4", "-o", "model.py"], "-o names the workload itself, model.py"),

@@ -81,7 +81,7 @@ def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report,
 
 def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:
     words = "train.py --gpu rtx3090 --gpu a100-80gb --target-batch 256 --micro-batch 8 --precision bf16 --optimizer SGD"
-    more = "--memory 80% --reserve 1GiB --world-size 2 --equal --keeps ema --evaluation-batch 4 --worst-of 9"
+    more = "--memory 80% --reserve 1GiB --world-size 2 --equal --ema --evaluation-batch 4 --longest-of 9"
     rest = "--batchnorm frozen --tolerance 2% --update --time-limit 60 --force"
     assert invoke(*f"{words} {more} {rest}".split()).exit_code == 0
     case = make_case(
@@ -95,9 +95,9 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
         reserve="1GiB",
         world_size=2,
         equal=True,
-        keeps=("ema",),
+        ema=True,
         evaluation_batch=4,
-        worst_of=9,
+        longest_of=9,
         batchnorm="frozen",
     )
     assert guard.asked["wanted"] == [case, make_case(**{**case.to_record(), "gpu": "a100-80gb"})]

@@ -71,10 +71,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]) -> None:
     words = ["plan", "my model.py", "--target-batch", "2", "--memory", "80%", "--equal", "-q", "--world-size", "1"]
-    words += ["--batchnorm", "frozen", "--coupled", "no"]
+    words += ["--batchnorm", "frozen", "--no-coupled"]
     result = CliRunner().invoke(main, [*words, "-v"])
     offered = (
-        "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --batchnorm frozen --coupled no --world-size 1"
+        "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --batchnorm frozen --no-coupled --world-size 1"
     )
     assert f"  {offered} --equal -o plan.json\n" in result.stdout
     assert (planned["batchnorm"], planned["coupled"]) == ("frozen", False)

@@ -43,7 +43,7 @@ class Pooling(nn.Module):
         return self.last(x).mean(1)
 
 model = Pooling
-keeps = "outputs"
+hold_outputs = True
 dataset = [(torch.randn(length, 8), length % 4) for length in range(1, 30)]
 
 def collate(samples):
@@ -146,7 +146,7 @@ def test_an_explanation_follows_the_plan_and_is_kept_with_it(folder: Path, comma
 
 @pytest.mark.slow
 def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> None:
-    words = "--target-batch 8 --gpu 24GiB --memory 110MiB --savers auto --micro-batch 4"
+    words = "--target-batch 8 --gpu 24GiB --memory 110MiB --savers auto --fit-micro-batch 4"
     plan, done = planned(folder, command, WIDE, words)
     assert plan.micro_batch >= 4
     assert plan.spec.savers
@@ -194,7 +194,7 @@ def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder:
 
 @pytest.mark.slow
 def test_few_trials_are_marked(folder: Path, command: Command) -> None:
-    plan, done = planned(folder, command, MODEL, "--memory 64MiB --target-batch 40000 --ceiling --max-trials 2 -v")
+    plan, done = planned(folder, command, MODEL, "--memory 64MiB --target-batch 40000 --exact-max --max-trials 2 -v")
     assert plan.stopped == "trials"
     assert len(plan.trials) <= 3, "two, and the proof if that is another one"
     said = " ".join(done.stdout.split())
@@ -227,7 +227,7 @@ def test_what_does_not_end_is_ended_and_named(
 
 def test_what_the_loop_holds_is_planned_and_offered_again(folder: Path, command: Command) -> None:
     (folder / "model.py").write_text(POOLING)
-    words = "--keeps ema --keeps outputs --evaluation-batch 6 --worst-of 10"
+    words = "--ema --hold-outputs --evaluation-batch 6 --longest-of 10"
     asked = f"plan model.py --memory 64MiB --target-batch 8 {words} -v"
     done = command(folder, *asked.split())
     assert done.returncode == 0, done.stderr

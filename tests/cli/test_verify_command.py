@@ -114,7 +114,7 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     [
         (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
         (["modle.py"], "there is no file modle.py"),
-        (["model.py", "--worst-of", "9"], "dataset"),
+        (["model.py", "--longest-of", "9"], "dataset"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )

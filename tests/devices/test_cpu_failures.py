@@ -79,13 +79,13 @@ def device(write_workload: Any, lines: list[str]) -> Iterator[CpuDevice]:
 )
 def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, message: str) -> None:
     trial = device.trial((size, size))
-    assert (trial.outcome, trial.blames, trial.message) == ("error", "measurement", message)
+    assert (trial.outcome, trial.fault, trial.message) == ("error", "measurement", message)
     assert trial.seconds > 0
 
 
 def test_a_crash_may_be_out_of_memory(device: CpuDevice) -> None:
     trial = device.trial((13, 13))
-    assert (trial.outcome, trial.certain, trial.blames, trial.peak_reserved_bytes) == ("oom", False, None, None)
+    assert (trial.outcome, trial.is_definite_oom, trial.fault, trial.peak_reserved_bytes) == ("oom", False, None, None)
     assert trial.message == "micro-batch 13: the trial's process was ended by SIGSEGV"
 
 

@@ -165,7 +165,7 @@ def test_inspects_before_any_trial(device: Device) -> None:
 
 def test_runs_one_sample(device: Device) -> None:
     trial = device.trial((1, 1))
-    assert (trial.outcome, trial.phase, trial.message, trial.blames) == ("ok", None, None, None)
+    assert (trial.outcome, trial.phase, trial.message, trial.fault) == ("ok", None, None, None)
     assert (trial.parts, trial.micro_batch) == ((1, 1), 1)
     assert trial.seconds > 0
 
@@ -191,9 +191,9 @@ def test_one_trial_is_like_the_other_in_a_fresh_process(case: Case, device: Devi
 
 def test_an_impossible_size_is_out_of_memory_and_does_no_harm(case: Case, device: Device) -> None:
     trial = device.trial((case.impossible,))
-    assert (trial.outcome, trial.ran, trial.blames) == ("oom", False, None)
+    assert (trial.outcome, trial.ran, trial.fault) == ("oom", False, None)
     assert trial.phase in ("forward", "backward")
-    assert trial.certain
+    assert trial.is_definite_oom
     assert trial.message is not None
     assert f"micro-batch {case.impossible}" in trial.message
     after = device.trial((1, 1))
@@ -219,7 +219,7 @@ def test_a_trial_may_have_a_smaller_budget_of_its_own(case: Case, device: Device
 def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
     device.trial((1, 1))
     trial = device.trial((SLOW_SIZE, 1), limit_seconds=1)
-    assert (trial.outcome, trial.timed_out, trial.blames) == ("error", True, "measurement")
+    assert (trial.outcome, trial.timed_out, trial.fault) == ("error", True, "measurement")
     assert trial.message is not None
     assert "ended" in trial.message
     assert " 1 s" in trial.message
@@ -230,7 +230,7 @@ def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
 def test_an_error_of_the_users_is_theirs_and_does_no_harm(case: Case, device: Device) -> None:
     trial = device.trial((UNLUCKY_SIZE, 1))
     where, phase = case.failed_at
-    assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", phase)
+    assert (trial.outcome, trial.fault, trial.phase) == ("error", "user", phase)
     assert trial.message == f"{where} raised ValueError: seven is unlucky"
     assert trial.traceback is not None
     assert "in loss" in trial.traceback

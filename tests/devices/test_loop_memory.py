@@ -57,7 +57,7 @@ def make(form: str = "tensor", **changes: Any) -> Workload:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_outputs_of_the_last_micro_batch_are_kept_whatever_their_form(form: str) -> None:
-    trial_run = TrialRun(make(form, keeps="outputs"), 6)
+    trial_run = TrialRun(make(form, hold_outputs=True), 6)
     trial_run.run((3, 2))
     assert [2, 5] in [list(tensor.shape) for tensor in trial_run.outputs]
     assert trial_run.outputs[-1].shape == (), "the loss"
@@ -91,7 +91,7 @@ def test_a_model_that_is_not_called_has_no_outputs_to_keep() -> None:
 
     TrialRun(make(loss=loss), 4).run((2, 2))
     with pytest.raises(WorkloadError, match="no outputs to keep: the loss does not call the model itself"):
-        TrialRun(make(loss=loss, keeps="outputs"), 4).run((2, 2))
+        TrialRun(make(loss=loss, hold_outputs=True), 4).run((2, 2))
 
 
 def tied() -> Any:
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_copied_has_no_average() -> None:
         return made
 
     with pytest.raises(WorkloadError, match='Net, cannot be copied for its average .*leave "ema" out of keeps'):
-        TrialRun(make(model=model, keeps="ema"), 4).run((2, 2))
+        TrialRun(make(model=model, ema=True), 4).run((2, 2))
 
 
 def test_an_evaluation_is_two_passes_without_gradients_whose_outputs_outlive_them() -> None:
@@ -202,7 +202,7 @@ def test_the_evaluation_stands_between_updates() -> None:
     trial_run: TrialRun
     trial_run = TrialRun(
         make(
-            keeps="ema",
+            ema=True,
             evaluation_batch=SIZE,
             evaluate=lambda model, batch: seen_calls.append(
                 (trial_run.phase, len(trial_run.averages), [one.grad for one in model.parameters()])

@@ -67,7 +67,7 @@ def plain_bytes(reference: str) -> int:
 
 
 def test_the_logits_of_the_micro_batch_before_are_in_the_peak(reference: str, plain_bytes: int) -> None:
-    grown = peak(try_beside(reference, keeps=("outputs",))) - plain_bytes
+    grown = peak(try_beside(reference, hold_outputs=True)) - plain_bytes
     assert grown == pytest.approx(LOGITS, abs=SLACK)
 
 

@@ -73,7 +73,7 @@ def predict(case: Case, card: Card) -> dict[str, Any]:
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,
         "least_bytes": replayer.least_bytes([trace], card.total_bytes) if trial.ran else None,
-        "band_bytes": sized.band_bytes,
+        "uncertainty_bytes": sized.uncertainty_bytes,
         "guessed": list(sized.guessed),
         "events": len(trace.events),
         "seconds": time.perf_counter() - began,

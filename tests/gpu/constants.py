@@ -109,7 +109,7 @@ def _row(block: Expected | None, measured_bytes: int | None) -> Mapping[str, Any
         "numbers": [] if block is None else list(block.numbers),
         "measured_bytes": measured_bytes,
         "predicted_bytes": 0 if block is None else block.bytes,
-        "band_bytes": 0 if block is None else block.band_bytes,
+        "uncertainty_bytes": 0 if block is None else block.uncertainty_bytes,
     }
 
 

@@ -39,13 +39,13 @@ class Expected:
         rule: A rule of `workspace_rules.RULES`; `tensor` for an output of an operator.
         numbers: The arguments of the rule; none for a tensor.
         bytes: The predicted size; 0 if the rule predicts no block.
-        band_bytes: The uncertainty of the prediction.
+        uncertainty_bytes: The uncertainty of the prediction.
     """
 
     rule: str
     numbers: tuple[int, ...]
     bytes: int
-    band_bytes: int = 0
+    uncertainty_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _weigh(size: int | Workspace, card: Card) -> Expected:
     if isinstance(size, int):
         return Expected(TENSOR, (), size)
     found = estimate(size, card, torch_release())
-    return Expected(size.rule, size.numbers, found.bytes, found.band_bytes)
+    return Expected(size.rule, size.numbers, found.bytes, found.uncertainty_bytes)
 
 
 def main() -> None:

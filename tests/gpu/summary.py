@@ -81,7 +81,10 @@ def _sum_up_constants(rows: Mapping[str, Any]) -> Iterator[str]:
         return
     for rule in dict.fromkeys(block["rule"] for _, block in measured):
         own = [(title, block, _miss(block)) for title, block in measured if block["rule"] == rule]
-        exact, outside = sum(not miss for *_, miss in own), sum(miss > block["band_bytes"] for _, block, miss in own)
+        exact, outside = (
+            sum(not miss for *_, miss in own),
+            sum(miss > block["uncertainty_bytes"] for _, block, miss in own),
+        )
         title, block, _ = max(own, key=lambda entry: entry[2])
         worst = f"; worst {block['predicted_bytes']:,} for {block['measured_bytes']:,} ({title})"
         yield f"{rule}: {exact} of {len(own)} exact, {outside} outside of their band{worst * (exact < len(own))}"

@@ -28,7 +28,7 @@ from tests.gpu.table import DATA, SECTIONS, Table, read_table
 
 OPERATION = "constants: reduction: sum(0) of 1024 x 768 fp32"
 CASE = "lstm_fp32_sgd 64"
-BLOCK = {"rule", "numbers", "measured_bytes", "predicted_bytes", "band_bytes"}
+BLOCK = {"rule", "numbers", "measured_bytes", "predicted_bytes", "uncertainty_bytes"}
 CARD = find_card("rtx3090")
 
 

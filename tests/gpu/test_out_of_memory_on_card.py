@@ -69,7 +69,7 @@ def test_out_of_memory_leaves_everything_as_it_was(phase: str, trained: bool, pl
         accumulator.step(batch)
     oom = find_out_of_memory(seen.value)
     assert oom is not None
-    assert oom.certain
+    assert oom.is_definite_oom
     assert accumulator.phase == phase
     assert state_digest(model, optimizer) == before
 

@@ -68,7 +68,7 @@ def train_on_rank(kind: str, way: str) -> Any:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
         fully_shard(model.qkv, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        options["reduce"] = way
+        options["grad_sync"] = way
     return train(model, tuple(tensor[SHARES[rank]] for tensor in batch()), **options)
 
 

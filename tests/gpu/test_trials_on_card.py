@@ -98,7 +98,7 @@ def test_a_device_side_assert_is_an_error_and_ends_its_process(reference: str) -
     with make_device(CARD, reference) as device:
         assert device.trial((2, 2)).outcome == "ok"
         trial = device.trial((ASSERTING, 2))
-        assert (trial.outcome, trial.blames) == ("error", "user"), trial.message
+        assert (trial.outcome, trial.fault) == ("error", "user"), trial.message
         assert "broke the card's context" in str(trial.message)
         after = device.trial((2, 2))
     assert (after.outcome, after.fresh) == ("ok", True)

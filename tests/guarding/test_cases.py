@@ -26,9 +26,10 @@ WHOLE = make_case(
     parallel="fsdp2",
     mesh=(1, 2),
     equal=True,
-    keeps=("outputs", "ema"),
+    ema=True,
+    hold_outputs=True,
     evaluation_batch=64,
-    worst_of=1000,
+    longest_of=1000,
     batchnorm="frozen",
     coupled=True,
 )
@@ -38,14 +39,14 @@ class TestCase:
     def test_a_name_is_what_selects_it(self) -> None:
         case = make_case(workload="train.py:small", gpu="t4", target_batch=256)
         assert case_name(case) == "train.py:small --gpu t4 --target-batch 256"
-        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(" --keeps none")
+        assert case_name(make_case(**{**case.to_record(), "ema": False})).endswith(" --no-ema")
         strange = make_case(workload="a.py --gpu t4", gpu="t4")
         assert case_name(strange) == "'a.py --gpu t4' --gpu t4", "it cannot pass for another case"
 
     def test_the_command_says_all_that_was_given(self, tmp_path: Path) -> None:
         assert guard_command(WHOLE, tmp_path, "--update") == (
             "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --micro-batch 8 --optimizer SGD --precision bf16"
-            " --batchnorm frozen --coupled yes --keeps outputs --keeps ema --evaluation-batch 64 --worst-of 1000"
+            " --batchnorm frozen --coupled --ema --hold-outputs --evaluation-batch 64 --longest-of 1000"
             " --memory 20GiB --reserve 5% --world-size 2 --parallel fsdp2 --mesh 1x2 --equal --update"
         )
         assert "'a b.py'" in guard_command(a_case("a b.py"), tmp_path)
@@ -54,8 +55,8 @@ class TestCase:
 
     def test_what_means_the_same_is_the_same_case(self) -> None:
         given: dict[str, Any] = {"workload": "train.py", "micro_batch": 8}
-        case = make_case(gpu="NVIDIA GeForce RTX 3090", memory=" 20 GiB", keeps=["ema", "outputs"], **given)
-        same = make_case(gpu="rtx3090", memory="20GiB", keeps=("outputs", "ema"), **given)
+        case = make_case(gpu="NVIDIA GeForce RTX 3090", memory=" 20 GiB", ema=True, hold_outputs=True, **given)
+        same = make_case(gpu="rtx3090", memory="20GiB", ema=True, hold_outputs=True, **given)
         assert check_case(check_case(case)) == check_case(case) == same
 
     @pytest.mark.parametrize(

@@ -94,10 +94,10 @@ def test_what_single_frameworks_cannot_do() -> None:
 
 
 def test_sharded_gradients_are_summed_as_the_plan_has_it() -> None:
-    for reduce in ("each", "last"):
-        plan = make_plan(8, 1, 4, parallel="fsdp2", reduce=reduce)
-        assert arguments_for(plan, "accelerate")["plugin"]["sync_each_batch"] is (reduce == "each")
-        assert ("accelerator_config" in arguments_for(plan, "transformers")) is (reduce == "each")
+    for grad_sync in ("each", "last"):
+        plan = make_plan(8, 1, 4, parallel="fsdp2", grad_sync=grad_sync)
+        assert arguments_for(plan, "accelerate")["plugin"]["sync_each_batch"] is (grad_sync == "each")
+        assert ("accelerator_config" in arguments_for(plan, "transformers")) is (grad_sync == "each")
         assert arguments_for(plan, "transformers")["fsdp"] is True
 
 

@@ -99,8 +99,8 @@ def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> N
     plan = autoaccum.plan(
         trainer=trainer, model=module, data=data, target_batch=8, max_micro_batch=4, memory="2GiB", device="cpu"
     )
-    recorded = {name: getattr(plan.spec, name) for name in ("precision", "keeps", "evaluation_batch")}
-    assert recorded == {"precision": "bf16", "keeps": ("ema",), "evaluation_batch": 12}
+    recorded = {name: getattr(plan.spec, name) for name in ("precision", "ema", "evaluation_batch")}
+    assert recorded == {"precision": "bf16", "ema": True, "evaluation_batch": 12}
     assert plan.workload.optimizer == "AdamW"
     assert plan.micro_batches == (4, 4)
     assert not any("Python attributes" in warning for warning in plan.warnings)

@@ -107,7 +107,7 @@ def test_the_loss_of_a_model_and_what_it_divides_by(name: str) -> None:
     model, batch, source = MODELS[name]
     workload = Workload(model=model, batch=batch)
     assert check_weighting(workload) == []
-    assert workload.objective.source == source
+    assert workload.objective.divisor_label == source
 
 
 @pytest.mark.parametrize("name", ["Llama", "BERT, masked words", "T5", "Whisper"])

@@ -67,8 +67,8 @@ def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_
     before = picture(trainer)
     plan = autoaccum.plan(trainer=trainer, target_batch=16, max_micro_batch=4, device="cpu")
     assert plan.micro_batches == (4, 4, 4, 4)
-    found = {name: getattr(plan.spec, name) for name in ("precision", "evaluation_batch", "worst_of")}
-    assert found == {"precision": "bf16", "evaluation_batch": 8, "worst_of": 256}
+    found = {name: getattr(plan.spec, name) for name in ("precision", "evaluation_batch", "longest_of")}
+    assert found == {"precision": "bf16", "evaluation_batch": 8, "longest_of": 256}
     assert plan.workload.optimizer == "AdamW"
     assert plan.workload.recipe.checkpointing
     assert autoaccum.verify(trainer=trainer, target_batch=8).equivalent

@@ -136,11 +136,11 @@ def test_fields_of_other_versions_are_passed_over_or_get_their_defaults(a_plan: 
 
 
 def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
-    known: dict[str, Any] = {"kind": "predicted", "least_bytes": 800 * MIB, "band_bytes": 40 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "least_bytes": 800 * MIB, "uncertainty_bytes": 40 * MIB}
     plan = replace(a_plan, **known)
     assert Plan.from_json(plan.to_json()) == plan
     assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
-    for change in ({"band_bytes": None}, {"kind": "measured"}, {"least_bytes": None}):
+    for change in ({"uncertainty_bytes": None}, {"kind": "measured"}, {"least_bytes": None}):
         with pytest.raises(UsageError, match="it is (predicted|measured), with least_bytes"):
             replace(plan, **change)
 

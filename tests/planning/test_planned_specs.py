@@ -37,10 +37,10 @@ def reference(write_workload: Any) -> str:
 
 @pytest.mark.slow
 def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> None:
-    along: dict[str, Any] = {"keeps": ["ema", "outputs"], "evaluation_batch": 6}
+    along: dict[str, Any] = {"ema": True, "hold_outputs": True, "evaluation_batch": 6}
     plan = autoaccum.plan(reference, target_batch=8, memory=LIMIT, device="cpu", **along)
-    recorded = {name: getattr(plan.spec, name) for name in ("keeps", "evaluation_batch", "worst_of")}
-    assert recorded == {"keeps": ("outputs", "ema"), "evaluation_batch": 6, "worst_of": None}
+    recorded = {name: getattr(plan.spec, name) for name in ("ema", "hold_outputs", "evaluation_batch", "longest_of")}
+    assert recorded == {"ema": True, "hold_outputs": True, "evaluation_batch": 6, "longest_of": None}
     plan.save(tmp_path / "plan.json")
     assert autoaccum.Plan.load(tmp_path / "plan.json") == plan
 

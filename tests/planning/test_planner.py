@@ -87,7 +87,7 @@ def test_the_longest_share_decides() -> None:
 
 
 def test_equal_parts_and_their_cost() -> None:
-    found = run(ScriptedDevice(), 254, equal=True, ceiling=True)
+    found = run(ScriptedDevice(), 254, equal=True, exact_max=True)
     assert found.micro_batches == (2,) * 127
     assert any("255 is 3 x 85, and 254 in uneven parts (without --equal" in note for note in found.notes)
     assert not any("--equal" in note for note in run(ScriptedDevice(), 256, equal=True).notes)
@@ -135,7 +135,7 @@ def test_tells_what_it_does() -> None:
 
 def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
     device = ScriptedDevice()
-    found = run(device, max_trials=3, ceiling=True)
+    found = run(device, max_trials=3, exact_max=True)
     assert len(found.trials) == 4
     assert found.stopped == "trials"
     assert not found.capped
@@ -148,7 +148,7 @@ def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
 def test_time_is_kept_for_the_confirmation() -> None:
     """The clock is real; a device that takes long over each trial meets a limit that only a few of them fit into."""
     device = ScriptedDevice(seconds=0.2)
-    found = run(device, time_limit=1.0, ceiling=True)
+    found = run(device, time_limit=1.0, exact_max=True)
     assert found.stopped == "time"
     assert found.trials[-1].parts == device.proofs[-1]
     *limits, last = device.limits

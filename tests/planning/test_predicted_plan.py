@@ -32,10 +32,10 @@ def test_a_predicted_plan() -> None:
     assert sum(plan.micro_batches) == 256
     assert plan.least_bytes is not None
     assert plan.peak_bytes is not None
-    assert plan.band_bytes is not None
+    assert plan.uncertainty_bytes is not None
     assert plan.least_bytes <= plan.limit_bytes == 2 * GIB
     assert plan.least_bytes <= plan.peak_bytes
-    assert plan.band_bytes > 0
+    assert plan.uncertainty_bytes > 0
     assert plan.device["kind"] == "simulated"
     assert set(plan.trials[-1].parts) == {plan.micro_batch, min(plan.micro_batches)}
     assert plan.trials[-1].fresh
@@ -45,7 +45,7 @@ def test_a_predicted_plan() -> None:
 
 def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
     for gib in (1.0, 2.0, 5.0):
-        plan = predict(gib=gib, ceiling=True)
+        plan = predict(gib=gib, exact_max=True)
         outcomes = {trial.micro_batch: trial.outcome for trial in plan.trials[:-1]}
         assert outcomes[plan.largest_fit] == "ok"
         assert outcomes[plan.largest_fit + 1] != "ok"
@@ -101,7 +101,7 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
         return 6 * MIB * (size if size < 6 else -(-size // 8) * 8)
 
     tracer = SyntheticTracer(padded)
-    plan = predict(tracer, 501, ceiling=True)
+    plan = predict(tracer, 501, exact_max=True)
     ran = {trial.micro_batch: trial.outcome for trial in plan.trials if trial.fresh}
     assert (ran[plan.largest_fit], ran[plan.largest_fit + 1]) == ("ok", "oom")
     assert plan.largest_fit % 8 == 0
@@ -159,12 +159,12 @@ def test_a_measured_plan_needs_few_trials(error: float) -> None:
     assert (plan.largest_fit, plan.micro_batch) == (86, 86)
     assert len(trials) == 2
     assert plan.least_bytes is None
-    assert plan.band_bytes is None
+    assert plan.uncertainty_bytes is None
 
 
 def test_without_a_forecast_the_answer_is_the_same_and_a_note_says_why() -> None:
     note = "the search began without a simulation of the card (no reason)"
-    plan, trials = measure(Forecast(notes=(note,)), ceiling=True)
+    plan, trials = measure(Forecast(notes=(note,)), exact_max=True)
     assert plan.largest_fit == 93
     assert note in plan.notes
     assert trials[0].parts == (1, 1)

@@ -79,7 +79,7 @@ def test_no_savers_are_taken_where_one_sample_fits() -> None:
 def test_the_micro_batch_that_is_asked_for_fits_by_the_fewest_blocks(size: int) -> None:
     """By brute force: a plan for each number of blocks, with a trial of that size."""
     memory = 1400 * MIB
-    made = plan(SavingTracer(), memory, savers="auto", micro_batch=size)
+    made = plan(SavingTracer(), memory, savers="auto", fit_micro_batch=size)
     assert made.largest_fit >= size
     fitting: list[tuple[str, ...]] = []
     for blocks in range(BLOCKS + 1):
@@ -96,7 +96,7 @@ def test_the_micro_batch_that_is_asked_for_fits_by_the_fewest_blocks(size: int) 
 
 def test_one_child_traces_all_candidates_and_each_but_once() -> None:
     tracer, heard = SavingTracer(), list[Any]()
-    plan(tracer, 1400 * MIB, savers="auto", micro_batch=32, on_event=heard.append)
+    plan(tracer, 1400 * MIB, savers="auto", fit_micro_batch=32, on_event=heard.append)
     assert tracer.closed == 1
     tried = [event.savers for event in heard if isinstance(event, SaversTried) and event.trial is not None]
     assert len(tried) == len(set(tried)) <= 2 + 3
@@ -125,7 +125,7 @@ def test_a_saver_that_cannot_be_used_is_noted_and_left_out() -> None:
                 raise WorkloadError("the blocks have BatchNorms")
             return super().call(request, limit_seconds)
 
-    made = plan(RefusingTracer(), 1400 * MIB, savers="auto", micro_batch=16)
+    made = plan(RefusingTracer(), 1400 * MIB, savers="auto", fit_micro_batch=16)
     assert set(chosen(made)) <= set(OFFLOADS)
     assert chosen(made)
     assert made.notes.count("recompute=6 cannot be used: the blocks have BatchNorms") == 1
@@ -134,7 +134,7 @@ def test_a_saver_that_cannot_be_used_is_noted_and_left_out() -> None:
 @pytest.mark.parametrize("size", [0, 65])
 def test_a_micro_batch_that_cannot_be_had_is_refused(size: int) -> None:
     with pytest.raises(UsageError, match="micro_batch is 0|a micro-batch of 65 is to fit, and sizes from 1 to 64"):
-        plan(SavingTracer(), 2 * GIB, savers="auto", micro_batch=size)
+        plan(SavingTracer(), 2 * GIB, savers="auto", fit_micro_batch=size)
 
 
 class Card(ScriptedDevice):
@@ -163,12 +163,12 @@ class Card(ScriptedDevice):
 
 def plan_on_card(fits: Callable[[tuple[str, ...]], int], tracer: SavingTracer) -> tuple[Plan, Card]:
     device = Card(fits, tracer)
-    return plan_on(device, 64, savers="auto", micro_batch=32), device
+    return plan_on(device, 64, savers="auto", fit_micro_batch=32), device
 
 
 def test_a_card_is_simulated_for_the_choice_and_proves_it() -> None:
     tracer = SavingTracer()
-    predicted = plan(SavingTracer(), 1400 * MIB, savers="auto", micro_batch=32)
+    predicted = plan(SavingTracer(), 1400 * MIB, savers="auto", fit_micro_batch=32)
     made, card = plan_on_card(lambda words: 40 if words == chosen(predicted) else 3, tracer)
     assert (made.kind, chosen(made)) == ("measured", chosen(predicted))
     assert card.inspected_with == [chosen(predicted)], "without them it may have no room for an inspection"
@@ -177,7 +177,7 @@ def test_a_card_is_simulated_for_the_choice_and_proves_it() -> None:
 
 
 def test_savers_that_trials_refute_give_way_to_the_next() -> None:
-    predicted = recomputed(chosen(plan(SavingTracer(), 1400 * MIB, savers="auto", micro_batch=32)))
+    predicted = recomputed(chosen(plan(SavingTracer(), 1400 * MIB, savers="auto", fit_micro_batch=32)))
     made, _ = plan_on_card(lambda words: 40 if recomputed(words) > predicted else 20, SavingTracer())
     assert chosen(made) == (f"recompute={predicted + 1}",)
     assert {trial.outcome for trial in made.trials if trial.micro_batch <= 32} == {"ok"}, "of these savers alone"

@@ -283,7 +283,7 @@ def uncertain_trials(from_size: int, *, later: Outcome = "ok") -> RunTrial:
         nonlocal failed
         if size >= from_size or (failed and later != "ok"):
             failed = True
-            return Trial(parts=(size,), outcome="oom", certain=False, message="CUBLAS_STATUS_NOT_INITIALIZED")
+            return Trial(parts=(size,), outcome="oom", is_definite_oom=False, message="CUBLAS_STATUS_NOT_INITIALIZED")
         return Trial(parts=(size,), outcome="ok", fresh=fresh)
 
     return trial
@@ -303,9 +303,9 @@ def test_an_uncertain_failure_alone_proves_nothing(from_size: int) -> None:
         search(uncertain_trials(from_size, later="oom"), range(1, 65), limit_bytes=LIMIT)
 
 
-@pytest.mark.parametrize(("blames", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError)])
+@pytest.mark.parametrize(("fault", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError)])
 @pytest.mark.parametrize("at", [1, 8])
-def test_an_error_stops_at_once(blames: Literal["user", "measurement"], error: type[AutoaccumError], at: int) -> None:
+def test_an_error_stops_at_once(fault: Literal["user", "measurement"], error: type[AutoaccumError], at: int) -> None:
     ran: list[int] = []
 
     def trial(size: int, **how: bool) -> Trial:
@@ -313,7 +313,7 @@ def test_an_error_stops_at_once(blames: Literal["user", "measurement"], error: t
         if size < at:
             return Trial(parts=(size, size), outcome="ok")
         text, where = "IndexError: too big", "File model.py, line 3"
-        return Trial(parts=(size,), outcome="error", phase="forward", message=text, traceback=where, blames=blames)
+        return Trial(parts=(size,), outcome="error", phase="forward", message=text, traceback=where, fault=fault)
 
     with pytest.raises(error, match=r"micro-batch \d+ failed in forward: IndexError: too big") as seen:
         search(trial, range(1, 65), limit_bytes=LIMIT)

@@ -29,7 +29,7 @@ def alike(outcome: Outcome, size: int) -> tuple[Trial]:
 
 def predicted(**changes: Any) -> Plan:
     card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
-    known: dict[str, Any] = {"kind": "predicted", "band_bytes": 40 * MIB, "least_bytes": 800 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "uncertainty_bytes": 40 * MIB, "least_bytes": 800 * MIB}
     return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
 
 
@@ -114,7 +114,7 @@ def test_names_what_was_written() -> None:
 
 
 def test_shows_what_was_planned_along() -> None:
-    along = {"keeps": ["ema"], "evaluation_batch": 64, "worst_of": 1000}
+    along = {"ema": True, "evaluation_batch": 64, "longest_of": 1000}
     said = draw(make_plan(workload=along), verbose=True, width=200)
     phrases = "an average of the weights (EMA); an evaluation between updates, in batches of 64"
     assert f"along with   {phrases}\n" in said

@@ -197,7 +197,7 @@ _REGRESSIONS = (
     ),
     Regression(
         name="an EMA",
-        edits=(('precision = "bf16"', 'precision = "bf16"\nkeeps = "ema"'),),
+        edits=(('precision = "bf16"', 'precision = "bf16"\nema = True'),),
         told=("averages", "", "new"),
     ),
     Regression(
@@ -218,7 +218,7 @@ _REGRESSIONS = (
     ),
     Regression(
         name="outputs kept by the loop",
-        edits=(('precision = "bf16"', 'precision = "bf16"\nkeeps = "outputs"'),),
+        edits=(('precision = "bf16"', 'precision = "bf16"\nhold_outputs = True'),),
         told=("outputs", "head", "new"),
     ),
     Regression(

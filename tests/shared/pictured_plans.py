@@ -72,7 +72,7 @@ def plan(
         "limit_bytes": limit_bytes,
         "peak_bytes": peak_bytes,
         "least_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
-        "band_bytes": 40 * MIB,
+        "uncertainty_bytes": 40 * MIB,
         "device": {"name": "rtx3090 (simulated)"},
         "workload": {"model": "GPT2"},
         "trials": trials,
@@ -82,7 +82,7 @@ def plan(
 
 MEASURED: dict[str, Any] = {
     "kind": "measured",
-    "band_bytes": None,
+    "uncertainty_bytes": None,
     "least_bytes": None,
     "device": {"name": "cpu"},
     "workload": {"model": "Sequential"},

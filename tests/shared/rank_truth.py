@@ -9,7 +9,7 @@ from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.simulation_requests import LabelParts
-from autoaccum.options import Options, Parallel, Reduce
+from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import LabelledTrace
 
@@ -23,7 +23,7 @@ def label(
     *,
     ranks: int,
     parts: tuple[int, ...],
-    reduce: Reduce,
+    grad_sync: GradSync,
     parallel: Parallel | None = None,
     mesh: tuple[int, ...] | None = None,
 ) -> LabelledTrace:
@@ -32,7 +32,7 @@ def label(
     settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=sum(parts), options=options)
     tracer = InProcessTracer(settings, find_card("h100"))
     try:
-        return tracer.call(LabelParts(parts=parts, reduce=reduce))
+        return tracer.call(LabelParts(parts=parts, grad_sync=grad_sync))
     finally:
         tracer.close()
 

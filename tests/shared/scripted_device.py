@@ -79,7 +79,7 @@ class ScriptedDevice(Device):
         if self._hangs_from is not None and max(parts) >= self._hangs_from:
             time.sleep(0.0 if limit_seconds is None else limit_seconds)
             return Trial(
-                parts=parts, outcome="error", timed_out=True, message="was ended after a while", blames="measurement"
+                parts=parts, outcome="error", timed_out=True, message="was ended after a while", fault="measurement"
             )
         outcome = (self._confirms if fresh else self._outcome)(max(parts))
         ran = outcome in ("ok", "tight")
@@ -92,7 +92,7 @@ class ScriptedDevice(Device):
             seconds=self._seconds or 0.25 * len(self.asked),
             message=None if ran else "scripted",
             fresh=is_fresh,
-            blames="user" if outcome == "error" else None,
+            fault="user" if outcome == "error" else None,
             traceback="model.py, line 7" if outcome == "error" else None,
         )
 

@@ -94,9 +94,10 @@ def cases(draw: st.DrawFn) -> Case:
         reserve=draw(sizes),
         world_size=draw(st.integers(1, 3)),
         equal=draw(st.booleans()),
-        keeps=draw(st.none() | st.sampled_from([(), ("outputs",), ("outputs", "ema")])),
+        ema=draw(st.none() | st.booleans()),
+        hold_outputs=draw(st.none() | st.booleans()),
         evaluation_batch=draw(st.none() | COUNTS),
-        worst_of=draw(st.none() | COUNTS),
+        longest_of=draw(st.none() | COUNTS),
         batchnorm=draw(st.none() | st.sampled_from(["micro", "frozen"])),
         coupled=draw(st.none() | st.booleans()),
     )

@@ -142,7 +142,7 @@ def test_the_rule_gives_what_was_reported(title: str) -> None:
     seen, ruled = context_memory(card), context_memory(replace(card, title="one like it"))
     assert (seen.start_bytes, seen.measured, ruled.measured) == (reported, True, False)
     assert source in seen.source
-    assert abs(ruled.start_bytes - reported) <= ruled.band_bytes - seen.band_bytes
+    assert abs(ruled.start_bytes - reported) <= ruled.uncertainty_bytes - seen.uncertainty_bytes
 
 
 def test_the_rates_of_a_card_are_those_of_its_generation_at_a_clock_that_it_has() -> None:

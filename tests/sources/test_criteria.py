@@ -178,17 +178,17 @@ def test_a_subclass_is_known_only_if_it_keeps_forward() -> None:
     batch = randn(6, CLASSES), torch.tensor([0, 0, 1, 2, 3, 4])
     focal, configured = resolve_objective(Focal()), resolve_objective(Configured())
     assert focal.weight(batch) == 6.0
-    assert focal.source == "samples (Focal is no criterion autoaccum knows)"
+    assert focal.divisor_label == "samples (Focal is no criterion autoaccum knows)"
     assert configured.weight(batch) == 4.0
     replaced = nn.CrossEntropyLoss()
     replaced.forward = lambda input, target: input.mean()  # type: ignore[method-assign]
-    assert "no criterion autoaccum knows" in resolve_objective(replaced).source
+    assert "no criterion autoaccum knows" in resolve_objective(replaced).divisor_label
     assert_parts_give_the_whole(focal, Given(), batch, [1, 5])
 
 
 def test_knows_a_compiled_criterion() -> None:
     compiled = torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager")
-    assert resolve_objective(compiled).source == "targets != 2 (CrossEntropyLoss)"
+    assert resolve_objective(compiled).divisor_label == "targets != 2 (CrossEntropyLoss)"
 
 
 def test_calls_the_model_with_positional_or_keyword_inputs() -> None:

@@ -129,7 +129,7 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
             "coupled = True; del coupled_loss",
             "coupled is set, but the loss is a function",
         ),
-        ("def loss", "coupled = 'twice'", "coupled is 'twice': take True or False"),
+        ("def loss", "coupled = 'twice'", "coupled is 'twice': give True or False"),
         ("def outputs", "def outputs(batch): ...", r"outputs\(batch\) cannot be called as outputs\(model, batch\)"),
     ],
 )

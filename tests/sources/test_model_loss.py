@@ -50,7 +50,7 @@ def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
     assert torch.equal(objective.terms(model, data)["loss"], F.mse_loss(model.layer(data["x"])[:, 0], data["labels"]))
     own = objective.model_loss
     assert isinstance(own, ModelLoss)
-    assert (own.access, objective.weight(data), objective.source) == (access, 5.0, "samples (Regression)")
+    assert (own.access, objective.weight(data), objective.divisor_label) == (access, 5.0, "samples (Regression)")
     assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []
 
 
@@ -76,7 +76,7 @@ def test_a_decoder_divides_by_the_labels_after_the_first() -> None:
     """The count differs from that of all labels, and from that of all but the last."""
     data = tokens([6, 2, 3, 1, 4])
     objective = resolve_objective(model=Decoder())
-    assert (objective.weight(data), objective.source) == (11.0, "labels[..., 1:] != -100 (Decoder)")
+    assert (objective.weight(data), objective.divisor_label) == (11.0, "labels[..., 1:] != -100 (Decoder)")
     assert check_weighting(Workload(model=Decoder, batch=lambda size: tokens([6, 2, 3, 1, 4][:size]))) == []
 
 

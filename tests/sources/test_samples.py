@@ -60,7 +60,7 @@ def test_a_batch_repeats_the_longest_samples_if_there_are_too_few(lengths: list[
     kept = sorted(lengths, reverse=True)[:most]
     assert batch.shape == (size, kept[0])
     assert batch[:, 0].tolist() == [kept[index % len(kept)] for index in range(size)]
-    assert workload.worst_of == len(dataset)
+    assert workload.longest_of == len(dataset)
 
 
 @dataclass
@@ -91,7 +91,7 @@ def test_length_counts_the_elements_of_tensors_arrays_and_lists_of_numbers(short
 def test_worst_of_replaces_the_workloads_own_batch() -> None:
     workload = make([torch.zeros(2), torch.zeros(5)], batch=lambda size: torch.zeros(size, 1), collate=padded)
     assert apply_spec(workload, {}).build_batch(2).shape == (2, 1)
-    assert apply_spec(workload, {"worst_of": 2}).build_batch(2).shape == (2, 5)
+    assert apply_spec(workload, {"longest_of": 2}).build_batch(2).shape == (2, 5)
 
 
 def test_uneven_samples_need_a_collate() -> None:
@@ -136,7 +136,7 @@ def test_without_batch_there_must_be_a_dataset_and_worst_of() -> None:
     with pytest.raises(WorkloadError, match="neither batch nor dataset"):
         make(None)
     workload = make([torch.zeros(2)])
-    with pytest.raises(WorkloadError, match="defines no 'batch': write def batch.*--worst-of N"):
+    with pytest.raises(WorkloadError, match="defines no 'batch': write def batch.*--longest-of N"):
         apply_spec(workload, {})
     with pytest.raises(WorkloadError, match=r"there is no batch\(4\)"):
         workload.build_batch(4)

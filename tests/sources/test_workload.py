@@ -87,7 +87,7 @@ def test_says_what_is_wrong(case: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keeps": "logits"}, "there is no keeps 'logits': choose outputs or ema"),
+        ({"ema": "yes"}, "ema is 'yes': give True or False"),
         ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
         ({"evaluation_batch": 2, "evaluate": 3}, r"evaluate is an int: write def evaluate\(model, batch\)"),
     ],
@@ -98,11 +98,11 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], message: str
 
 
 def test_settings_replace_the_workloads_own() -> None:
-    workload = make(keeps="outputs", evaluation_batch=4)
+    workload = make(hold_outputs=True, evaluation_batch=4)
     assert apply_spec(workload, {}) == workload
-    changed = apply_spec(workload, {"keeps": ("ema",), "evaluation_batch": 8, "precision": "bf16"})
-    assert (changed.keeps, changed.evaluation_batch, changed.precision) == (("ema",), 8, "bf16")
-    assert apply_spec(workload, {"keeps": ()}).keeps == ()
+    changed = apply_spec(workload, {"ema": True, "evaluation_batch": 8, "precision": "bf16"})
+    assert (changed.ema, changed.evaluation_batch, changed.precision) == (True, 8, "bf16")
+    assert apply_spec(workload, {"ema": False}).ema is False
 
 
 def test_an_invalid_scheduler_is_refused_when_it_is_built() -> None:

@@ -40,7 +40,7 @@ def fit(model_or_workload: Any = None, *listeners: Callable[[Any], Any], **optio
         "target_batch": 12,
         "micro_batch": 5,
         "epochs": 2,
-        "keeps": "ema",
+        "ema": True,
         "ema_decay": 0.9,
         "progress": False,
         "callbacks": listeners,
@@ -72,7 +72,7 @@ def test_it_is_torch_s_average_of_the_weights_and_is_evaluated_beside_them() -> 
     result = fit(model, follow, loss=nn.CrossEntropyLoss(), data=DATA, eval_data=DATA)
     assert (result.updates, len(evaluations)) == (8, 2)
     assert result.ema_model is not None
-    trained, without = result.model.state_dict(), fit(keeps=None, ema_decay=None)
+    trained, without = result.model.state_dict(), fit(ema=None, ema_decay=None)
     assert digest_of(dict(result.ema_model.state_dict())) == digest_of(dict(expected[0].module.state_dict()))
     assert digest_of(without.model.state_dict()) == digest_of(trained)
     assert without.ema_model is None
@@ -99,7 +99,7 @@ def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) ->
     assert digest_of(saved) == digest_of(dict(resumed.ema_model.state_dict()))
     assert whole.checkpoint is not None
     assert read_checkpoint(whole.checkpoint)["training"]["ema"]["updates"] == 8
-    for other in ({"ema_decay": 0.99}, {"keeps": None, "ema_decay": None}):
+    for other in ({"ema_decay": 0.99}, {"ema": None, "ema_decay": None}):
         with pytest.raises(UsageError, match=r"ema_decay was 0\.9, is"):
             fit(run_dir=tmp_path / "cut", epochs=3, **other)
 
@@ -110,16 +110,16 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
         batch=lambda size: labelled_rows(size, torch.float32),
         criterion=nn.CrossEntropyLoss(),
         dataset=DATA,
-        keeps="ema",
+        ema=True,
     )
-    result = fit(workload, keeps=None, ema_decay=None, micro_batch=None, steps=1)
+    result = fit(workload, ema=None, ema_decay=None, micro_batch=None, steps=1)
     assert result.plan is not None
-    assert result.plan.spec.keeps == ("ema",)
+    assert result.plan.spec.ema
     assert result.ema_model is not None
     assert result.warnings == ()
-    assert fit(workload, keeps=(), ema_decay=None, steps=1).ema_model is None
+    assert fit(workload, ema=False, ema_decay=None, steps=1).ema_model is None
 
 
 def test_batches_have_no_single_samples_to_look_at() -> None:
-    with pytest.raises(UsageError, match="worst_of is 9, but a list of batches has no single samples"):
-        fit(data=[DATA[:12]] * 4, micro_batch=None, worst_of=9)
+    with pytest.raises(UsageError, match="longest_of is 9, but a list of batches has no single samples"):
+        fit(data=[DATA[:12]] * 4, micro_batch=None, longest_of=9)

@@ -218,7 +218,7 @@ def train_with_everything(folder: str) -> Any:
         micro_batch=2,
         epochs=2,
         batchnorm="exact",
-        keeps="ema",
+        ema=True,
         skip_nonfinite=True,
         eval_data=Rows(),
         evaluate=correct,

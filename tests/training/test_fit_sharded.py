@@ -112,7 +112,7 @@ def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
     class Spied(ShardedParts):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
-            ways.extend([self._reduce, str(tuple(self._groups[0].mesh_info.mesh.shape))])
+            ways.extend([self._grad_sync, str(tuple(self._groups[0].mesh_info.mesh.shape))])
 
     sharded.ShardedParts = Spied  # type: ignore[misc]
     workload = autoaccum.Workload(
@@ -135,8 +135,8 @@ def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
 @pytest.mark.parametrize(
     ("planned", "own", "asked", "way"),
     [
-        ({"parallel": "fsdp2", "reduce": "last"}, False, {}, "FSDPSequential last (2,)"),
-        ({"parallel": "fsdp2", "reduce": "each", "mesh": (1, 2)}, True, {}, "FSDPSequential each (1, 2)"),
+        ({"parallel": "fsdp2", "grad_sync": "last"}, False, {}, "FSDPSequential last (2,)"),
+        ({"parallel": "fsdp2", "grad_sync": "each", "mesh": (1, 2)}, True, {}, "FSDPSequential each (1, 2)"),
         (
             {"parallel": "ddp"},
             True,

@@ -76,7 +76,7 @@ def test_a_dataset_gives_the_batch_where_there_is_none() -> None:
     dataset = [(torch.randn(4), index % 3) for index in range(40)]
     found = verify(Workload(model=_model, dataset=dataset, criterion=nn.CrossEntropyLoss()), target_batch=8)
     assert found.equivalent
-    assert found.workload["worst_of"] == 32
+    assert found.workload["longest_of"] == 32
 
 
 def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:

@@ -20,7 +20,7 @@ from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.sources.batches import batch_size, move_batch
 from autoaccum.sources.objective import Weights
 from autoaccum.sources.pytree import tensors
@@ -33,14 +33,14 @@ _LOST = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCC
 """Texts of a collective's error in which another rank has ended or stays away."""
 
 
-def find_sharded(model: nn.Module, reduce: Reduce, *, in_fp32: bool) -> ShardedParts | None:
+def find_sharded(model: nn.Module, grad_sync: GradSync, *, in_fp32: bool) -> ShardedParts | None:
     """Return the runner of the parts of a model that `fully_shard` shards; None if it is not sharded.
 
     Raises:
         UsageError: It is sharded in a way that the sums over all ranks cannot be made with.
     """
     modules = fsdp2_modules(model)
-    return ShardedParts(model, modules, reduce, in_fp32=in_fp32) if modules else None
+    return ShardedParts(model, modules, grad_sync, in_fp32=in_fp32) if modules else None
 
 
 def check_lists(optimizer: Optimizer, device: torch.device) -> None:
@@ -85,14 +85,14 @@ class ShardedParts:
         is_running: Whether parts run, so that other ranks may wait in a collective.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[Any], reduce: Reduce, *, in_fp32: bool) -> None:
-        self._model, self._modules, self._reduce = model, modules, reduce
+    def __init__(self, model: nn.Module, modules: Sequence[Any], grad_sync: GradSync, *, in_fp32: bool) -> None:
+        self._model, self._modules, self._grad_sync = model, modules, grad_sync
         self._groups = list({id(group): group for module in modules for group in param_groups(module)}.values())
         self._largest, self._trained = 1.0, list[Tensor]()
         self.is_running = False
         self._check_meshes()
         self._replicates = any(group.mesh_info.mesh.ndim > 1 for group in self._groups)
-        if in_fp32 and (reduce == "last" or self._replicates):
+        if in_fp32 and (grad_sync == "last" or self._replicates):
             self._check_dtypes()
 
     def deal(
@@ -142,7 +142,7 @@ class ShardedParts:
             for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
                 is_last = index == len(parts) - 1
                 for module in self._modules:
-                    module.set_requires_gradient_sync(is_last or self._reduce == "each", recurse=False)
+                    module.set_requires_gradient_sync(is_last or self._grad_sync == "each", recurse=False)
                     module.set_requires_all_reduce(is_last, recurse=False)
                 backpropagation.on_phase("batch")
                 moved = move_batch(part, backpropagation.device)
@@ -237,7 +237,7 @@ class ShardedParts:
                 policy = one.mp_policy
                 dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
                 if one.sharded_param.requires_grad and dtype in HALF_DTYPES:
-                    how = 'reduce="last"' if self._reduce == "last" else "a mesh of two dimensions (HSDP)"
+                    how = 'grad_sync="last"' if self._grad_sync == "last" else "a mesh of two dimensions (HSDP)"
                     raise UsageError(
                         f"with {how}, FSDP2 adds up parts' gradients in {str(dtype).removeprefix('torch.')}",
                         hint="give fully_shard mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",

@@ -23,8 +23,8 @@ class Failure:
     outcome: Outcome
     message: str
     traceback: str | None = None
-    certain: bool = True
-    blames: Literal["user", "measurement"] | None = None
+    is_definite_oom: bool = True
+    fault: Literal["user", "measurement"] | None = None
 
 
 class JobFailed(Exception):
@@ -75,37 +75,39 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     if oom is not None:
         found = _REQUESTED.search(str(error))
         more = f", which asked for {format_bytes(int(float(found[1]) * _UNITS[found[2]]))} more" if found else ""
-        return Failure(outcome="oom", message=f"{doing} ran out of memory ({oom.text}{more})", certain=oom.certain)
+        return Failure(
+            outcome="oom", message=f"{doing} ran out of memory ({oom.text}{more})", is_definite_oom=oom.is_definite_oom
+        )
     if is_context_dead(error):  # CUDA reports errors late: the line that raises is rarely at fault.
         return Failure(
             outcome="error",
             message=f"{doing} broke the card's context ({first_line(error)}): run it with CUDA_LAUNCH_BLOCKING=1"
             " to see which line did; an index out of range is the usual cause",
             traceback=blame_workload(error, doing).user_traceback,
-            blames="user" if _USERS_FAULT.search(str(error)) else "measurement",
+            fault="user" if _USERS_FAULT.search(str(error)) else "measurement",
         )
     if isinstance(error, WorkloadError):
-        return Failure(outcome="error", message=f"{at}{error}", traceback=error.user_traceback, blames="user")
+        return Failure(outcome="error", message=f"{at}{error}", traceback=error.user_traceback, fault="user")
     if isinstance(error, AutoaccumError):
-        blames: Literal["user", "measurement"] = "user" if error.exit_code == UsageError.exit_code else "measurement"
-        return Failure(outcome="error", message=f"{at}{error}", blames=blames)
+        fault: Literal["user", "measurement"] = "user" if error.exit_code == UsageError.exit_code else "measurement"
+        return Failure(outcome="error", message=f"{at}{error}", fault=fault)
     if raised_by_autoaccum(error):
         whole = "".join(traceback.format_exception(error)).rstrip()
         return Failure(
             outcome="error",
             message=f"{doing} raised {type(error).__name__} inside of autoaccum: please report it",
             traceback=whole,
-            blames="measurement",
+            fault="measurement",
         )
     blamed = blame_workload(error, doing)
-    return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, blames="user")
+    return Failure(outcome="error", message=blamed.message, traceback=blamed.user_traceback, fault="user")
 
 
 def failure_error(failure: Failure, owner: str) -> AutoaccumError:
     """Return the error for a failure before any trial; `owner` is the machine or card whose memory ran out."""
     if failure.outcome == "oom":
         return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
-    if failure.blames == "user":
+    if failure.fault == "user":
         return WorkloadError(failure.message, user_traceback=failure.traceback)
     detail = f"\n{failure.traceback}" if failure.traceback else ""
     return NotMeasuredError(failure.message + detail)

@@ -149,8 +149,8 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
     peak = max(range(start + 1, len(recorded)), key=lambda at: (recorded[at], at))
     held = breakdown.held_bytes
     at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
-    band = max(breakdown.sized.band_bytes, held[at] // _BAND_SHARE)
-    reserved_band = max(breakdown.sized.band_bytes, reserved_bytes // _BAND_SHARE) + LARGE_SEGMENT_BYTES
+    band = max(breakdown.sized.uncertainty_bytes, held[at] // _BAND_SHARE)
+    reserved_band = max(breakdown.sized.uncertainty_bytes, reserved_bytes // _BAND_SHARE) + LARGE_SEGMENT_BYTES
     differs = _first_difference([entries[at].size for at in requests], [sizes[block] for block in blocks])
     return UpdateComparison(
         parts=trace.parts,

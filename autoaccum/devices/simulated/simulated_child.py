@@ -78,7 +78,7 @@ class TracedTrial:
         parts: As in `Trial`.
         mode: The card.
         needs_whole_batch: As in `PartsRequest`.
-        options: `mesh` and `reduce` of `TrialRun`.
+        options: `mesh` and `grad_sync` of `TrialRun`.
     """
 
     result: StepResult
@@ -318,7 +318,7 @@ class SimulatedChild:
             workload = request.replaced(workload)
             if isinstance(request, TraceParts) and request.change:
                 workload = apply_change(workload, request.change)
-            options: dict[str, Any] = {"reduce": request.reduce or "each", "mesh": self._mesh}
+            options: dict[str, Any] = {"grad_sync": request.grad_sync or "each", "mesh": self._mesh}
             options["needs_whole_batch"] = request.needs_whole_batch
             return job(TracedTrial(workload, request.parts, mode, **options))
 

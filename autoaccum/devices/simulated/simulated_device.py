@@ -27,7 +27,7 @@ from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
 from autoaccum.simulation.cards import Card, CardRates, ContextMemory, all_cards, card_rates, context_memory
 from autoaccum.simulation.trace_records import Trace, UpdateCost
@@ -47,23 +47,23 @@ with that of ranks beyond two machines (NVIDIA/nccl#864)."""
 def _band_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
     """Return what the band of a prediction covers."""
     causes = [f"the CUDA context ({format_bytes(context.bytes)} assumed)"]
-    if sized.band_bytes:
+    if sized.uncertainty_bytes:
         rules = ", ".join(rule.replace("_", " ") for rule in sized.guessed) or "libraries"
-        causes.append(f"workspaces that were not measured ({rules}: {format_bytes(sized.band_bytes)})")
+        causes.append(f"workspaces that were not measured ({rules}: {format_bytes(sized.uncertainty_bytes)})")
     if nccl_bytes:
         causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {_NCCL_SOURCE})")
     return join_words(causes)
 
 
-def _narrow_fit(room_bytes: int, band_bytes: int, limit_bytes: int, *, measurable: bool) -> str:
+def _narrow_fit(room_bytes: int, uncertainty_bytes: int, limit_bytes: int, *, measurable: bool) -> str:
     """Return the warning of a step that fits by `room_bytes`, less than the band."""
-    reserve = -(-band_bytes // (100 * MIB)) * 100
+    reserve = -(-uncertainty_bytes // (100 * MIB)) * 100
     ways = ["measure on the card (--device cuda)"] if measurable else []
     if 2 * reserve * MIB < limit_bytes:
         ways.append(f"keep more free (--reserve {reserve}MiB)")
     return (
         f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
-        f"off by {format_bytes(band_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
+        f"off by {format_bytes(uncertainty_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
     )
 
 
@@ -145,7 +145,7 @@ class SimulatedDevice(Device):
             "total_bytes": card.total_bytes,
             "free_bytes": self._free_bytes,
             "context_bytes": self._context.bytes,
-            "context_band_bytes": self._context.band_bytes,
+            "context_band_bytes": self._context.uncertainty_bytes,
             "context_source": self._context.source,
             "limit_bytes": self.limit_bytes,
             "allocator": _changes(self._settings),
@@ -159,9 +159,9 @@ class SimulatedDevice(Device):
         self._is_sharded = inspection.parallel == "fsdp2"
         return inspection
 
-    def use_reduce(self, reduce: Reduce | None) -> None:
+    def use_grad_sync(self, grad_sync: GradSync | None) -> None:
         """As `Device`."""
-        self._traces.reduce = reduce
+        self._traces.grad_sync = grad_sync
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         """As `Device`."""
@@ -228,18 +228,18 @@ class SimulatedDevice(Device):
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
         traces = self._traces.traces_of(parts, fresh=True)
         least_bytes = self._replayer.least_bytes(traces, self.limit_bytes)
-        sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.band_bytes)
-        band_bytes = self._context.band_bytes + sized.band_bytes + self._nccl_bytes
+        sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
+        uncertainty_bytes = self._context.uncertainty_bytes + sized.uncertainty_bytes + self._nccl_bytes
         measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
         measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
-        band = format_bytes(band_bytes)
+        band = format_bytes(uncertainty_bytes)
         assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
         cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
-        if 0 <= (room_bytes := self.limit_bytes - least_bytes) < band_bytes:
-            cautions.append(_narrow_fit(room_bytes, band_bytes, self.limit_bytes, measurable=measurable))
+        if 0 <= (room_bytes := self.limit_bytes - least_bytes) < uncertainty_bytes:
+            cautions.append(_narrow_fit(room_bytes, uncertainty_bytes, self.limit_bytes, measurable=measurable))
         return Prediction(
             least_bytes=least_bytes,
-            band_bytes=band_bytes,
+            uncertainty_bytes=uncertainty_bytes,
             warnings=(*cautions, *self._traces.warnings),
             notes=(
                 f"nothing ran on a card: memory is predicted, give or take {band}{measured}",
@@ -289,7 +289,7 @@ class SimulatedDevice(Device):
     def close(self) -> None:
         """End the tracer's process, if it runs, unless it is shared."""
         if self._shares_traces:
-            self._traces.choose = self._traces.reduce = self._traces.savers = None
+            self._traces.choose = self._traces.grad_sync = self._traces.savers = None
         else:
             self._traces.close()
 
@@ -367,5 +367,5 @@ def _failed(
 ) -> Trial:
     late = limit_seconds is not None and seconds >= limit_seconds
     if isinstance(error, WorkloadError):
-        return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, blames="user")
-    return Trial(parts=parts, outcome="error", message=str(error), blames="measurement", timed_out=late)
+        return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, fault="user")
+    return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=late)

@@ -12,7 +12,7 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, TraceParts, UseCard
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.simulation.allocator.replay import Replays
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Trace, UpdateCost
@@ -70,7 +70,7 @@ class TraceCache:
         step: The number of samples of which every micro-batch is a multiple.
         needs_whole_batch: Whether the parts of an update need each other: each schedule is traced whole, and none is
             extrapolated.
-        reduce, savers: As in `PartsRequest`: traces of each way are kept apart.
+        grad_sync, savers: As in `PartsRequest`: traces of each way are kept apart.
         confirms: False if parts of two sizes are extrapolated too, and those of a fresh trial.
     """
 
@@ -88,16 +88,16 @@ class TraceCache:
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
         self.needs_whole_batch = False
-        self.reduce: Reduce | None = None
+        self.grad_sync: GradSync | None = None
         self.savers = savers
-        self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
+        self._by_way: dict[tuple[GradSync | None, tuple[str, ...] | None], _Traces] = {}
         self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
         self._costs: dict[CountCost, UpdateCost] = {}
 
     @property
     def way(self) -> dict[str, Any]:
         """The fields of a `PartsRequest` beside its parts."""
-        return {"needs_whole_batch": self.needs_whole_batch, "reduce": self.reduce, "savers": self.savers}
+        return {"needs_whole_batch": self.needs_whole_batch, "grad_sync": self.grad_sync, "savers": self.savers}
 
     @property
     def is_fitted(self) -> bool:
@@ -127,7 +127,7 @@ class TraceCache:
     def _traces(self) -> _Traces:
         """The traces of the way in use."""
         can_extrapolate = self.share >= max(self._sizes) and not self.needs_whole_batch
-        return self._by_way.setdefault((self.reduce, self.savers), _Traces(can_extrapolate))
+        return self._by_way.setdefault((self.grad_sync, self.savers), _Traces(can_extrapolate))
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
@@ -173,7 +173,7 @@ class TraceCache:
         They are those of consecutive pairs; of threes where gradients wait for the last part, since a part that is
         neither the first nor the last then adds to all of them and lets go of none.
         """
-        length = 3 if self.reduce == "last" else 2
+        length = 3 if self.grad_sync == "last" else 2
         several = len(parts) > length and not self.needs_whole_batch
         pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
         traces, deadline = [], Deadline(limit_seconds)

@@ -58,7 +58,7 @@ class SizedTrace:
     Attributes:
         trace: The trace, whose own sizes do not count.
         sizes: The bytes of each block, or `EMPTY_CACHE`. As in PyTorch, blocks of 0 bytes are never allocated.
-        band_bytes: How far off the sum of the blocks alive may be, at most at any time.
+        uncertainty_bytes: How far off the sum of the blocks alive may be, at most at any time.
         guessed: The rules with an unmeasured size, of blocks that count in the band.
         optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
             the same purpose is requested.
@@ -66,7 +66,7 @@ class SizedTrace:
 
     trace: Trace
     sizes: Sequence[int]
-    band_bytes: int = 0
+    uncertainty_bytes: int = 0
     guessed: tuple[str, ...] = ()
     optional: Mapping[int, Hashable] = field(default_factory=dict)
     _results: dict[tuple[AllocatorSettings, bool, int], list[ReplayResult]] = field(
@@ -358,7 +358,7 @@ def _size(trace: Trace, estimate_size: Callable[[Workspace], Estimate]) -> Sized
     workspaces = {block: size for block, size in enumerate(trace.sizes) if isinstance(size, Workspace)}
     found = {block: estimate_size(workspace) for block, workspace in workspaces.items()}
     sizes = [found[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
-    bands = {block: estimate.band_bytes for block, estimate in found.items() if estimate.band_bytes}
+    bands = {block: estimate.uncertainty_bytes for block, estimate in found.items() if estimate.uncertainty_bytes}
     changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
     return SizedTrace(
         trace,

@@ -35,14 +35,14 @@ class Estimate:
 
     Attributes:
         bytes: The bytes that are probably requested from the allocator; 0 if the kernel needs none at this size.
-        band_bytes: How far off `bytes` may be, in either direction.
+        uncertainty_bytes: How far off `bytes` may be, in either direction.
         measured: True if the bytes are certain. For most rules they follow from a formula in PyTorch's source, which
             was worked out by hand and not compared with a card. False for a guess, which has a band.
         optional: True if the kernel, or another one in its place, runs without this workspace where memory is short.
     """
 
     bytes: int
-    band_bytes: int = 0
+    uncertainty_bytes: int = 0
     measured: bool = True
     optional: bool = False
 
@@ -57,8 +57,10 @@ class Target(NamedTuple):
 Rule = Callable[..., int | Estimate]
 
 
-def _guess(size: int, band_bytes: int | None = None) -> Estimate:
-    return Estimate(bytes=size, band_bytes=size if band_bytes is None else band_bytes, measured=False)
+def _guess(size: int, uncertainty_bytes: int | None = None) -> Estimate:
+    return Estimate(
+        bytes=size, uncertainty_bytes=size if uncertainty_bytes is None else uncertainty_bytes, measured=False
+    )
 
 
 def _product_of(_: Target, *numbers: int) -> int:
@@ -103,7 +105,7 @@ def convolution(
     size = copies if element_bytes == 2 and not channels_last else 0
     may_copy = size or (tf32 and not channels_last and on.card.capability[0] >= 8)
     band = (copies if may_copy else min(copies, _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
-    return Estimate(bytes=size, band_bytes=band, measured=False, optional=True)
+    return Estimate(bytes=size, uncertainty_bytes=band, measured=False, optional=True)
 
 
 def cudnn_batch_norm(on: Target, channels: int, channels_last: int) -> Estimate:
@@ -244,7 +246,7 @@ def flash_gradient(on: Target, batch: int, heads: int, queries: int, head_size: 
     each = 4 * batch * heads * round_up(queries, 128)
     copies = max(1, ceil_div(on.card.multiprocessors, max(1, batch * heads))) if deterministic else 1
     band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
-    return Estimate(bytes=each * rounded * copies, band_bytes=band, measured=band == 0)
+    return Estimate(bytes=each * rounded * copies, uncertainty_bytes=band, measured=band == 0)
 
 
 def flash_row_sums(_: Target, batch: int, heads: int, queries: int) -> int:
@@ -301,7 +303,7 @@ def efficient_gradient(on: Target, *numbers: int) -> Estimate:
     size = _efficient_bytes(call, _efficient_tile(call, on.card))
     other = _efficient_bytes(call, _Tile(64, 64, call.element_bytes == 4))
     band = abs(size - other) if max(call.head_size, call.value_size) > 64 else 0
-    return Estimate(bytes=size, band_bytes=band, measured=band == 0)
+    return Estimate(bytes=size, uncertainty_bytes=band, measured=band == 0)
 
 
 def efficient_cast(on: Target, *numbers: int) -> int:

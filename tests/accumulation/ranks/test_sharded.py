@@ -19,13 +19,13 @@ from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import UsageError
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.spec import TrainingSpec
 
 
 @pytest.mark.parametrize(
-    ("shares", "mesh", "reduce"),
+    ("shares", "mesh", "grad_sync"),
     [
         ([1, 6], None, "each"),  # In "tokens", rank 0 has a sample without a token.
         ([0, 4, 3, 0], (2, 2), "last"),
@@ -33,12 +33,12 @@ from autoaccum.spec import TrainingSpec
     ids=str,
 )
 def test_an_update_of_a_sharded_model_is_that_of_one_process(
-    shares: list[int], mesh: tuple[int, ...] | None, reduce: str
+    shares: list[int], mesh: tuple[int, ...] | None, grad_sync: str
 ) -> None:
-    wrap = partial(shard, mesh=mesh, reshard=reduce == "each")
+    wrap = partial(shard, mesh=mesh, reshard=grad_sync == "each")
     cases = ("clipped", "class weights", "tokens, tied") if mesh is None else ("sum", "terms")
     other = shard_first if mesh is None else shard_on_host
-    check_updates(shares, [*((case, wrap) for case in cases), ("clipped", other)], reduce=reduce)
+    check_updates(shares, [*((case, wrap) for case in cases), ("clipped", other)], grad_sync=grad_sync)
 
 
 def settings(model: Any) -> list[Any]:
@@ -76,8 +76,8 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 @pytest.mark.parametrize(
     ("policy", "options", "tolerance"),
     [
-        (BF16, {"reduce": "last"}, 0.01),
-        ({}, {"precision": "bf16", "reduce": "last"}, 0.01),
+        (BF16, {"grad_sync": "last"}, 0.01),
+        ({}, {"precision": "bf16", "grad_sync": "last"}, 0.01),
         ({}, {"precision": "fp16"}, 0.003),
         ({}, {"dtype": torch.bfloat16, "lr": 64.0}, 0.01),
     ],
@@ -126,13 +126,13 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     assert on_ranks(2, overflow) == [(False, True, 32768.0)] * 2
 
 
-def batchnorm_and_settings(reduce: Reduce) -> Any:
+def batchnorm_and_settings(grad_sync: GradSync) -> Any:
     model = shard(Net().double())
     model.norm.train()
     model.set_requires_gradient_sync(False)
     before = settings(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, reduce=reduce)
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, grad_sync=grad_sync)
     tracked = [int(model.norm.num_batches_tracked)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -143,9 +143,9 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
     return tracked, before == settings(model), len(before)
 
 
-@pytest.mark.parametrize("reduce", ["each", "last"])
-def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(reduce: Reduce) -> None:
-    assert on_ranks(2, batchnorm_and_settings, reduce) == [([0, 1], True, 3), ([0, 3], True, 3)]
+@pytest.mark.parametrize("grad_sync", ["each", "last"])
+def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(grad_sync: GradSync) -> None:
+    assert on_ranks(2, batchnorm_and_settings, grad_sync) == [([0, 1], True, 3), ([0, 3], True, 3)]
 
 
 def running_statistics(shares: list[int] | None = None) -> Any:
@@ -182,12 +182,12 @@ def refusals() -> list[str]:
     found = []
     for model, options in (
         (parallel, {}),
-        (half, {"reduce": "last"}),
+        (half, {"grad_sync": "last"}),
         (one, {}),
         (shard_first(Net()), {"precision": "fp16"}),
         (shard(Net()), {"batchnorm": "exact"}),
         (shard(Net()), {"coupled": True}),
-        (shard(Net()), {"reduce": "first"}),
+        (shard(Net()), {"grad_sync": "first"}),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
@@ -206,11 +206,11 @@ def test_what_the_sums_over_ranks_cannot_be_made_with_is_refused() -> None:
         assert found == [
             "norm.weight is a DTensor that fully_shard does not shard, as in tensor parallelism: shard the model by"
             " fully_shard alone",
-            'with reduce="last", FSDP2 adds up parts\' gradients in bfloat16: give fully_shard'
+            'with grad_sync="last", FSDP2 adds up parts\' gradients in bfloat16: give fully_shard'
             " mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
             "the model is sharded over 1 of 2 ranks: call fully_shard with a mesh of all ranks",
             "a GradScaler is used, and only some parameters are sharded: call fully_shard on the whole model",
             needs,
             needs,
-            "there is no reduce 'first': choose each or last",
+            "there is no grad_sync 'first': choose each or last",
         ]

@@ -97,7 +97,9 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
 def _eager_context(card: Card) -> ContextMemory:
     """Kernels of cuDNN and cuBLAS come when they are first used: 50 to 250 MiB, by reports."""
     start, late, band = (each * MIB for each in (_EAGER_MIB[card.title], 150, 100))
-    return ContextMemory(start_bytes=start, modules_bytes=late, band_bytes=band, source="reported", measured=True)
+    return ContextMemory(
+        start_bytes=start, modules_bytes=late, uncertainty_bytes=band, source="reported", measured=True
+    )
 
 
 def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:

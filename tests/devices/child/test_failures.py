@@ -80,14 +80,14 @@ CUDA_OUT_OF_MEMORY = (
 @pytest.mark.parametrize(("requested", "shown"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB")])
 def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(requested: str, shown: str) -> None:
     failure = describe(torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY.format(requested)))
-    assert (failure.outcome, failure.certain, failure.blames) == ("oom", True, None)
+    assert (failure.outcome, failure.is_definite_oom, failure.fault) == ("oom", True, None)
     assert failure.message == (
         f"micro-batch 8, forward ran out of memory (OutOfMemoryError, which asked for {shown} more)"
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "blames"),
+    ("text", "fault"),
     [
         ("CUDA error: device-side assert triggered", "user"),
         ("CUDA error: an illegal memory access was encountered", "user"),
@@ -95,19 +95,19 @@ def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(requested: str, 
         ("CUDA error: unspecified launch failure", "measurement"),
     ],
 )
-def test_a_dead_context_is_an_error_and_never_out_of_memory(text: str, blames: str) -> None:
+def test_a_dead_context_is_an_error_and_never_out_of_memory(text: str, fault: str) -> None:
     # It comes out at a line of ours as likely as at the user's.
     error = RuntimeError(f"{text}\nCUDA kernel errors might be asynchronously reported at some other API call")
     error.__cause__ = torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY)
     failure = describe(error)
-    assert (failure.outcome, failure.blames) == ("error", blames)
+    assert (failure.outcome, failure.fault) == ("error", fault)
     assert failure.message.startswith(f"micro-batch 8, forward broke the card's context ({text}): ")
     assert "CUDA_LAUNCH_BLOCKING=1" in failure.message
     assert "report it" not in failure.message
 
 
 @pytest.mark.parametrize(
-    ("error", "blames", "message"),
+    ("error", "fault", "message"),
     [
         (ValueError("bad\nsecond line"), "user", "micro-batch 8, forward raised ValueError: bad"),
         (SystemExit(3), "user", "micro-batch 8, forward called sys.exit(3)"),
@@ -118,9 +118,9 @@ def test_a_dead_context_is_an_error_and_never_out_of_memory(text: str, blames: s
         (NotMeasuredError("no"), "measurement", "micro-batch 8, forward: no"),
     ],
 )
-def test_blames_whom_it_concerns(error: BaseException, blames: str, message: str) -> None:
+def test_blames_whom_it_concerns(error: BaseException, fault: str, message: str) -> None:
     failure = describe(error)
-    assert (failure.outcome, failure.blames, failure.message) == ("error", blames, message)
+    assert (failure.outcome, failure.fault, failure.message) == ("error", fault, message)
 
 
 def test_shows_the_users_frames() -> None:
@@ -132,7 +132,7 @@ def test_shows_the_users_frames() -> None:
 
 def test_a_bug_of_autoaccum_is_not_blamed_on_the_user() -> None:
     failure = describe_failure(raised(lambda: slice_parts(None, 3, ["x"])), "micro-batch 8, batch")  # type: ignore[list-item]
-    assert failure.blames == "measurement"
+    assert failure.fault == "measurement"
     assert "please report" in failure.message
     assert failure.traceback is not None
     assert "slice_parts" in failure.traceback

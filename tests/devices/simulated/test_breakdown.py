@@ -240,7 +240,7 @@ WORKLOADS: Mapping[str, tuple[str, str | None]] = {
     "transformer-bf16": (TRANSFORMER, "bf16"),
     "transformer-half": (TRANSFORMER + HALF, None),
     "transformer-checkpointed": (TRANSFORMER + AGAIN.format(False), "bf16"),
-    "transformer-kept": (TRANSFORMER + "keeps = ['outputs', 'ema']\nevaluation_batch = 4\n", None),
+    "transformer-kept": (TRANSFORMER + "ema = hold_outputs = True\nevaluation_batch = 4\n", None),
 }
 
 

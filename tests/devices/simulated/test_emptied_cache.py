@@ -64,7 +64,7 @@ def test_what_building_frees_goes_back_to_the_card(simulated: Callable[..., Call
     # Segments for small blocks, for the parameter of 20 MiB, and for cuBLAS; or all large ones in the cached 48 MiB.
     held = [replayer().with_sizes(trace).reserved_over_time()[trace.last_update - 1] for trace in (kept, released)]
     assert held == [(2 + 48) * MIB, (2 + 20 + 20) * MIB]
-    assert [replayer().with_sizes(trace).band_bytes for trace in (kept, released)] == [0, 0]
+    assert [replayer().with_sizes(trace).uncertainty_bytes for trace in (kept, released)] == [0, 0]
 
 
 def test_calls_of_the_step_are_part_of_all_that_is_made_of_traces(

@@ -166,7 +166,7 @@ def test_values_of_a_checkpoint_are_those_of_its_file(simulated: Callable[[str],
 def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str], Any]) -> None:
     lines, words = REFUSED[name]
     failure = simulated(lines)(Inspect())
-    assert (failure.outcome, failure.blames) == ("error", "user")
+    assert (failure.outcome, failure.fault) == ("error", "user")
     for word in words:
         assert word in failure.message
     assert (failure.traceback is not None) == (name == "a bug of theirs"), "the others are told by their line"

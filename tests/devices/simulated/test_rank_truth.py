@@ -10,7 +10,7 @@ from math import prod
 import pytest
 from rank_truth import ONE_NUMBER, label, live, start_of
 
-from autoaccum.options import Parallel, Reduce
+from autoaccum.options import GradSync, Parallel
 from autoaccum.simulation.trace_records import LabelledTrace
 
 TOKENS, WIDTH, INNER, BLOCKS, LENGTH = 37, 24, 50, 3, 5
@@ -42,7 +42,7 @@ class Case:
     ranks: int = 8
     parallel: Parallel | None = "fsdp2"
     mesh: tuple[int, ...] | None = None
-    reduce: Reduce = "each"
+    grad_sync: GradSync = "each"
     parts: tuple[int, ...] = (3, 3)
     shards: int = 8
     sharded: Shapes = (*EDGES, *BLOCKS * BLOCK, *EDGES)
@@ -64,8 +64,8 @@ ALL = Case.sharded
 CASES = {
     "8 ranks": Case(),
     "ddp by default": Case(parallel=None, ranks=4, sharded=(), whole=ALL),
-    "4 replicas of 2 shards, summed with the last part": Case(mesh=(4, 2), shards=2, reduce="last"),
-    "bf16, summed in fp32 with the last part": Case("bf16_and_fp32", parallel=None, reduce="last"),
+    "4 replicas of 2 shards, summed with the last part": Case(mesh=(4, 2), shards=2, grad_sync="last"),
+    "bf16, summed in fp32 with the last part": Case("bf16_and_fp32", parallel=None, grad_sync="last"),
     "parameters in bf16": Case("half", itemsize=2),
     "resharded to 2 ranks after forward": Case("resharded_to_two"),
     "frozen edges": Case("frozen", sharded=BLOCKS * BLOCK, fixed=2 * EDGES),
@@ -81,7 +81,7 @@ def test_what_a_rank_holds_between_updates_and_in_gradients(name: str) -> None:
         case.workload,
         ranks=case.ranks,
         parts=case.parts,
-        reduce=case.reduce,
+        grad_sync=case.grad_sync,
         parallel=case.parallel,
         mesh=case.mesh,
     )

@@ -14,29 +14,29 @@ from on_ranks import on_ranks
 from rank_truth import ONE_NUMBER, WORKLOADS, label, live, start_of
 from torch import Tensor
 
-from autoaccum.options import Reduce
+from autoaccum.options import GradSync
 
 RANKS, PARTS = 2, (3, 3)
 BUFFER = 5 * 24
 
 
-CASES: list[tuple[str, Reduce]] = [("bf16_and_fp32", "last"), ("half", "last"), ("kept", "each"), ("tied", "each")]
+CASES: list[tuple[str, GradSync]] = [("bf16_and_fp32", "last"), ("half", "last"), ("kept", "each"), ("tied", "each")]
 
 
 def test_the_storages_of_a_real_rank_are_those_of_the_simulation() -> None:
-    for (name, reduce), first, second in zip(CASES, *on_ranks(RANKS, count_all), strict=True):
-        assert simulated(name, reduce) == first, name
+    for (name, grad_sync), first, second in zip(CASES, *on_ranks(RANKS, count_all), strict=True):
+        assert simulated(name, grad_sync) == first, name
         for kind in first:  # Where rows cannot be halved, the first has more.
             assert total(second[kind]) <= total(first[kind])
 
 
 def count_all() -> list[dict[str, Counter[int]]]:
-    return [count_storages(f"{WORKLOADS}:{name}", reduce) for name, reduce in CASES]
+    return [count_storages(f"{WORKLOADS}:{name}", grad_sync) for name, grad_sync in CASES]
 
 
-def simulated(name: str, reduce: Reduce) -> dict[str, Counter[int]]:
+def simulated(name: str, grad_sync: GradSync) -> dict[str, Counter[int]]:
     """Count the blocks of a trace as `count_storages` counts storages."""
-    traced = label(name, ranks=RANKS, parallel="fsdp2", parts=PARTS, reduce=reduce)
+    traced = label(name, ranks=RANKS, parallel="fsdp2", parts=PARTS, grad_sync=grad_sync)
     trace = traced.trace
     between, before_update = live(traced, trace.last_update), live(traced, start_of(traced, "update"))
     gradients = Counter(size for block, size in before_update.items() if block not in between and size > ONE_NUMBER)
@@ -49,7 +49,7 @@ def simulated(name: str, reduce: Reduce) -> dict[str, Counter[int]]:
     return {"resident": Counter(between.values()), "gradients": +gradients, **gathered.counts()}
 
 
-def count_storages(reference: str, reduce: Reduce) -> dict[str, Counter[int]]:
+def count_storages(reference: str, grad_sync: GradSync) -> dict[str, Counter[int]]:
     """Run two updates on this rank; count the second's storages of each size: number by bytes.
 
     `resident`: parameters, buffers and the optimizer's state. `gathered`: each time that FSDP2 took memory for a
@@ -62,7 +62,7 @@ def count_storages(reference: str, reduce: Reduce) -> dict[str, Counter[int]]:
     workload = load_workload(reference)
     model = shard_model(workload.build_model(), torch.device("cpu"), (RANKS,), workload.parallelize)
     optimizer = workload.build_optimizer(model)
-    options: Any = {"micro_batch": max(PARTS), "accumulate_in": workload.accumulate_in, "reduce": reduce}
+    options: Any = {"micro_batch": max(PARTS), "accumulate_in": workload.accumulate_in, "grad_sync": grad_sync}
     accumulator = Accumulator(model, optimizer, workload.objective, **options)
     parts = [workload.build_batch(size) for size in PARTS]
     accumulator.step_parts(parts[:1])

@@ -53,7 +53,7 @@ def test_a_trial_that_fits() -> None:
 
 def test_a_trial_that_does_not_says_where_and_what_it_would_take() -> None:
     trial = device().trial((200, 200))
-    assert (trial.outcome, trial.ran, trial.certain, trial.blames) == ("oom", False, True, None)
+    assert (trial.outcome, trial.ran, trial.is_definite_oom, trial.fault) == ("oom", False, True, None)
     assert trial.phase in ("forward", "backward")
     assert trial.peak_reserved_bytes > 5 * GIB
     assert trial.message.startswith(f"micro-batch 200 does not fit: {trial.phase} requests 1.2 GiB more; without a")
@@ -139,7 +139,7 @@ def test_an_error_of_the_users_is_theirs_and_does_no_harm() -> None:
     tracer = failing(WorkloadError("micro-batch 7, forward raised ValueError: seven", user_traceback="in loss"))
     made = device(tracer)
     trial = made.trial((7, 1))
-    assert (trial.outcome, trial.blames, trial.traceback) == ("error", "user", "in loss")
+    assert (trial.outcome, trial.fault, trial.traceback) == ("error", "user", "in loss")
     assert trial.message == "micro-batch 7, forward raised ValueError: seven"
     assert tracer.closed == 1
     assert made.trial((1, 1)).outcome == "ok"
@@ -148,7 +148,7 @@ def test_an_error_of_the_users_is_theirs_and_does_no_harm() -> None:
 @pytest.mark.parametrize("kind", [NotMeasuredError, DoesNotFitError])
 def test_a_tracer_that_dies_is_no_answer(kind: Callable[[str], Exception]) -> None:
     trial = device(failing(kind("its process was killed"))).trial((7,), limit_seconds=60)
-    assert (trial.outcome, trial.blames, trial.timed_out) == ("error", "measurement", False)
+    assert (trial.outcome, trial.fault, trial.timed_out) == ("error", "measurement", False)
     assert trial.message.startswith("its process was killed")
 
 
@@ -173,6 +173,6 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
 def test_parts_are_traced_in_threes_where_gradients_wait_for_the_last() -> None:
     made = device(tracer := SyntheticTracer())
     made.trial((30, 30, 30, 29))
-    made.use_reduce("last")
+    made.use_grad_sync("last")
     made.trial((30, 30, 30, 29))
     assert {(30, 30, 30), (30, 30, 29)} <= set(tracer.traced)

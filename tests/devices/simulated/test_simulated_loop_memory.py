@@ -67,7 +67,7 @@ def when_made(trace: Trace, forward: int = -1) -> int:
 
 
 def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> None:
-    plain, averaging = trace(), trace('keeps = "ema"\n')
+    plain, averaging = trace(), trace("ema = True\n")
     for phase in ("forward", "backward", "clip"):
         assert last_most(averaging, phase) - last_most(plain, phase) == PARAMETERS + BUFFERS
     assert held(averaging)[-1] - held(plain)[-1] == PARAMETERS + BUFFERS

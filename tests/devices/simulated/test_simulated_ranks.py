@@ -76,7 +76,7 @@ def test_ranks_that_replicate_hold_the_model_and_sum_in_buckets(simulated: Simul
 
 def test_gradients_wait_unsharded_for_the_last_part(simulated: Simulated) -> None:
     ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
-    each, last = (held_between_parts(trace_of(ask, 4, 4, reduce=reduce)) for reduce in ("each", "last"))
+    each, last = (held_between_parts(trace_of(ask, 4, 4, grad_sync=reduce)) for reduce in ("each", "last"))
     loss = 4
     assert each == loss + 4 * sum(shard(shape, 8) for shape in SHAPES)
     assert last == loss + 4 * sum(map(math.prod, SHAPES))
@@ -115,10 +115,10 @@ def parallelize(model, mesh):
 
 def test_gathered_parameters_and_communication_have_labels(simulated: Simulated) -> None:
     ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
-    labelled = ask(LabelParts(parts=(4, 4), reduce="last"))
+    labelled = ask(LabelParts(parts=(4, 4), grad_sync="last"))
     assert isinstance(labelled, LabelledTrace), labelled
     trace = labelled.trace
-    assert trace == trace_of(ask, 4, 4, reduce="last"), "labels change nothing"
+    assert trace == trace_of(ask, 4, 4, grad_sync="last"), "labels change nothing"
     block, head = (8 * sum(shard(shape, 8) for shape in shapes) for shapes in (SHAPES[:4], SHAPES[-2:]))
     found: dict[str, set[int]] = {}
     for number, owner in labelled.owners.items():
@@ -148,7 +148,7 @@ def parallelize(model, mesh):
 def test_shards_in_host_memory_are_copied_to_be_gathered(simulated: Simulated) -> None:
     """Parameters, gradients and the optimizer's state take nothing of the card."""
     ask = simulated(BLOCKS + sharded_by("offload_policy=CPUOffloadPolicy()"), world_size=8)
-    each, last = (trace_of(ask, 4, 4, reduce=reduce) for reduce in ("each", "last"))
+    each, last = (trace_of(ask, 4, 4, grad_sync=reduce) for reduce in ("each", "last"))
     assert alive_at_the_end(each) == alive_at_the_end(last) == []
     assert held_between_parts(each) == 4, "the loss"
     assert held_between_parts(last) == 4 + 4 * sum(map(math.prod, SHAPES))
@@ -157,7 +157,7 @@ def test_shards_in_host_memory_are_copied_to_be_gathered(simulated: Simulated) -
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        ("keeps = 'ema'", {"parallel": "fsdp2"}, "a sharded model has no average of its weights"),
+        ("ema = True", {"parallel": "fsdp2"}, "a sharded model has no average of its weights"),
         (
             "def parallelize(model, mesh):\n    return nn.parallel.DistributedDataParallel(model)",
             {},
@@ -177,7 +177,7 @@ def test_what_cannot_be_simulated_is_refused(
     failed = simulated(BLOCKS + lines, world_size=2, **options)(Inspect())
     assert isinstance(failed, Failure)
     assert message in failed.message
-    assert failed.blames == "user"
+    assert failed.fault == "user"
 
 
 def test_an_evaluation_gathers_too(simulated: Simulated) -> None:

@@ -47,7 +47,7 @@ def test_the_band_of_the_reserve_lives_as_long_as_the_reserve() -> None:
         assert abs(recorder.events.index(~band) - recorder.events.index(~tensor)) == 1
         trace = recorder.trace([BATCH])
         sized = Replayer(CARD, AllocatorSettings(), (2, 13)).with_sizes(trace)
-        assert sized.band_bytes >= reserve // 4
+        assert sized.uncertainty_bytes >= reserve // 4
         assert "recurrent_reserve" in sized.guessed
         assert sized.sizes[band] == 0
         sized.replay()

@@ -136,7 +136,7 @@ def test_an_optimizer_adds_its_state_and_nothing_else(held: Callable[..., Any], 
 
 
 def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:
-    kept = explained(NET + "keeps = ['outputs', 'ema']\n")
+    kept = explained(NET + "ema = hold_outputs = True\n")
     held = kept.before("backward")
     plain = explained(NET).before("backward")
     assert held["averages"] == PARAMETERS

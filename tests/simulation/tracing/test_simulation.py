@@ -121,7 +121,7 @@ def test_a_torch_that_changed_is_refused_and_not_mispredicted(
 ) -> None:
     monkeypatch.delattr(torch._C, name)
     failure = simulated("def model(): return nn.Linear(8, 4)")(Inspect())
-    assert failure.blames == "user"
+    assert failure.fault == "user"
     assert f"torch {torch.__version__} has no torch._C.{name}" in failure.message
 
 

@@ -128,7 +128,7 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
             "peak_bytes": proof.peak_reserved_bytes,
             "peak_allocated_bytes": proof.peak_allocated_bytes,
             "least_bytes": prediction.least_bytes,
-            "band_bytes": prediction.band_bytes,
+            "uncertainty_bytes": prediction.uncertainty_bytes,
             "limit_bytes": device.limit_bytes,
             "traces": tracer.traces,
             "traces_digest": tracer.digest.hexdigest()[:16],

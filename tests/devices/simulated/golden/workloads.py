@@ -322,7 +322,7 @@ mlp_one_by_one = Workload(
     model=Mlp, batch=rows, criterion=classes, optimizer=partial(torch.optim.Adam, foreach=False), precision="fp16"
 )
 mlp_held = Workload(
-    model=Mlp, batch=rows, criterion=classes, keeps=("outputs", "ema"), evaluation_batch=512, optimizer=fused_adamw
+    model=Mlp, batch=rows, criterion=classes, ema=True, hold_outputs=True, evaluation_batch=512, optimizer=fused_adamw
 )
 resnet_fp32 = Workload(model=resnet, batch=images, criterion=classes, optimizer=momentum)
 resnet_bf16_last = Workload(

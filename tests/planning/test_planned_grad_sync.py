@@ -28,8 +28,8 @@ class ShardedTracer(SyntheticTracer):
 
     def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
         if isinstance(request, PartsRequest):
-            self.ways.append(request.reduce)
-            if request.reduce == "last":
+            self.ways.append(request.grad_sync)
+            if request.grad_sync == "last":
                 if isinstance(self._more, Exception):
                     raise self._more
                 return make_trace(request.parts, linear(once=3 * MIB + self._more))
@@ -46,40 +46,40 @@ def told(made: Plan) -> dict[str, str]:
 
 def test_the_last_part_sums_where_that_fits() -> None:
     made = plan(ShardedTracer(more=8 * MIB))
-    assert (made.parallel, made.reduce, made.iter_size) == ("fsdp2", "last", 3)
-    assert made.peak_bytes == made.reduce_peaks["last"] > made.reduce_peaks["each"]
+    assert (made.parallel, made.grad_sync, made.iter_size) == ("fsdp2", "last", 3)
+    assert made.peak_bytes == made.grad_sync_peaks["last"] > made.grad_sync_peaks["each"]
     assert made.trials[-1].peak_reserved_bytes == made.peak_bytes
-    assert "last: gradients are summed over ranks with the last micro-batch; each takes" in told(made)["reduce"]
-    assert 'reduce="last"' in accumulator_line(made)
+    assert "last: gradients are summed over ranks with the last micro-batch; each takes" in told(made)["grad_sync"]
+    assert 'grad_sync="last"' in accumulator_line(made)
     assert Plan.from_json(made.to_json()) == made
 
 
 def test_each_part_sums_where_the_last_would_take_too_much() -> None:
     tracer = ShardedTracer(more=400 * MIB)
     made, alone = plan(tracer), plan(ShardedTracer(more=0, parallel="ddp"))
-    assert made.reduce == "each"
+    assert made.grad_sync == "each"
     assert tracer.ways[-1] == "last"
-    assert made.reduce_peaks["each"] == made.peak_bytes == alone.peak_bytes
-    assert made.reduce_peaks["last"] > made.limit_bytes
-    assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["reduce"]
+    assert made.grad_sync_peaks["each"] == made.peak_bytes == alone.peak_bytes
+    assert made.grad_sync_peaks["last"] > made.limit_bytes
+    assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["grad_sync"]
     assert (made.trials[-1].parts, made.least_bytes) == (alone.trials[-1].parts, alone.least_bytes)
-    assert "reduce=" not in accumulator_line(made)
+    assert "grad_sync=" not in accumulator_line(made)
     assert not any("without --gpu" in note for note in made.notes), "trials on a card would run the whole model"
     assert any("without --gpu" in note for note in alone.notes)
 
 
 def test_what_the_last_part_cannot_sum_is_noted() -> None:
     made = plan(ShardedTracer(WorkloadError("gradients are added up in bfloat16")))
-    assert (made.reduce, [*made.reduce_peaks]) == ("each", ["each"])
-    assert 'reduce="last" cannot be used: gradients are added up in bfloat16' in made.notes
+    assert (made.grad_sync, [*made.grad_sync_peaks]) == ("each", ["each"])
+    assert 'grad_sync="last" cannot be used: gradients are added up in bfloat16' in made.notes
 
 
 def test_one_part_sums_once() -> None:
     tracer = ShardedTracer(more=0)
     made = plan(tracer, target=8)
-    assert (made.reduce, made.iter_size, [*made.reduce_peaks]) == ("each", 1, ["each"])
+    assert (made.grad_sync, made.iter_size, [*made.grad_sync_peaks]) == ("each", 1, ["each"])
     assert set(tracer.ways) == {None}
-    assert "reduce" not in told(made)
+    assert "grad_sync" not in told(made)
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_what_does_not_fit_may_fit_among_more_ranks(parallel: Parallel, hint: st
 @pytest.mark.parametrize("mesh", [None, (2,)])
 def test_replicated_ranks_have_no_such_choice(mesh: tuple[int, ...] | None) -> None:
     made = plan(ShardedTracer(more=0, parallel="ddp"), mesh=mesh)
-    assert (made.parallel, made.mesh, made.reduce, made.reduce_peaks) == ("ddp", mesh, None, {})
-    assert "reduce" not in told(made)
+    assert (made.parallel, made.mesh, made.grad_sync, made.grad_sync_peaks) == ("ddp", mesh, None, {})
+    assert "grad_sync" not in told(made)
