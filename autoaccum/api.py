@@ -109,8 +109,8 @@ def plan(
     Args beside those of this module:
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
-        fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit, in
-            place of those with which one sample does.
+        fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit,
+            in place of those with which one sample does.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
         exact_max: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with

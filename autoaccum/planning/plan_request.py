@@ -32,8 +32,8 @@ class PlanRequest:
         target_batch: Samples per update, over all ranks.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
-        fit_micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one fits
-            at all.
+        fit_micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one
+            fits at all.
         max_trials: End the search after this many trials; the confirmation comes on top.
         exact_max: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
         explain: Explain the memory at the peak, and what would change it.
@@ -74,7 +74,7 @@ class PlanRequest:
             read_count(self.fit_micro_batch, "fit_micro_batch")
             if not self.options.chooses_savers:
                 raise UsageError(
-                    f"a micro-batch of {self.fit_micro_batch} is to fit (--fit-micro-batch), and no savers are to be chosen",
+                    f"a micro-batch of {self.fit_micro_batch} is to fit (--fit-micro-batch), and no savers are chosen",
                     hint="add --savers auto; --max-micro-batch N tries no larger size",
                 )
         check_word(self.prefer, "prefer", get_args(Prefer))
