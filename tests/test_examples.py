@@ -110,6 +110,6 @@ def test_examples_are_planned(name: str, line: str, command: Command, tmp_path: 
     plan = Plan.load(written)
     assert 1 <= plan.micro_batch < plan.target_batch, f"{name}'s budget should bind, or it shows nothing"
     assert sum(plan.micro_batches) == plan.target_batch
-    needed = plan.peak_bytes if plan.least_bytes is None else plan.least_bytes
+    needed = plan.peak_bytes if plan.min_budget_bytes is None else plan.min_budget_bytes
     assert needed is not None
     assert needed <= plan.limit_bytes

@@ -76,7 +76,7 @@ def command(
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
-      1  peak, least budget or memory held by tensors grew, the locked micro-batch does not fit any
+      1  peak, smallest budget or memory held by tensors grew, the locked micro-batch does not fit any
          more, the largest that fits fell, or what is to be locked does not fit
       2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum

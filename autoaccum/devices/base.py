@@ -165,13 +165,13 @@ class Prediction:
     """A plan's record of a schedule that was predicted, and did not run.
 
     Attributes:
-        least_bytes: The smallest budget at which it would still run.
+        min_budget_bytes: The smallest budget at which it would still run.
         uncertainty_bytes: The uncertainty of the prediction.
         warnings: Warnings for the plan.
         notes: Notes for the plan.
     """
 
-    least_bytes: int
+    min_budget_bytes: int
     uncertainty_bytes: int
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class Change:
         what: The change, as a phrase.
         peak_bytes: The peak with the change; None if it could not be simulated.
         saved_bytes: By how much the change lowers the peak; negative if it raises it.
-        least_bytes: The smallest budget at which the step would run with the change.
+        min_budget_bytes: The smallest budget at which the step would run with the change.
         message: The reason why it could not be simulated.
     """
 
@@ -65,7 +65,7 @@ class Change:
     what: str
     peak_bytes: int | None = None
     saved_bytes: int | None = None
-    least_bytes: int | None = None
+    min_budget_bytes: int | None = None
     message: str | None = None
 
 

@@ -56,7 +56,7 @@ class Measurement:
         capped: Whether the search stopped at its upper limit, not where memory ended.
         limit_bytes: The budget.
         peak_bytes: As `Plan.peak_bytes`.
-        least_bytes: As `Plan.least_bytes`.
+        min_budget_bytes: As `Plan.min_budget_bytes`.
         phase: The phase of the moment at which most is held, as in `Explanation`.
         holdings: The bytes held at that moment, by module.
         environment: What else affects memory: versions, and settings of the allocator that are not the default.
@@ -71,7 +71,7 @@ class Measurement:
     capped: bool
     limit_bytes: int
     peak_bytes: int
-    least_bytes: int
+    min_budget_bytes: int
     phase: str = ""
     holdings: tuple[Holding, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Measurement:
     @property
     def shortfall(self) -> str:
         """What a schedule that does not fit needs, and what is available."""
-        needed, limit = precise_bytes(self.least_bytes), precise_bytes(self.limit_bytes)
+        needed, limit = precise_bytes(self.min_budget_bytes), precise_bytes(self.limit_bytes)
         return f"micro-batch {self.micro_batch} does not fit: it needs at least {needed}, {limit} are available"
 
 

@@ -110,7 +110,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         capped=plan is not None and plan.capped,
         limit_bytes=device.limit_bytes,
         peak_bytes=account.explanation.peak_bytes,
-        least_bytes=prediction.least_bytes,
+        min_budget_bytes=prediction.min_budget_bytes,
         phase=account.explanation.phase,
         holdings=account.holdings,
         environment={**versions, **described["allocator"], **variables},

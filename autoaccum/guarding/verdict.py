@@ -74,7 +74,7 @@ class _Comparison:
         self._before, self._now, self._tolerance = before, now, tolerance
         self.peak = now.peak_bytes - before.peak_bytes
         self.held = now.held_bytes - before.held_bytes
-        self.least = now.least_bytes - before.least_bytes
+        self.least = now.min_budget_bytes - before.min_budget_bytes
         self.reasons = tuple(self._reasons())
 
     def _reasons(self) -> Iterator[str]:
@@ -93,14 +93,14 @@ class _Comparison:
         """Return the quantity that regressed, if any: its name, its growth, and what it was.
 
         It is the peak if another one grew too or by a whole segment, else what is held. Where both peaks are above the
-        budget, the least budget counts in place of the peak.
+        budget, the smallest budget counts in place of the peak.
         """
         before, allowed = self._before, self._tolerance.resolve
         held = self.held > allowed(before.held_bytes)
-        least = self.least > allowed(before.least_bytes)
+        least = self.least > allowed(before.min_budget_bytes)
         name, growth, was = "the peak", self.peak, before.peak_bytes
         if all(measured.peak_bytes > measured.limit_bytes for measured in (before, self._now)):
-            name, growth, was = "the least budget", self.least, before.least_bytes
+            name, growth, was = "the smallest budget", self.least, before.min_budget_bytes
         if growth > allowed(was) and (growth >= LARGE_SEGMENT_BYTES or held or least):
             return name, growth, was
         return ("what is held at the peak", self.held, before.held_bytes) if held and self.least >= 0 else None
@@ -119,7 +119,7 @@ class _Comparison:
         changes = (
             (self.peak, before.peak_bytes, ""),
             (self.held, before.held_bytes, " held at the peak"),
-            (self.least, before.least_bytes, " of the least budget"),
+            (self.least, before.min_budget_bytes, " of the smallest budget"),
         )
         # One that changed in the direction of `sign`, else any.
         most = max((change for change in changes if change[0]), key=lambda change: change[0] * sign > 0, default=None)

@@ -73,7 +73,11 @@ class ComparisonRow:
     @property
     def headroom_bytes(self) -> int | None:
         """The budget less the least that the schedule needs, where `Plan.headroom_bytes` is less the peak."""
-        return None if self.plan is None or self.plan.least_bytes is None else self.limit_bytes - self.plan.least_bytes
+        return (
+            None
+            if self.plan is None or self.plan.min_budget_bytes is None
+            else self.limit_bytes - self.plan.min_budget_bytes
+        )
 
     @property
     def samples_per_second(self) -> float | None:
@@ -95,7 +99,7 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "ranks": lambda row: row.world_size,
     "micro-batch": lambda row: row.plan and -row.plan.micro_batch,
     "iter_size": lambda row: row.plan and row.plan.iter_size,
-    "needed": lambda row: row.plan and row.plan.least_bytes,
+    "needed": lambda row: row.plan and row.plan.min_budget_bytes,
     "peak": lambda row: row.plan and row.plan.peak_bytes,
     "headroom": lambda row: None if row.headroom_bytes is None else -row.headroom_bytes,
     "cost": lambda row: row.cost_per_million,

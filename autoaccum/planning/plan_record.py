@@ -51,7 +51,7 @@ class Plan:
         limit_bytes: The budget of every trial.
         peak_bytes: Peak of the schedule's own trial; None where the device cannot measure it. A predicted peak is
             that without a memory limit, and may exceed the budget: the allocator manages with less.
-        least_bytes: The smallest budget at which this schedule would still run; None when measured.
+        min_budget_bytes: The smallest budget at which this schedule would still run; None when measured.
         uncertainty_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on
             the card, as far as those were never measured; None when measured.
         host_bytes: The host memory beside a card: for what backward needs, where parts run in lock step, and of savers;
@@ -96,7 +96,7 @@ class Plan:
     stopped: Literal["time", "trials"] | None = None
     limit_bytes: int
     peak_bytes: int | None
-    least_bytes: int | None = None
+    min_budget_bytes: int | None = None
     uncertainty_bytes: int | None = None
     host_bytes: int | None = None
     device: Mapping[str, Any]
@@ -228,9 +228,10 @@ class Plan:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             found.append(f"learning_rate is {self.learning_rate}")
-        if (self.kind == "predicted") != (None not in (self.least_bytes, self.uncertainty_bytes)):
+        if (self.kind == "predicted") != (None not in (self.min_budget_bytes, self.uncertainty_bytes)):
             found.append(
-                f"it is {self.kind}, with least_bytes {self.least_bytes} and uncertainty_bytes {self.uncertainty_bytes}"
+                f"it is {self.kind}, with min_budget_bytes {self.min_budget_bytes}, and uncertainty_bytes "
+                f"{self.uncertainty_bytes}"
             )
         return found
 

@@ -251,7 +251,7 @@ class _Planner:
             stopped=result.stopped,
             limit_bytes=device.limit_bytes,
             peak_bytes=peak_bytes(result.trial),
-            least_bytes=None if prediction is None else prediction.least_bytes,
+            min_budget_bytes=None if prediction is None else prediction.min_budget_bytes,
             uncertainty_bytes=None if prediction is None else prediction.uncertainty_bytes,
             host_bytes=result.trial.host_bytes,
             device=device.describe(),

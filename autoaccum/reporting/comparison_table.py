@@ -58,7 +58,7 @@ def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str |
         "fits": "yes" if row.fits else "no",
         ">micro-batch": None if plan is None else str(plan.micro_batch),
         ">iter_size": None if plan is None else str(plan.iter_size),
-        ">needed": None if plan is None else _size(plan.least_bytes),
+        ">needed": None if plan is None else _size(plan.min_budget_bytes),
         ">peak": None if plan is None else _size(plan.peak_bytes),
         ">headroom": None if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB",
         ">speed": None if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}",
@@ -103,7 +103,7 @@ def row_line(row: ComparisonRow) -> str:
     about = ", ".join([row.card, *ranks, *([format_savers(row.savers)] if row.savers else [])])
     if row.plan is None:
         return f"{about}: does not fit"
-    needed = format_bytes(row.plan.least_bytes or 0)
+    needed = format_bytes(row.plan.min_budget_bytes or 0)
     return f"{about}: micro-batch {row.plan.micro_batch}, iter_size {row.plan.iter_size}, {needed} needed"
 
 

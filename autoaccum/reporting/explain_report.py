@@ -65,9 +65,9 @@ def _modules(modules: Sequence[ModuleShare]) -> Table:
 
 def _changes(changes: Sequence[Change]) -> Table:
     """Return the suggested changes, each with its own effect on the peak."""
-    table = Table("change", ">peak", ">least budget", "what")
+    table = Table("change", ">peak", ">smallest budget", "what")
     for change in changes:
-        least = _NONE if change.least_bytes is None else format_bytes(change.least_bytes)
+        least = _NONE if change.min_budget_bytes is None else format_bytes(change.min_budget_bytes)
         what = change.what if change.message is None else f"{change.what}: not simulated ({change.message})"
         style = "green" if (change.saved_bytes or 0) > 0 else ""
         name = Text(change.name, no_wrap=True)
@@ -137,10 +137,10 @@ def _request_words(found: RequestDifference) -> str:
 
 def _verdict(update: UpdateComparison) -> Text:
     if update.agrees:
-        band = format_bytes(update.held.band)
-        return Text(f"the snapshot agrees with the prediction, to the band of {band}", "green")
+        uncertainty = format_bytes(update.held.uncertainty)
+        return Text(f"the snapshot agrees with the prediction, to its uncertainty of {uncertainty}", "green")
     wrong = [
-        f"the {name} by {_difference(peak)} (the band is {format_bytes(peak.band)})"
+        f"the {name} by {_difference(peak)} (the uncertainty is {format_bytes(peak.uncertainty)})"
         for name, peak in _peaks(update).items()
         if not peak.agrees
     ]

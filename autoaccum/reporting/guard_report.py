@@ -138,7 +138,7 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
         yield _figures(verdict.before, verdict.now)
     elif verdict.now is not None:
         now = verdict.now
-        sizes = f"peak {precise_bytes(now.peak_bytes)}, least budget {precise_bytes(now.least_bytes)}"
+        sizes = f"peak {precise_bytes(now.peak_bytes)}, smallest budget {precise_bytes(now.min_budget_bytes)}"
         yield Text(f"  {sizes}, largest fit {_largest(now)}, parts {format_parts(now.micro_batches)}")
     if verdict.outcome == "regressed" and verdict.growths:
         yield _growths(verdict)
@@ -166,7 +166,7 @@ def _figures(before: Measurement, now: Measurement) -> Table:
     sizes = [
         ("peak", before.peak_bytes, now.peak_bytes),
         ("most held", before.held_bytes, now.held_bytes),
-        ("least budget", before.least_bytes, now.least_bytes),
+        ("minimum", before.min_budget_bytes, now.min_budget_bytes),
     ]
     for name, was, is_now in sizes:
         change = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True)) if is_now != was else ("-", "")

@@ -98,11 +98,11 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
 def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, str]]:
     """Yield the rows of details: name and value."""
     yield "largest fit", _largest_fit(plan)
-    if plan.least_bytes is not None:
-        yield "least budget", f"{format_bytes(plan.least_bytes)}: with less memory the schedule would not run"
+    if plan.min_budget_bytes is not None:
+        yield "minimum", f"{format_bytes(plan.min_budget_bytes)}: with less memory the schedule would not run"
     if plan.uncertainty_bytes is not None:
-        band = format_bytes(plan.uncertainty_bytes)
-        yield "band", f"{band} either way, of what is needed and of what the card has free"
+        uncertainty = format_bytes(plan.uncertainty_bytes)
+        yield "uncertainty", f"{uncertainty} either way, of what is needed and of what the card has free"
     if extra := describe_extra_memory(plan):
         yield "along with", "; ".join(extra)
     if plan.spec.longest_of is not None:
@@ -226,8 +226,8 @@ def _peak(plan: Plan) -> str:
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return f"not measured, the budget is {limit}"
     peak, label = format_bytes(plan.peak_bytes), "" if plan.kind == "measured" else " (predicted)"
-    if plan.least_bytes is not None and plan.headroom_bytes < 0:
-        needed = format_bytes(plan.least_bytes)
+    if plan.min_budget_bytes is not None and plan.headroom_bytes < 0:
+        needed = format_bytes(plan.min_budget_bytes)
         return f"{needed} needed of {limit}{label}; with more memory, PyTorch would cache {peak}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB"
 

@@ -63,6 +63,6 @@ def test_a_prediction_is_of_the_card(gib: int, outcome: str) -> None:
     found = predict_loop(make_loop(gib << 30), CARD, SIZE)
     assert (found.batch, found.outcome, found.trains) == (SIZE, outcome, outcome == "ok")
     assert found.capacity_bytes == CARD.total_bytes - found.start_bytes - found.modules_bytes
-    assert gib << 30 < found.least_bytes
-    assert (found.least_bytes <= found.capacity_bytes) == found.trains
+    assert gib << 30 < found.min_budget_bytes
+    assert (found.min_budget_bytes <= found.capacity_bytes) == found.trains
     assert found.shown_bytes <= found.capacity_bytes

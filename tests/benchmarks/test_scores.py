@@ -26,9 +26,9 @@ RUN = {
 }
 
 
-def predicted(batch: int, outcome: str, least_bytes: int = GIB) -> Predicted:
+def predicted(batch: int, outcome: str, min_budget_bytes: int = GIB) -> Predicted:
     kept = {"capacity_bytes": 7 * GIB, "shown_bytes": 5 * GIB, "start_bytes": 0, "modules_bytes": 0}
-    return Predicted(batch=batch, outcome=outcome, least_bytes=least_bytes, **kept)
+    return Predicted(batch=batch, outcome=outcome, min_budget_bytes=min_budget_bytes, **kept)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_bracket_is_right_where_both_batches_do_what_they_did(
 
 
 @pytest.mark.parametrize(
-    ("row", "least_bytes", "outcome", "crashes", "timid", "complete"),
+    ("row", "min_budget_bytes", "outcome", "crashes", "timid", "complete"),
     [
         ({}, 4 * GIB + 1, "ok", False, False, True),
         ({}, 5 * GIB, "ok", False, False, True),
@@ -67,10 +67,10 @@ def test_a_bracket_is_right_where_both_batches_do_what_they_did(
     ],
 )
 def test_the_least_is_right_between_the_caps(
-    row: dict[str, str], least_bytes: int, outcome: str, crashes: bool | None, timid: bool | None, complete: bool
+    row: dict[str, str], min_budget_bytes: int, outcome: str, crashes: bool | None, timid: bool | None, complete: bool
 ) -> None:
     (case,) = RTX4060.read([{**RUN, **row}])
-    verdict = RTX4060.judge(case, [predicted(399, outcome, least_bytes)])
+    verdict = RTX4060.judge(case, [predicted(399, outcome, min_budget_bytes)])
     assert (verdict.would_crash, verdict.too_timid, verdict.complete) == (crashes, timid, complete)
 
 

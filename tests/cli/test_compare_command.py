@@ -51,7 +51,7 @@ def loss(model, x):
 """It asks for a property of the card, and CUDA would choose its attention by another: t4 has none in bf16."""
 
 ASKED = ("compare", "model.py", "--target-batch", "64", "--gpu")
-SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", "uncertainty_bytes")
+SAME = ("micro_batch", "iter_size", "peak_bytes", "min_budget_bytes", "limit_bytes", "uncertainty_bytes")
 
 
 @pytest.mark.slow

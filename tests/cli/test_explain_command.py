@@ -40,7 +40,7 @@ def test_an_update_of_the_real_allocator_is_the_predicted_one(command: Command, 
     assert figures["peak held"][:4] == ["111", "MiB", "111", "MiB"]
     assert figures["peak reserved"] == ["122", "MiB", "122", "MiB", "none"]
     assert "at the peak" not in done.stdout, "scalars of the loss are no difference to show"
-    assert "the snapshot agrees with the prediction, to the band of 1.1 MiB" in done.stdout
+    assert "the snapshot agrees with the prediction, to its uncertainty of 1.1 MiB" in done.stdout
 
 
 def test_another_model_is_told_by_module_operator_and_line(command: Command, folder: Path) -> None:

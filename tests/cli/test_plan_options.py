@@ -88,10 +88,10 @@ def test_a_card_that_is_not_here(folder: Path, command: Command) -> None:
     plan, done = planned(folder, command, LONG, words, COLUMNS="200")
     assert plan.kind == "predicted"
     assert 1 < plan.micro_batch < 256
-    assert plan.least_bytes is not None
-    assert plan.least_bytes <= plan.limit_bytes == 2**30
+    assert plan.min_budget_bytes is not None
+    assert plan.min_budget_bytes <= plan.limit_bytes == 2**30
     assert f"largest fit  {plan.largest_fit} (" in done.stdout
-    assert re.search(r"^band +[\d.,]+ [MG]iB either way", done.stdout, re.MULTILINE)
+    assert re.search(r"^uncertainty +[\d.,]+ [MG]iB either way", done.stdout, re.MULTILINE)
     assert "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n" in done.stdout
     assert "nothing ran on a card" in done.stdout
     assert "predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256" in done.stderr
@@ -140,7 +140,7 @@ def test_an_explanation_follows_the_plan_and_is_kept_with_it(folder: Path, comma
     before, after = done.stdout.split("where the memory goes\n")
     assert before.splitlines()[-2] == "kept in plan.json"
     assert re.match(r"rtx3090 \(simulated\), micro-batches of .*\(predicted\)\nthe peak is in ", after)
-    for word in ("parameters", "activations", "in all", "context", "least budget", "{0..5}"):
+    for word in ("parameters", "activations", "in all", "context", "smallest budget", "{0..5}"):
         assert word in after, word
 
 

@@ -72,7 +72,7 @@ def predict(case: Case, card: Card) -> dict[str, Any]:
     return {
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,
-        "least_bytes": replayer.least_bytes([trace], card.total_bytes) if trial.ran else None,
+        "min_budget_bytes": replayer.min_budget_bytes([trace], card.total_bytes) if trial.ran else None,
         "uncertainty_bytes": sized.uncertainty_bytes,
         "guessed": list(sized.guessed),
         "events": len(trace.events),
@@ -102,9 +102,9 @@ def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[st
         "allocator_retries": trial.allocator_retries,
         "seconds": trial.seconds,
     }
-    if not case.least or predicted["least_bytes"] is None:
+    if not case.least or predicted["min_budget_bytes"] is None:
         return row
-    return {**row, "least": find_least(runs, predicted["least_bytes"], trial.peak_reserved_bytes)}
+    return {**row, "least": find_least(runs, predicted["min_budget_bytes"], trial.peak_reserved_bytes)}
 
 
 def find_least(runs: Callable[[int], bool], guess_bytes: int, most_bytes: int) -> dict[str, int]:

@@ -47,7 +47,7 @@ def least_errors(rows: Mapping[str, Any]) -> dict[str, float]:
     """Return how far each predicted least memory is outside of the measured limits: 0 between failure and success."""
     found = {}
     for title, row in rows.items():
-        least, mine = (row["measured"] or {}).get("least"), row["simulated"]["least_bytes"]
+        least, mine = (row["measured"] or {}).get("least"), row["simulated"]["min_budget_bytes"]
         if least is None or mine is None:
             continue
         nearest = min(max(mine, least["failed_bytes"]), least["ran_bytes"])

@@ -59,7 +59,7 @@ def test_predictions_need_no_card(name: str, tmp_path: Path, capsys: pytest.Capt
     record = read_table(tmp_path / "rtx3090.json")
     row = record["comparison"][first.title]
     assert row["measured"] is None
-    assert row["simulated"]["least_bytes"] <= row["simulated"]["peak_reserved_bytes"]
+    assert row["simulated"]["min_budget_bytes"] <= row["simulated"]["peak_reserved_bytes"]
     assert record["about"]["place"] == "none"
     assert "peaks predicted without a measurement: 1" in capsys.readouterr().out
 
@@ -196,7 +196,7 @@ def test_summary() -> None:
         peaks = {"peak_allocated_bytes": predicted, "peak_reserved_bytes": predicted}
         measured = {"peak_allocated_bytes": 1000, "peak_reserved_bytes": 1000}
         found = {"ran_bytes": 800, "failed_bytes": 790, "trials": 2}
-        return {"simulated": {**peaks, "least_bytes": least}, "measured": {**measured, "least": found}}
+        return {"simulated": {**peaks, "min_budget_bytes": least}, "measured": {**measured, "least": found}}
 
     blocks = [
         {**dict.fromkeys(BLOCK, 4), "rule": "sort", "predicted_bytes": 8, "measured_bytes": n} for n in (8, 10, 90)

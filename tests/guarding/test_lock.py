@@ -75,7 +75,7 @@ class TestSound:
         grown = [Holding(**{**vars(row), "bytes": row.bytes * 2}) if row.module == "head" else row for row in rows]
         after = written(tmp_path, {a_case(): a_measurement(*grown)}).splitlines()
         changed = [next(iter(json.loads(line))) for line, other in zip(before, after, strict=True) if line != other]
-        assert changed == ["peak_bytes", "least_bytes", "holdings", "digest"]
+        assert changed == ["peak_bytes", "min_budget_bytes", "holdings", "digest"]
 
 
 def in_any_order(entry: tuple[Case, Measurement]) -> tuple[Case, Measurement]:

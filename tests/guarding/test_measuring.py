@@ -67,9 +67,9 @@ def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
 def test_the_figures_are_the_plans_whether_it_is_planned_or_given(target: int, gib: float) -> None:
     found, plan = measure_traces(SyntheticTracer(), target=target, gib=gib), plan_traces(target, gib)
     assert (found.micro_batches, found.largest, found.capped) == (plan.micro_batches, plan.largest_fit, plan.capped)
-    assert (found.peak_bytes, found.least_bytes, found.limit_bytes) == (
+    assert (found.peak_bytes, found.min_budget_bytes, found.limit_bytes) == (
         plan.peak_bytes,
-        plan.least_bytes,
+        plan.min_budget_bytes,
         plan.limit_bytes,
     )
     assert found.fits
@@ -96,8 +96,8 @@ def test_a_schedule_that_fits_no_more_has_its_figures_all_the_same() -> None:
     assert before.fits
     assert not now.fits
     assert 0 < now.largest < before.largest
-    assert now.least_bytes is not None
-    assert now.least_bytes > now.limit_bytes
+    assert now.min_budget_bytes is not None
+    assert now.min_budget_bytes > now.limit_bytes
     assert now.peak_bytes > before.peak_bytes
 
 

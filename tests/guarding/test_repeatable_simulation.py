@@ -100,7 +100,12 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             for parts in first:
                 assert device.trial(parts, fresh=True).ran
             account = device.explain(PARTS, changes=False, detail=True)
-            return device.trial(PARTS).peak_reserved_bytes, account, account.holdings, device.predict(PARTS).least_bytes
+            return (
+                device.trial(PARTS).peak_reserved_bytes,
+                account,
+                account.holdings,
+                device.predict(PARTS).min_budget_bytes,
+            )
 
     return ask
 

@@ -31,7 +31,7 @@ def took(
         op="aten.mm",
         bytes=int(held) - STATE.bytes,
     )
-    known: dict[str, Any] = {"peak_bytes": int(peak), "least_bytes": int(least), "phase": "backward", **more}
+    known: dict[str, Any] = {"peak_bytes": int(peak), "min_budget_bytes": int(least), "phase": "backward", **more}
     return dataclasses.replace(guard_reports.BEFORE, holdings=(STATE, activations), **known)
 
 
@@ -70,9 +70,9 @@ def test_a_growth_is_reported_with_what_fits_now() -> None:
             took(12 * GIB, peak=13 * GIB, largest=40),
             "-2.00 GiB (-13.3 %): activations of blocks.0.mlp -2.00 GiB; rtx3090 now holds 40 instead of 32",
         ),
-        (took(least=LEAST - MIB), "-1.0 MiB (-0.007 %) of the least budget"),
+        (took(least=LEAST - MIB), "-1.0 MiB (-0.007 %) of the smallest budget"),
     ],
-    ids=["within the tolerance", "less", "the least budget alone"],
+    ids=["within the tolerance", "less", "the smallest budget alone"],
 )
 def test_what_passes_is_explained_too(now: Measurement, explanation: str) -> None:
     verdict = judged(now)
@@ -94,7 +94,7 @@ def test_a_largest_one_that_fell_without_a_growth_has_a_cause() -> None:
     """Two local variables more: a block is freed later, and the next does not fit into its place."""
     verdict = judged(took(least=LEAST + 294 * MIB, largest=30))
     assert verdict.reasons == ("the largest micro-batch that fits fell from 32 to 30",)
-    assert verdict.explanation == ("+294 MiB (+2.0 %) of the least budget; rtx3090 now holds 30 instead of 32")
+    assert verdict.explanation == ("+294 MiB (+2.0 %) of the smallest budget; rtx3090 now holds 30 instead of 32")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
             "the peak grew by 16.0 MiB (4.0 %)",
         ),
         (TIGHT, TIGHT | {"peak": 16 * GIB}, None),
-        (TIGHT, TIGHT | {"peak": 16 * GIB, "least": 15 * GIB}, "the least budget grew by 824 MiB (5.7 %)"),
+        (TIGHT, TIGHT | {"peak": 16 * GIB, "least": 15 * GIB}, "the smallest budget grew by 824 MiB (5.7 %)"),
     ],
     ids=[
         "held, at the same peak",
@@ -134,9 +134,9 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
         "a peak by less than a segment",
         "a peak by a segment",
         "a peak by less, and what is held",
-        "a peak by less, and the least budget",
+        "a peak by less, and the smallest budget",
         "a peak that no card holds",
-        "the least budget of such a peak",
+        "the smallest budget of such a peak",
     ],
 )
 def test_the_peak_what_is_held_and_the_least_budget_decide_together(

@@ -152,7 +152,7 @@ def test_the_command_plans_a_trainer_in_a_file(tmp_path: Path, command: Command)
     assert "train:trainer: LlamaForCausalLM" in done.stdout + done.stderr
     found = Plan.load(tmp_path / "plan.json")
     own = autoaccum.plan(trainer=make_trainer(tmp_path, bf16=True), target_batch=32, gpu="rtx4090")
-    for name in ("micro_batches", "largest_fit", "peak_bytes", "least_bytes"):
+    for name in ("micro_batches", "largest_fit", "peak_bytes", "min_budget_bytes"):
         assert getattr(found, name) == getattr(own, name)
     assert found.workload.optimizer == own.workload.optimizer == "AdamW"
     (tmp_path / "train.py").write_text(FILE + "trainer.train()\n")

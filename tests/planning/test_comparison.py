@@ -186,7 +186,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
     assert alone.iter_size > 2, "with parts of two sizes"
     shared = rows["rtx3090"].plan
     assert shared is not None
-    for name in ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes"):
+    for name in ("micro_batch", "iter_size", "peak_bytes", "min_budget_bytes", "limit_bytes"):
         assert getattr(shared, name) == getattr(alone, name), name
     rates = {name: row.samples_per_second or 0.0 for name, row in rows.items()}
     assert rates["t4"] < rates["rtx3090"] < rates["rtx4090"]

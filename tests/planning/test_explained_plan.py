@@ -108,10 +108,10 @@ def test_changes_come_in_the_order_of_what_they_save_those_that_fail_last() -> N
     assert list(changes) == ["half", "x", "dearer", "broken"]
     half, same, dearer, broken = changes.values()
     assert (half.saved_bytes or 0) > (same.saved_bytes or 0) == 0 > (dearer.saved_bytes or 0)
-    assert same.least_bytes == plan.least_bytes
+    assert same.min_budget_bytes == plan.min_budget_bytes
     for change in (half, same, dearer):
         assert change.peak_bytes == plan.explanation.peak_bytes - (change.saved_bytes or 0)
-        assert 0 < (change.least_bytes or 0) <= (change.peak_bytes or 0)
+        assert 0 < (change.min_budget_bytes or 0) <= (change.peak_bytes or 0)
     assert broken == Change(name="broken", what="take broken", message="it broke")
 
 

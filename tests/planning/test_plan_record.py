@@ -129,19 +129,19 @@ def test_refuses_what_is_foreign(text: str) -> None:
 
 def test_fields_of_other_versions_are_passed_over_or_get_their_defaults(a_plan: Plan) -> None:
     record = json.loads(changed(a_plan, noise_scale=3.5))
-    del record["stopped"], record["least_bytes"], record["learning_rate"]
+    del record["stopped"], record["min_budget_bytes"], record["learning_rate"]
     for trial in record["trials"]:
         del trial["limit_bytes"], trial["timed_out"]
     assert Plan.from_json(json.dumps(record)) == a_plan
 
 
 def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
-    known: dict[str, Any] = {"kind": "predicted", "least_bytes": 800 * MIB, "uncertainty_bytes": 40 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "min_budget_bytes": 800 * MIB, "uncertainty_bytes": 40 * MIB}
     plan = replace(a_plan, **known)
     assert Plan.from_json(plan.to_json()) == plan
     assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
-    for change in ({"uncertainty_bytes": None}, {"kind": "measured"}, {"least_bytes": None}):
-        with pytest.raises(UsageError, match="it is (predicted|measured), with least_bytes"):
+    for change in ({"uncertainty_bytes": None}, {"kind": "measured"}, {"min_budget_bytes": None}):
+        with pytest.raises(UsageError, match="it is (predicted|measured), with min_budget_bytes"):
             replace(plan, **change)
 
 

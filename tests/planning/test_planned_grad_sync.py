@@ -62,7 +62,7 @@ def test_each_part_sums_where_the_last_would_take_too_much() -> None:
     assert made.grad_sync_peaks["each"] == made.peak_bytes == alone.peak_bytes
     assert made.grad_sync_peaks["last"] > made.limit_bytes
     assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["grad_sync"]
-    assert (made.trials[-1].parts, made.least_bytes) == (alone.trials[-1].parts, alone.least_bytes)
+    assert (made.trials[-1].parts, made.min_budget_bytes) == (alone.trials[-1].parts, alone.min_budget_bytes)
     assert "grad_sync=" not in accumulator_line(made)
     assert not any("without --gpu" in note for note in made.notes), "trials on a card would run the whole model"
     assert any("without --gpu" in note for note in alone.notes)

@@ -56,6 +56,6 @@ def test_what_code_holds_is_predicted_as_its_file_and_left_as_it_was(tmp_path: P
     assert live.explanation is not None
     for plan in (live, autoaccum.plan(workload, **asked)):
         assert (plan.kind, plan.workload.optimizer) == ("predicted", "SGD")
-        for name in ("micro_batch", "peak_bytes", "least_bytes"):
+        for name in ("micro_batch", "peak_bytes", "min_budget_bytes"):
             assert getattr(plan, name) == getattr(made, name), name
         assert plan.workload.parameters == made.workload.parameters

@@ -30,11 +30,11 @@ def test_a_predicted_plan() -> None:
     plan = predict()
     assert plan.kind == "predicted"
     assert sum(plan.micro_batches) == 256
-    assert plan.least_bytes is not None
+    assert plan.min_budget_bytes is not None
     assert plan.peak_bytes is not None
     assert plan.uncertainty_bytes is not None
-    assert plan.least_bytes <= plan.limit_bytes == 2 * GIB
-    assert plan.least_bytes <= plan.peak_bytes
+    assert plan.min_budget_bytes <= plan.limit_bytes == 2 * GIB
+    assert plan.min_budget_bytes <= plan.peak_bytes
     assert plan.uncertainty_bytes > 0
     assert plan.device["kind"] == "simulated"
     assert set(plan.trials[-1].parts) == {plan.micro_batch, min(plan.micro_batches)}
@@ -76,7 +76,7 @@ def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: in
     whole = sized.replay(settings)
     assert plan.peak_bytes == whole.peak_reserved_bytes
     assert plan.trials[-1].peak_allocated_bytes == whole.peak_allocated_bytes
-    assert plan.least_bytes == sized.least_capacity(settings)
+    assert plan.min_budget_bytes == sized.least_capacity(settings)
 
 
 def test_every_size_is_traced_where_memory_is_not_affine() -> None:
@@ -158,7 +158,7 @@ def test_a_measured_plan_needs_few_trials(error: float) -> None:
     assert plan.kind == "measured"
     assert (plan.largest_fit, plan.micro_batch) == (86, 86)
     assert len(trials) == 2
-    assert plan.least_bytes is None
+    assert plan.min_budget_bytes is None
     assert plan.uncertainty_bytes is None
 
 

@@ -38,9 +38,13 @@ EXPLANATION = Explanation(
         ModuleShare(name="", kind="Net", count=1, bytes=MIB, categories={"activations": MIB}),
     ),
     changes=(
-        Change(name="checkpoint", what="run again", peak_bytes=7 * GIB, saved_bytes=3 * GIB, least_bytes=6 * GIB),
-        Change(name="fused=True", what="AdamW(..., fused=True)", peak_bytes=10 * GIB, saved_bytes=0, least_bytes=GIB),
-        Change(name="foreach=False", what="one by one", peak_bytes=11 * GIB, saved_bytes=-GIB, least_bytes=9 * GIB),
+        Change(name="checkpoint", what="run again", peak_bytes=7 * GIB, saved_bytes=3 * GIB, min_budget_bytes=6 * GIB),
+        Change(
+            name="fused=True", what="AdamW(..., fused=True)", peak_bytes=10 * GIB, saved_bytes=0, min_budget_bytes=GIB
+        ),
+        Change(
+            name="foreach=False", what="one by one", peak_bytes=11 * GIB, saved_bytes=-GIB, min_budget_bytes=9 * GIB
+        ),
         Change(name="SGD", what="SGD in place of AdamW", message="it broke"),
     ),
 )

@@ -35,11 +35,11 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
     assert lines_of(REGRESSED) == [
         "regressed: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
         "  +1.25 GiB (+8.9 %): activations of blocks.{0..11}.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
-        "                   before        now     change",
-        "  peak          14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
-        "  most held     13.00 GiB  14.00 GiB  +1.00 GiB  +7.7 %",
-        "  least budget  13.50 GiB  14.50 GiB  +1.00 GiB  +7.4 %",
-        "  largest fit          32         24         -8",
+        "                  before        now     change",
+        "  peak         14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
+        "  most held    13.00 GiB  14.00 GiB  +1.00 GiB  +7.7 %",
+        "  minimum      13.50 GiB  14.50 GiB  +1.00 GiB  +7.4 %",
+        "  largest fit         32         24         -8",
         "     change  for what",
         "  +1.17 GiB  activations of blocks.{0..11}.mlp (bf16 -> fp32)",
         "   +100 MiB  optimizer state of head_|<b>`x (new)",
@@ -56,13 +56,13 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
 def test_what_is_well_takes_two_lines() -> None:
     assert lines_of(UNCHANGED) == [
         "passed: train.py --gpu a100-80gb --target-batch 256 --precision bf16",
-        "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
+        "  peak 14.00 GiB, smallest budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 passed; against autoaccum.lock, tolerance 1%",
     ]
     assert report_text(report(LOCKED, updated="autoaccum.lock")).splitlines() == [
         "locked: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
-        "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
+        "  peak 14.00 GiB, smallest budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 locked; written to autoaccum.lock",
     ]
@@ -81,7 +81,7 @@ def test_the_users_own_frames_and_the_reason_are_shown() -> None:
 
 def test_figures_that_are_not_to_be_compared_stand_alone() -> None:
     other = dataclasses.replace(UNMEASURED, before=BEFORE, now=NOW, reasons=("locked with torch 2.11.0",))
-    assert "  peak 15.25 GiB, least budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
+    assert "  peak 15.25 GiB, smallest budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
     text = io.StringIO()
     with GuardProgress(make_console(file=text)) as progress:
         progress.notify(CaseFinished(1, 1, other))

@@ -70,7 +70,7 @@ def test_says_how_it_is(name: str, said: tuple[str, ...]) -> None:
 
 def test_a_simulation_next_to_measured_trials_is_called_one() -> None:
     planned, report = usual()
-    measured = replace(planned, kind="measured", uncertainty_bytes=None, least_bytes=None)
+    measured = replace(planned, kind="measured", uncertainty_bytes=None, min_budget_bytes=None)
     said = texts(draw_memory(measured, report, "svg"))
     assert "simulated: most is held in backward, at aten.mm of blocks.{0..11}.mlp" in said
 

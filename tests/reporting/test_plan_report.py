@@ -29,7 +29,7 @@ def alike(outcome: Outcome, size: int) -> tuple[Trial]:
 
 def predicted(**changes: Any) -> Plan:
     card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
-    known: dict[str, Any] = {"kind": "predicted", "uncertainty_bytes": 40 * MIB, "least_bytes": 800 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "uncertainty_bytes": 40 * MIB, "min_budget_bytes": 800 * MIB}
     return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
 
 
@@ -91,8 +91,8 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
         (predicted(), "peak         900 MiB of 1.0 GiB (predicted), headroom 124 MiB\n"),
-        (predicted(), "least budget 800 MiB: with less memory the schedule would not run\n"),
-        (predicted(), "band         40.0 MiB either way, of what is needed and of what the card has free\n"),
+        (predicted(), "minimum      800 MiB: with less memory the schedule would not run\n"),
+        (predicted(), "uncertainty  40.0 MiB either way, of what is needed and of what the card has free\n"),
         (
             predicted(trials=(Trial(parts=(86, 85), outcome="ok"), *alike("ok", 100), *alike("tight", 101))),
             "largest fit  100 (101 is tight)\n",

@@ -18,7 +18,7 @@ BEFORE = Measurement(
     capped=False,
     limit_bytes=23 * GIB,
     peak_bytes=14 * GIB,
-    least_bytes=13 * GIB + 512 * MIB,
+    min_budget_bytes=13 * GIB + 512 * MIB,
     holdings=(Holding(category="activations", module="blocks.0.mlp", bytes=13 * GIB),),
     environment={"torch": "2.13.0"},
 )
@@ -26,7 +26,7 @@ NOW = dataclasses.replace(
     BEFORE,
     largest=24,
     peak_bytes=15 * GIB + 256 * MIB,
-    least_bytes=14 * GIB + 512 * MIB,
+    min_budget_bytes=14 * GIB + 512 * MIB,
     holdings=(Holding(category="activations", module="blocks.0.mlp", bytes=14 * GIB),),
 )
 REGRESSED = Verdict(

@@ -71,7 +71,7 @@ def plan(
         "kind": "predicted",
         "limit_bytes": limit_bytes,
         "peak_bytes": peak_bytes,
-        "least_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
+        "min_budget_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
         "uncertainty_bytes": 40 * MIB,
         "device": {"name": "rtx3090 (simulated)"},
         "workload": {"model": "GPT2"},
@@ -83,7 +83,7 @@ def plan(
 MEASURED: dict[str, Any] = {
     "kind": "measured",
     "uncertainty_bytes": None,
-    "least_bytes": None,
+    "min_budget_bytes": None,
     "device": {"name": "cpu"},
     "workload": {"model": "Sequential"},
 }

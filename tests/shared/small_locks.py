@@ -36,7 +36,7 @@ def whole_measurement(*rows: Holding, unused: int = 10 * MIB, **fields: Any) -> 
         "capped": False,
         "limit_bytes": 22 * GIB,
         "peak_bytes": held_bytes + unused,
-        "least_bytes": held_bytes,
+        "min_budget_bytes": held_bytes,
         "phase": "backward",
         "holdings": rows,
     }
@@ -54,7 +54,7 @@ def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
         Holding(category="workspace", bytes=32 * MIB),
     )
     known: dict[str, Any] = {
-        "least_bytes": sum(row.bytes for row in rows) + 2 * MIB,
+        "min_budget_bytes": sum(row.bytes for row in rows) + 2 * MIB,
         "environment": {"torch": "2.13.0", "autoaccum": "0.1.0"},
     }
     return whole_measurement(*rows, **{**known, **fields})

@@ -147,15 +147,15 @@ class Explainer:
             change,
             peak_bytes=peak_bytes,
             saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
-            least_bytes=replayer.least_bytes([changed], self.limit_bytes),
+            min_budget_bytes=replayer.min_budget_bytes([changed], self.limit_bytes),
         )
 
 
 def _saving(change: Change) -> tuple[float, float]:
-    """Return a sort key: the largest saving first, then the smallest least budget."""
-    if change.saved_bytes is None or change.least_bytes is None:
+    """Return a sort key: the largest saving first, then the smallest budget."""
+    if change.saved_bytes is None or change.min_budget_bytes is None:
         return math.inf, math.inf
-    return -change.saved_bytes, change.least_bytes
+    return -change.saved_bytes, change.min_budget_bytes
 
 
 _TIMELINE_POINTS = 400

@@ -19,7 +19,7 @@ from autoaccum.simulation.allocator.recording import Recording, read_recording
 from autoaccum.sources.module_names import mask_numbers
 from autoaccum.units import KIB
 
-_BAND_SHARE: Final = 100
+_UNCERTAINTY_SHARE: Final = 100
 """The hundredth of a peak by which it may be off, beside the workspaces that were not measured."""
 
 _SMALLEST: Final = 64 * KIB
@@ -58,16 +58,16 @@ class RequestDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a recorded update, and of the predicted one; `band` is by how much it may differ."""
+    """One figure of a recorded update, and of the predicted one; `uncertainty` is by how much it may differ."""
 
     recorded: int
     predicted: int
-    band: int
+    uncertainty: int
 
     @property
     def agrees(self) -> bool:
-        """Return whether the two differ by no more than the band."""
-        return abs(self.recorded - self.predicted) <= self.band
+        """Return whether the two differ by no more than the uncertainty."""
+        return abs(self.recorded - self.predicted) <= self.uncertainty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +149,12 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
     peak = max(range(start + 1, len(recorded)), key=lambda at: (recorded[at], at))
     held = breakdown.held_bytes
     at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
-    band = max(breakdown.sized.uncertainty_bytes, held[at] // _BAND_SHARE)
-    reserved_band = max(breakdown.sized.uncertainty_bytes, reserved_bytes // _BAND_SHARE) + LARGE_SEGMENT_BYTES
+    uncertainty = max(breakdown.sized.uncertainty_bytes, held[at] // _UNCERTAINTY_SHARE)
+    reserved_band = max(breakdown.sized.uncertainty_bytes, reserved_bytes // _UNCERTAINTY_SHARE) + LARGE_SEGMENT_BYTES
     differs = _first_difference([entries[at].size for at in requests], [sizes[block] for block in blocks])
     return UpdateComparison(
         parts=trace.parts,
-        held=Figure(recorded[peak], held[at], band),
+        held=Figure(recorded[peak], held[at], uncertainty),
         reserved=Figure(max(reserved[start:]), reserved_bytes, reserved_band),
         first_difference=differs and _describe(recording, breakdown, requests[differs[0]], blocks[differs[1]]),
         differences=_compare_sources(recording, breakdown, peak, at),

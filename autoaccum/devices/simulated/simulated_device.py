@@ -44,8 +44,8 @@ _NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s
 with that of ranks beyond two machines (NVIDIA/nccl#864)."""
 
 
-def _band_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
-    """Return what the band of a prediction covers."""
+def _uncertainty_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
+    """Return what the uncertainty of a prediction covers."""
     causes = [f"the CUDA context ({format_bytes(context.bytes)} assumed)"]
     if sized.uncertainty_bytes:
         rules = ", ".join(rule.replace("_", " ") for rule in sized.guessed) or "libraries"
@@ -56,7 +56,7 @@ def _band_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> 
 
 
 def _narrow_fit(room_bytes: int, uncertainty_bytes: int, limit_bytes: int, *, measurable: bool) -> str:
-    """Return the warning of a step that fits by `room_bytes`, less than the band."""
+    """Return the warning of a step that fits by `room_bytes`, less than the uncertainty."""
     reserve = -(-uncertainty_bytes // (100 * MIB)) * 100
     ways = ["measure on the card (--device cuda)"] if measurable else []
     if 2 * reserve * MIB < limit_bytes:
@@ -227,26 +227,26 @@ class SimulatedDevice(Device):
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
         traces = self._traces.traces_of(parts, fresh=True)
-        least_bytes = self._replayer.least_bytes(traces, self.limit_bytes)
+        min_budget_bytes = self._replayer.min_budget_bytes(traces, self.limit_bytes)
         sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
         uncertainty_bytes = self._context.uncertainty_bytes + sized.uncertainty_bytes + self._nccl_bytes
         measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
         measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
-        band = format_bytes(uncertainty_bytes)
+        uncertainty = format_bytes(uncertainty_bytes)
         assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
         cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
-        if 0 <= (room_bytes := self.limit_bytes - least_bytes) < uncertainty_bytes:
+        if 0 <= (room_bytes := self.limit_bytes - min_budget_bytes) < uncertainty_bytes:
             cautions.append(_narrow_fit(room_bytes, uncertainty_bytes, self.limit_bytes, measurable=measurable))
         return Prediction(
-            least_bytes=least_bytes,
+            min_budget_bytes=min_budget_bytes,
             uncertainty_bytes=uncertainty_bytes,
             warnings=(*cautions, *self._traces.warnings),
             notes=(
-                f"nothing ran on a card: memory is predicted, give or take {band}{measured}",
+                f"nothing ran on a card: memory is predicted, give or take {uncertainty}{measured}",
                 *_notes_on_values(traces),
                 *self._traces.notes,
                 *assumed,
-                f"the band of {band} covers {_band_causes(self._context, sized, self._nccl_bytes)}, not other programs"
+                f"the uncertainty of {uncertainty} covers {_uncertainty_causes(self._context, sized, self._nccl_bytes)}, not other programs"
                 " on the card or batches larger than batch(size)",
             ),
         )

@@ -285,7 +285,7 @@ class Replayer:
         known = self._replays.unlimited.get(trace)
         return self.peak_bytes(trace) if known is None else known.peak_reserved_bytes
 
-    def least_bytes(self, traces: Sequence[Trace], limit_bytes: int) -> int:
+    def min_budget_bytes(self, traces: Sequence[Trace], limit_bytes: int) -> int:
         """Return the smallest capacity at which all traces fit: within a limit, or beyond it if they do not fit there.
 
         That of one is sought where it does not fit in what suffices for larger ones.

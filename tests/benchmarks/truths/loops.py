@@ -88,7 +88,7 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
         outcome=predict_trial(replayer, [trace], capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
         shown_bytes=replayer.replay(trace, capacity_bytes)[2].peak_reserved_bytes,
-        least_bytes=replayer.least_bytes([trace], replayer.peak_bytes(trace)),
+        min_budget_bytes=replayer.min_budget_bytes([trace], replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )

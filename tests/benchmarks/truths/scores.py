@@ -92,7 +92,7 @@ class Predicted:
         outcome: At `capacity_bytes`: `ok`, `tight` or `oom`.
         capacity_bytes: What the allocator may hold on the card, beside what the process holds outside of it.
         shown_bytes: The most it holds on the card, where it gives cached segments back before it runs out.
-        least_bytes: The smallest capacity at which it goes through.
+        min_budget_bytes: The smallest capacity at which it goes through.
         start_bytes: What the process is taken to hold outside of the allocator before it runs any kernel,
         modules_bytes: and what is loaded there later.
     """
@@ -101,7 +101,7 @@ class Predicted:
     outcome: str
     capacity_bytes: int
     shown_bytes: int
-    least_bytes: int
+    min_budget_bytes: int
     start_bytes: int
     modules_bytes: int
 
@@ -204,7 +204,7 @@ def _miss(one: Scored) -> str:
         return ""
     wrong = "would crash" if one.verdict.would_crash else "too timid"
     runs = ", ".join(
-        f"{run.batch}: {run.outcome}, least {run.least_bytes / MIB:.0f} of {run.capacity_bytes / MIB:.0f} MiB"
+        f"{run.batch}: {run.outcome}, least {run.min_budget_bytes / MIB:.0f} of {run.capacity_bytes / MIB:.0f} MiB"
         for run in one.predicted
     )
     return f"{one.case.label} ({class_of(one.case.model)}): {wrong} ({runs})"

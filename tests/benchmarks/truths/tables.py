@@ -100,12 +100,12 @@ def _judge_xmem(case: Case, predicted: Sequence[Predicted]) -> Verdict:
     (run,) = predicted
     went, failed = (int(case.row[cap]) if case.row[cap] else None for cap in ("min_cap_ok_bytes", "max_cap_oom_bytes"))
     if case.row["real_oom"] == "true":
-        return Verdict(would_crash=run.trains or (failed is not None and run.least_bytes <= failed))
+        return Verdict(would_crash=run.trains or (failed is not None and run.min_budget_bytes <= failed))
     grown_bytes, ground_bytes = run.shown_bytes + run.modules_bytes, int(case.row["ground_bytes"])
     contradicts = went is not None and failed is not None and went <= failed
     return Verdict(
-        would_crash=None if failed is None or contradicts else run.least_bytes <= failed,
-        too_timid=None if went is None or contradicts else run.least_bytes > went,
+        would_crash=None if failed is None or contradicts else run.min_budget_bytes <= failed,
+        too_timid=None if went is None or contradicts else run.min_budget_bytes > went,
         complete=went is not None and failed is not None and not contradicts,
         peak_error=grown_bytes / ground_bytes - 1,
     )

@@ -62,9 +62,9 @@ def test_a_trial_that_does_not_says_where_and_what_it_would_take() -> None:
 def test_what_is_least_is_enough_and_less_is_not() -> None:
     made = device()
     prediction = made.predict((30, 29))
-    assert made.trial((30, 29), limit_bytes=prediction.least_bytes).ran
-    assert not made.trial((30, 29), limit_bytes=prediction.least_bytes - 4 * MIB).ran
-    assert prediction.least_bytes <= made.trial((30, 29)).peak_reserved_bytes
+    assert made.trial((30, 29), limit_bytes=prediction.min_budget_bytes).ran
+    assert not made.trial((30, 29), limit_bytes=prediction.min_budget_bytes - 4 * MIB).ran
+    assert prediction.min_budget_bytes <= made.trial((30, 29)).peak_reserved_bytes
 
 
 def test_a_trial_of_many_parts_is_that_of_each_two_that_follow_each_other() -> None:
@@ -76,7 +76,7 @@ def test_a_trial_of_many_parts_is_that_of_each_two_that_follow_each_other() -> N
     assert (9, 9) not in tracer.traced
     alike, unlike = made.trial((9, 9)), made.trial((9, 8))
     assert trial.peak_allocated_bytes == alike.peak_allocated_bytes > unlike.peak_allocated_bytes
-    assert made.predict((9, 9, 8)).least_bytes >= made.predict((9, 9)).least_bytes
+    assert made.predict((9, 9, 8)).min_budget_bytes >= made.predict((9, 9)).min_budget_bytes
 
 
 # --- how many traces ------------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ def test_a_tracer_that_takes_too_long_has_timed_out() -> None:
 
 def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     made = device()
-    least = made.predict((30, 30)).least_bytes
+    least = made.predict((30, 30)).min_budget_bytes
     close = device(memory=MemorySize(bytes=least + 10 * MIB)).predict((30, 30))
-    assert close.least_bytes == least
+    assert close.min_budget_bytes == least
     (warning,) = close.warnings
     assert "the budget leaves 10.0 MiB above the least that is needed" in warning
     assert warning.endswith("measure on the card (--device cuda), or keep more free (--reserve 100MiB)")

@@ -127,7 +127,7 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
             "outcome": proof.outcome,
             "peak_bytes": proof.peak_reserved_bytes,
             "peak_allocated_bytes": proof.peak_allocated_bytes,
-            "least_bytes": prediction.least_bytes,
+            "min_budget_bytes": prediction.min_budget_bytes,
             "uncertainty_bytes": prediction.uncertainty_bytes,
             "limit_bytes": device.limit_bytes,
             "traces": tracer.traces,
@@ -143,7 +143,7 @@ def explain(device: SimulatedDevice, parts: tuple[int, ...], *, changes: bool) -
     return {
         "categories": of_one_rank(found.categories),
         "at": [found.phase, found.op, found.module],
-        "changes": {change.name: [change.peak_bytes, change.least_bytes] for change in found.changes},
+        "changes": {change.name: [change.peak_bytes, change.min_budget_bytes] for change in found.changes},
         "curve": [[point.size, point.peak_bytes] for point in account.curve],
         "holdings_digest": digest_of(account.holdings),
         "timeline_digest": digest_of([of_one_rank(line.categories), line.reserved_bytes, line.phases, line.peak_at]),
