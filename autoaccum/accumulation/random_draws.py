@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,13 +48,11 @@ def calling_line() -> str | None:
 
     The search skips the innermost frames of autoaccum, which call this, and ends at any further one.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_autoaccum_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    while frame is not None and (not is_autoaccum_file(frame.f_code.co_filename) or frame.f_code.co_name == _DISPATCH):
-        if is_user_file(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
+    codes = ((frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in walk_stack(sys._getframe(1)))
+    callers = dropwhile(lambda code: is_autoaccum_file(code[0]), codes)
+    for file, _, line in takewhile(lambda code: not is_autoaccum_file(code[0]) or code[1] == _DISPATCH, callers):
+        if is_user_file(file):
+            return f"{Path(file).name}:{line}"
     return None
 
 
@@ -67,11 +66,11 @@ def unfused_kernels() -> Iterator[None]:
     if not torch.get_device_module("cuda").is_initialized():
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH), RnnsWithoutCudnn():
+    with sdpa_kernel(SDPBackend.MATH), _RnnsWithoutCudnn():
         yield
 
 
-class RnnsWithoutCudnn(TorchFunctionMode):
+class _RnnsWithoutCudnn(TorchFunctionMode):
     """Runs RNNs without cuDNN; convolutions still use it."""
 
     def __torch_function__(
@@ -186,59 +185,6 @@ class RandomCallMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class HostRngReplay:
-    """Sets the generators of Python and NumPy to where each part begins.
-
-    By default every part begins where the first one began, and so draws the same numbers. That is right for numbers
-    that are drawn once per forward and serve all samples. If `sequential`, each part begins where the one before ended.
-    That is right for numbers that are drawn for each sample, since the whole batch then draws the same ones.
-
-    `generators` are added to the global ones. PyTorch's among them are left out, since `RngRecording` replays those.
-
-    Parts may take turns, as they do in lock step: each goes on with its own states, or where the one before stopped.
-
-    Attributes:
-        ends: The states at the end of each part, by its index. Equal ends of parts that began alike mean equal numbers.
-    """
-
-    def __init__(self, generators: Iterable[Generator] = (), *, sequential: bool = False) -> None:
-        self._generators, self._sequential = host_generators(generators), sequential
-        self._starts: dict[int, list[Any]] = {}
-        self._stopped: dict[int, list[Any]] = {}
-        self.ends: dict[int, bytes] = {}
-        self._part: int | None = None
-
-    def begin(self, index: int, extra: Iterable[Generator] = ()) -> None:
-        """Set the generators to where part `index` begins; `extra` are those of this run's model copy."""
-        generators = self._switch(index, extra)
-        if index not in self._starts:
-            now = host_rng_states(generators)
-            self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
-        _set_host_states(generators, self._starts[index])
-
-    def go_on(self, index: int, extra: Iterable[Generator] = ()) -> None:
-        """Set the generators to where part `index` stopped as another began or went on."""
-        generators = self._switch(index, extra)
-        if not self._sequential:
-            _set_host_states(generators, self._stopped[index])
-
-    def finish(self) -> None:
-        """End the part that runs, if there is one."""
-        self._stop(self._generators)
-        self._part = None
-
-    def _switch(self, index: int, extra: Iterable[Generator]) -> list[Generator]:
-        generators = [*self._generators, *host_generators(extra)]
-        self._stop(generators)
-        self._part = index
-        return generators
-
-    def _stop(self, generators: Sequence[Generator]) -> None:
-        if self._part is not None:
-            self._stopped[self._part] = host_rng_states(generators)
-            self.ends[self._part] = pickle.dumps(self._stopped[self._part][: 2 + len(self._generators)])
-
-
 def host_generators(generators: Iterable[Generator]) -> list[Generator]:
     """Return those of `generators` that are Python's or NumPy's and whose state can be read."""
     return [one for one in generators if not isinstance(one, torch.Generator) and has_readable_state(one)]
@@ -300,7 +246,7 @@ def join_recorded(call: RandomCall, parts: Sequence[RecordedCall], sizes: Sequen
 
 
 def _join(call: RandomCall, whole: Tensor, drawn: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    dims = [dim for dim in range(whole.ndim) if _adds_up(whole.shape, [value.shape for value in drawn], dim)]
+    dims = [dim for dim in range(whole.ndim) if _joined_shape(drawn, dim) == [*whole.shape]]
     if len(dims) > 1:
         dims = [dim for dim in dims if [value.shape[dim] for value in drawn] == list(sizes)]
     if len(dims) == 1:
@@ -314,18 +260,25 @@ def _join(call: RandomCall, whole: Tensor, drawn: Sequence[Tensor], sizes: Seque
     )
 
 
-def _adds_up(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> bool:
-    """Return whether the parts' lengths of `dim` add up to the whole's, and all other dimensions are equal."""
-    if any(len(part) != len(whole) for part in parts) or sum(part[dim] for part in parts) != whole[dim]:
-        return False
-    return all([*part[:dim], *part[dim + 1 :]] == [*whole[:dim], *whole[dim + 1 :]] for part in parts)
+def _joined_shape(tensors: Sequence[Tensor], dim: int) -> list[int] | None:
+    """Return the shape of `tensors` joined along `dim`; None if their other dimensions differ."""
+    others = {(*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]) for tensor in tensors}
+    if len(others) > 1 or dim >= tensors[0].ndim:
+        return None
+    return [sum(tensor.shape[dim] for tensor in tensors) if size == -1 else size for size in others.pop()]
 
 
 class RngRecording:
     """Records the random numbers that the parts of one accumulated run draw, and replays them in other runs.
 
     The k-th random call of the full run gets the values of the k-th calls of all parts. Calls in backward count, since
-    checkpointing draws again there. Generators advance as they would anyway; the caller restores them.
+    checkpointing draws again there. PyTorch's generators advance as they would anyway; the caller restores them.
+
+    Python's and NumPy's generators are set where a part begins. By default every part begins where the first one began,
+    and so draws the same numbers: right for numbers that are drawn once per forward and serve all samples. If
+    `sequential`, each part begins where the one before ended: right for numbers that are drawn for each sample, since
+    the whole batch then draws the same ones. Parts may take turns, as they do in lock step: each goes on with its own
+    states, or where the one before stopped.
 
     Two kinds of values cannot be joined: values drawn once for all samples, and indices whose range grows with the
     batch (a permutation of the samples), since a part's indices mean other rows in the whole batch. Shapes do not tell
@@ -333,15 +286,24 @@ class RngRecording:
     replayed numbers and agree under `neutral_rng`. A replaying run raises ReplayMismatch if it draws otherwise than the
     recorded one.
 
+    Args:
+        sizes: The parts, in samples.
+        generators: Python's and NumPy's generators that are set beside the global ones; PyTorch's are left out.
+        sequential: Whether parts go on with Python's and NumPy's numbers where the one before ended.
+
     Attributes:
         calls_by_part: The calls of each part, by its index; None is the update.
-        host: The replay of Python's and NumPy's generators; by default every part begins with the same global states.
+        ends: The states of Python's and NumPy's generators at the end of each part, by its index. Equal ends of parts
+            that began alike mean equal numbers.
     """
 
-    def __init__(self, sizes: Sequence[int], *, host: HostRngReplay | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], generators: Iterable[Generator] = (), *, sequential: bool = False) -> None:
         self._sizes = tuple(sizes)
+        self._generators, self._sequential = host_generators(generators), sequential
         self.calls_by_part: dict[int | None, list[RecordedCall]] = {}
-        self.host = HostRngReplay() if host is None else host
+        self.ends: dict[int, bytes] = {}
+        self._starts: dict[int, list[Any]] = {}
+        self._stopped: dict[int, list[Any]] = {}
         self._part: int | None = None
         self._count = 0
         self._expected: int | None = None
@@ -358,21 +320,27 @@ class RngRecording:
         return all(size in value.shape for size, call in calls for value in call.values or ())
 
     def begin_part(self, index: int, extra: Iterable[Generator] = ()) -> None:
-        """Begin part `index`, which later calls belong to, and forget the calls of an earlier attempt at it."""
-        self.host.begin(index, extra)
-        self._part = index
+        """Begin part `index`, which later calls belong to, and forget the calls of an earlier attempt at it.
+
+        `extra` are the generators of this run's copy of the model.
+        """
+        generators = self._change_part(index, extra)
+        if index not in self._starts:
+            states = host_rng_states(generators)
+            self._starts[index] = states if self._sequential else next(iter(self._starts.values()), states)
+        _set_host_states(generators, self._starts[index])
         self.calls_by_part[index] = []
 
     def go_on_with_part(self, index: int, extra: Iterable[Generator] = ()) -> None:
         """Go on with part `index`, which has begun and waited for others: later calls belong to it again."""
-        self.host.go_on(index, extra)
-        self._part = index
+        generators = self._change_part(index, extra)
+        if not self._sequential:
+            _set_host_states(generators, self._stopped[index])
 
     def end_part(self) -> None:
         """End the last part; later calls are the update's, whose values are replayed without joining them."""
-        self._finish()
-        self.host.finish()
-        self._part = None
+        self._check_count()
+        self._change_part(None, ())
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -385,8 +353,7 @@ class RngRecording:
 
         with unfused_kernels(), RandomCallMode(record):
             yield
-        self.host.finish()
-        self._part = None
+        self._change_part(None, ())
 
     @contextmanager
     def replay_whole(self) -> Iterator[None]:
@@ -404,17 +371,26 @@ class RngRecording:
             call.replace(values)
             self._count += 1
 
-        self.host.begin(0)
+        _set_host_states(self._generators, self._starts.get(0) or host_rng_states(self._generators))
         self._part, self._count, self._expected = 0, 0, max(map(len, parts), default=0)
         try:
             with unfused_kernels(), RandomCallMode(replay):
                 yield
             if self._part is not None:
-                self._finish()
+                self._check_count()
         finally:
             self._part = self._expected = None
 
-    def _finish(self) -> None:
+    def _change_part(self, index: int | None, extra: Iterable[Generator]) -> list[Generator]:
+        """Note where the generators of the host are as a part stops, and return them."""
+        generators = [*self._generators, *host_generators(extra)]
+        if self._part is not None:
+            self._stopped[self._part] = host_rng_states(generators)
+            self.ends[self._part] = pickle.dumps(host_rng_states(self._generators))
+        self._part = index
+        return generators
+
+    def _check_count(self) -> None:
         """Raise ReplayMismatch unless the running part made all calls that were recorded."""
         if self._expected not in (None, self._count):
             raise ReplayMismatch(f"{self._expected} random calls were recorded, a later run made {self._count} of them")

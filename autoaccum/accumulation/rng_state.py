@@ -22,33 +22,59 @@ class RngState:
     """A copy of the states of the global generators (Python, NumPy, PyTorch on CPU and `devices`) and of `generators`.
 
     Attributes:
-        states: The states of the global generators, by name.
+        states: The states, as `restore_rng_state` takes them.
     """
 
     def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()) -> None:
+        self._devices, self._generators = list(devices), list(generators)
         self.states: dict[str, Any] = {
-            "Python": random.getstate(),
-            "NumPy": np.random.get_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
+            "cards": [
+                torch.get_device_module(device).get_rng_state(*_card_arguments(device))
+                for device in filter(_is_card, self._devices)
+            ],
+            "generators": [generator_state(generator) for generator in self._generators],
         }
-        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        self.states |= {str(device): device_rng_state(device) for device in self._devices}
-        self._generators = [(generator, generator_state(generator)) for generator in generators]
 
     def digest(self) -> bytes:
         """Return bytes that are equal where all states are equal."""
-        states = [*self.states.values(), *(state for _, state in self._generators)]
-        return pickle.dumps([state.tolist() if isinstance(state, Tensor) else state for state in states])
+        python, numpy, cpu, cards, generators = self.states.values()
+        others = [state.tolist() if isinstance(state, Tensor) else state for state in (cpu, *cards, *generators)]
+        return pickle.dumps([python, numpy, *others])
+
+    def saved(self) -> dict[str, Any]:
+        """Return the states for a file that loads with `torch.load(weights_only=True)`, which refuses NumPy arrays."""
+        numpy = [value.tolist() if isinstance(value, np.ndarray) else value for value in self.states["numpy"]]
+        return {**self.states, "numpy": numpy}
 
     def restore(self) -> None:
         """Restore the state of every generator."""
-        random.setstate(self.states["Python"])
-        np.random.set_state(self.states["NumPy"])
-        torch.set_rng_state(self.states["torch"])
-        for device in self._devices:
-            set_device_rng_state(device, self.states[str(device)])
-        for generator, state in self._generators:
-            set_generator_state(generator, state)
+        restore_rng_state(self.states, self._devices, self._generators)
+
+
+def restore_rng_state(
+    states: Mapping[str, Any], devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
+) -> None:
+    """Restore generators from the states of a `RngState`; GPUs in order, whatever their numbers."""
+    random.setstate(states["python"])
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    for device, state in zip(filter(_is_card, devices), states["cards"], strict=False):
+        torch.get_device_module(device).set_rng_state(state, *_card_arguments(device))
+    for generator, state in zip(generators, states["generators"], strict=False):
+        set_generator_state(generator, state)
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """Restore the CPU generators of Python, NumPy and torch on exit."""
+    caller = RngState()
+    try:
+        yield
+    finally:
+        caller.restore()
 
 
 def module_generators(modules: Iterable[nn.Module]) -> list[Generator]:
@@ -90,27 +116,16 @@ def set_generator_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
 
 
-def device_rng_state(device: torch.device) -> Tensor:
-    """Return the state of the default generator of `device`."""
-    module = torch.get_device_module(device)
-    state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-    assert isinstance(state, Tensor)
-    return state
+def _is_card(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
 
 
-def set_device_rng_state(device: torch.device, state: Tensor) -> None:
-    """Set the default generator of `device` to a state that `device_rng_state` returned."""
-    module = torch.get_device_module(device)
-    if device.type == "mps":
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+def _card_arguments(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # There is only one.
 
 
-_BITS = 32
+_SEED_BYTES = 4
 """The most that NumPy's and torch's CPU generators take."""
-
-_WORD = 2**64 - 1
 
 
 def derive_seed(*numbers: int | str) -> int:
@@ -119,19 +134,7 @@ def derive_seed(*numbers: int | str) -> int:
     >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
     (True, False)
     """
-    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=_BITS // 8).digest(), "little")
-
-
-def item_seed(base: int, position: int) -> int:
-    """Derive the seed of one item, cheaply: SplitMix64's finaliser (Steele et al. 2014).
-
-    >>> item_seed(1, 0) != item_seed(1, 5)
-    True
-    """
-    word = (base + position * 0x9E3779B97F4A7C15) & _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word >> (64 - _BITS)
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=_SEED_BYTES).digest(), "little")
 
 
 def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
@@ -140,7 +143,7 @@ def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs.
     for number, generator in enumerate(others, 1):
-        own = item_seed(seed, number)  # With one seed, all would draw the same numbers.
+        own = derive_seed(seed, number)  # With one seed, all would draw the same numbers.
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own)
         elif isinstance(generator, np.random.Generator):
@@ -148,42 +151,3 @@ def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
             generator.bit_generator.state = bits(own).state
         else:
             generator.seed(own)
-
-
-@contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore the CPU generators of Python, NumPy and torch on exit."""
-    caller = RngState()
-    try:
-        yield
-    finally:
-        caller.restore()
-
-
-def capture_rng_state(devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators, torch's on the CPU and `devices`, and `generators`.
-
-    All values load with `torch.load(weights_only=True)`, which refuses NumPy arrays.
-    """
-    numpy = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [value.tolist() if isinstance(value, np.ndarray) else value for value in numpy],
-        "torch": torch.get_rng_state(),
-        "cards": [device_rng_state(device) for device in devices if device.type not in ("cpu", "meta")],
-        "generators": [generator.get_state() for generator in generators],
-    }
-
-
-def restore_rng_state(
-    states: Mapping[str, Any], devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
-) -> None:
-    """Restore generators from `capture_rng_state`; GPUs in order, whatever their numbers."""
-    random.setstate(states["python"])
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(states["torch"])
-    cards = [device for device in devices if device.type not in ("cpu", "meta")]
-    for device, state in zip(cards, states["cards"], strict=False):
-        set_device_rng_state(device, state)
-    for generator, state in zip(generators, states["generators"], strict=False):
-        generator.set_state(state)

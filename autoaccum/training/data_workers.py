@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
 from autoaccum.accumulation.reachable_objects import find_generators
-from autoaccum.accumulation.rng_state import derive_seed, item_seed, seed_generators
+from autoaccum.accumulation.rng_state import derive_seed, seed_generators
 from autoaccum.errors import DataWorkerError
 
 END: Final = object()
@@ -143,12 +143,12 @@ class PartFetcher:
         is_plain = self._collate is default_collate
         if is_plain and type(self.users_dataset) is TensorDataset:
             return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
-        base, items = derive_seed(self._seed, "item", request.epoch), []
+        items = []
         for position, index in enumerate(request.indices, request.position):
-            seed_generators(item_seed(base, position), self._generators)
+            seed_generators(derive_seed(self._seed, "item", request.epoch, position), self._generators)
             items.append(self.users_dataset[index])
         if not is_plain:
-            seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
+            seed = derive_seed(self._seed, "collate", request.epoch, request.position)
             seed_generators(seed, self._generators)
         return self._collate(items)
 

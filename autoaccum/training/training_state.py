@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_model
-from autoaccum.accumulation.rng_state import capture_rng_state, derive_seed, restore_rng_state, seed_generators
+from autoaccum.accumulation.rng_state import RngState, derive_seed, restore_rng_state, seed_generators
 from autoaccum.accumulation.sharded_tensors import is_sharded, model_class
 from autoaccum.errors import UsageError
 from autoaccum.training.fit_request import FitRequest
@@ -99,7 +99,7 @@ def capture_training(components: TrainingComponents) -> dict[str, Any]:
         "scheduler": _schedule(components),
         "scaler": None if components.scaler is None else components.scaler.state_dict(),
         "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
-        "random": capture_rng_state(components.devices, _generators(root)),
+        "random": RngState(components.devices, _generators(root)).saved(),
     }
 
 

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.coupling_probe import ModuleCalls
-from autoaccum.accumulation.random_draws import (
-    HostRngReplay,
-    ReplayMismatch,
-    RngRecording,
-    host_rng_states,
-    neutral_rng,
-)
+from autoaccum.accumulation.random_draws import ReplayMismatch, RngRecording, host_rng_states, neutral_rng
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
 from autoaccum.sources.batches import batch_size, join_batches, split_batch
@@ -217,15 +211,14 @@ class PairedRuns:
         return pair
 
     def _run_once(self, ablation: Ablation, neutral: bool, *, sequential: bool) -> Pair:
-        host = HostRngReplay(self.fixture.generators, sequential=sequential)
-        draws = RngRecording(self.sizes, host=host)
+        draws = RngRecording(self.sizes, self.fixture.generators, sequential=sequential)
         seed_everything()
         with neutral_rng() if neutral else draws.record():
             accumulated = self._accumulate(ablation, draws)
             for index in () if neutral else sorted(set(range(len(self.parts))) - draws.calls_by_part.keys()):
                 draws.begin_part(index)  # It has no weight and did not run; the full batch draws for it.
                 UpdateRun(self.fixture, replace(ablation, weights=())).part(self.parts[index])
-        ends = set(host.ends.values())
+        ends = set(draws.ends.values())
         seed_everything()
         with neutral_rng() if neutral else draws.replay_whole():
             before = pickle.dumps(host_rng_states(()))
@@ -233,7 +226,7 @@ class PairedRuns:
             keeps = self.fixture.keeps_generators
             uses = bool(self.fixture.generators) or keeps or pickle.dumps(host_rng_states(())) != before
         # If generators continue over parts, a shuffle of all samples takes as many numbers as those of the parts.
-        is_matched = not neutral and not sequential and ends == {host.ends[0]} and not keeps
+        is_matched = not neutral and not sequential and ends == {draws.ends[0]} and not keeps
         return Pair(full, accumulated, draws, neutral, uses_host_rng=uses and not is_matched)
 
     def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:

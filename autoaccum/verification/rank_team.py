@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoaccum.accumulation.random_draws import HostRngReplay, RandomCallMode, ReplayMismatch, RngRecording, neutral_rng
+from autoaccum.accumulation.random_draws import RandomCallMode, ReplayMismatch, RngRecording, neutral_rng
 from autoaccum.accumulation.schedule import even_parts, slices
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed, death_error, describe_failure, failure_error
@@ -123,12 +123,13 @@ class RankChild:
 def _make_update(task: RankTask, rank: int) -> UpdateResult:
     parts = split_batch(task.batch, task.sizes)[slices(task.parts_by_rank)[rank]]
     seed_everything()
-    host = HostRngReplay(task.fixture.generators)
+    draws = RngRecording(task.sizes, task.fixture.generators)
     with neutral_rng():
         run = UpdateRun(task.fixture, task.ablation)
         if task.method == "accumulate":
             return run.user_loop(parts)
-        return run.accumulated(None, parts, host.begin, host.go_on, host.finish, micro_batch=max(task.sizes))
+        begin, go_on, end = draws.begin_part, draws.go_on_with_part, draws.end_part
+        return run.accumulated(None, parts, begin, go_on, end, micro_batch=max(task.sizes))
 
 
 class RankTeam:

@@ -13,7 +13,7 @@ from torch import Tensor
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.accumulation.rng_state import RngState, capture_rng_state, restore_rng_state
+from autoaccum.accumulation.rng_state import RngState, restore_rng_state
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
@@ -126,7 +126,7 @@ def _check_constants(outputs: Sequence[Any], known: Collection[Any]) -> None:
 def _same_random_numbers(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Draw rank 0's random numbers within, and leave the generators of the others as they were."""
     own = RngState([device])
-    restore_rng_state(ranks.gather(capture_rng_state([device]))[0], [device])
+    restore_rng_state(ranks.gather(own.states)[0], [device])
     yield
     if ranks.rank:
         own.restore()
