@@ -20,10 +20,10 @@ from autoaccum.accumulation.argument_checks import (
     check_optimizer,
     check_plan,
     check_scheduler,
-    checked_micro_batch,
-    choose_ceiling,
+    choose_micro_batch,
     choose_objective,
     current_facts,
+    read_micro_batch,
 )
 from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
@@ -33,8 +33,7 @@ from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded
-from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
-from autoaccum.accumulation.rng_state import module_generators
+from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.savers import Savers
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.step_result import Progress, StepObserver, StepPhase, warn_caller
@@ -185,8 +184,8 @@ class Accumulator:
         check_clip_norm(clip_norm)
         check_word(check, "check", CHECKS)
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
-        self._multiple_of = checked_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
-        self.micro_batch = choose_ceiling(plan, micro_batch)
+        self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
+        self.micro_batch = choose_micro_batch(plan, micro_batch)
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
             criterion=criterion,
@@ -228,31 +227,29 @@ class Accumulator:
             scaler=scaler,
             on_phase=self._progress.begin_phase,
             ranks=self._ranks,
+            sharded=sharded,
         )
-        self._backpropagation.sharded = sharded
         self._savers = Savers(tuple(spec.savers), model, optimizer, exact_batchnorm=spec.batchnorm == "exact")
-        found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
+        in_reach = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._attempts = Attempts(
             self._backpropagation,
             self._updater,
             self._savers,
             self._progress,
             FirstSteps(check, objective, self._multiple_of),
-            batchnorm=spec.batchnorm,
-            in_fp32=spec.accumulate_in == "fp32",
+            spec,
             clip_norm=clip_norm,
             check_finite=check_finite,
             recover=recover,
             add_savers=add_savers,
             multiple_of=self._multiple_of,
-            wrappers=[module for module in found if isinstance(module, DistributedDataParallel)],
-            generators=module_generators(all_modules(objective.criterion_module, model)),
+            wrappers=[module for module in in_reach if isinstance(module, DistributedDataParallel)],
         )
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
-        roots = [one for one in (model, objective.criterion_module) if one is not None]
+        roots = [root for root in (model, objective.criterion_module) if root is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
-        names = {id(tensor): f"{name} in the optimizer" for name, tensor in named}
-        trained = [(names.get(id(one), "a parameter of the loss"), one) for one in optimizer_parameters(optimizer)]
+        names = {tensor: f"{name} in the optimizer" for name, tensor in named}
+        trained = [(names.get(tensor, "a parameter of the loss"), tensor) for tensor in optimizer_parameters(optimizer)]
         copy_from_first(self._ranks, (*named, *trained))
 
     @property
@@ -267,7 +264,7 @@ class Accumulator:
 
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
-        self._micro_batch = checked_micro_batch(value, self._multiple_of)
+        self._micro_batch = read_micro_batch(value, self._multiple_of)
 
     @property
     def savers(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def check_clip_norm(clip_norm: Any) -> None:
         )
 
 
-def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "micro_batch") -> int:
+def read_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "micro_batch") -> int:
     """Return `micro_batch` as an integer; raise UsageError unless it is a whole number of at least `multiple_of`.
 
     `what` is its name in messages.
@@ -207,7 +207,7 @@ class PlanLike(Protocol):
         """The kind of device, and the name of a GPU."""
 
 
-def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
+def choose_micro_batch(plan: PlanLike | None, micro_batch: int | None) -> int:
     """Return the micro-batch that is given, or the plan's.
 
     Raises:
@@ -218,7 +218,7 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     if (plan is None) == (micro_batch is None):
         seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
         raise UsageError(seen, hint="give one of them")
-    return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
+    return read_micro_batch(micro_batch if plan is None else plan.micro_batch)
 
 
 def choose_objective(

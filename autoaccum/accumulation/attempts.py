@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,20 +18,15 @@ from torch import Tensor, nn
 from autoaccum.accumulation.backpropagation import (
     Backpropagation,
     LossRecord,
+    UpdateParts,
     has_weight,
-    make_shares,
+    make_loss_factors,
     model_device,
     total_loss,
 )
 from autoaccum.accumulation.batchnorm import check_synchronised
 from autoaccum.accumulation.first_step_checks import FirstSteps
-from autoaccum.accumulation.gradients import (
-    GradientBuffers,
-    clip_gradients,
-    dense_gradients,
-    needs_buffers,
-    rounding_warning,
-)
+from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.out_of_memory import (
     clear_frames,
     find_out_of_memory,
@@ -42,25 +38,23 @@ from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, ch
 from autoaccum.accumulation.ranks.replicated import sum_gradients, without_calls
 from autoaccum.accumulation.ranks.sharded import is_of_collective, out_of_memory
 from autoaccum.accumulation.reachable_objects import all_modules
-from autoaccum.accumulation.rng_state import Generator
+from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.accumulation.step_result import Progress, StepPhase, StepResult, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.transaction import Transaction, batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
-from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts, check_can_join
+from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RecomputedParts, check_whole_batch
 from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, describe_error
 from autoaccum.sources.batches import split_batch
-from autoaccum.sources.objective import Weights
-from autoaccum.spec import BatchNormMode
+from autoaccum.spec import TrainingSpec
 
 
 class Attempts:
     """Makes updates, each in one attempt or more.
 
-    The options are the Accumulator's; `wrappers` are modules in DistributedDataParallel, which the loss must not call,
-    and `generators` those of the model and the criterion.
+    The options are the Accumulator's; `wrappers` are modules in DistributedDataParallel, which the loss must not call.
     """
 
     def __init__(
@@ -70,27 +64,26 @@ class Attempts:
         savers: Savers,
         progress: Progress,
         first_steps: FirstSteps,
+        spec: TrainingSpec,
         *,
-        batchnorm: BatchNormMode,
-        in_fp32: bool,
         clip_norm: float | None,
         check_finite: bool,
         recover: bool,
         add_savers: bool,
         multiple_of: int,
         wrappers: Sequence[nn.Module],
-        generators: Sequence[Generator],
     ) -> None:
         self._backpropagation, self._updater, self._savers = backpropagation, updater, savers
         self._progress, self._first_steps = progress, first_steps
         self._ranks, self._sharded = backpropagation.ranks, backpropagation.sharded
-        self._batchnorm: BatchNormMode = batchnorm
-        self._in_fp32, self._clip_norm, self._check_finite = in_fp32, clip_norm, check_finite
+        self._batchnorm, self._in_fp32 = spec.batchnorm, spec.accumulate_in == "fp32"
+        self._clip_norm, self._check_finite = clip_norm, check_finite
         self._recover, self._add_savers, self._multiple_of = recover, add_savers, multiple_of
-        self._wrappers, self._generators = wrappers, generators
+        self._wrappers = wrappers
+        self._generators = module_generators(all_modules(backpropagation.criterion, backpropagation.model))
         self._failed_in: list[StepPhase] = []
-        if backpropagation.objective.coupled or batchnorm == "exact":
-            self._join_parts(in_lockstep=batchnorm == "exact")
+        if backpropagation.objective.coupled or spec.batchnorm == "exact":
+            self._give_whole_batch(in_lockstep=spec.batchnorm == "exact")
 
     def make_update(self, batches: Sequence[Any], sizes: Sequence[int], micro_batch: int) -> tuple[StepResult, int]:
         """Make one update of `batches` of these `sizes`, in parts of at most `micro_batch` samples, alike on all ranks.
@@ -101,16 +94,16 @@ class Attempts:
         Raises:
             BaseException: No attempt made the update. The state is restored unless it is UpdateInterrupted.
         """
-        ceiling, versions = micro_batch, batch_versions(batches)
+        versions = batch_versions(batches)
         self._failed_in = []
         while True:
-            cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
+            cuts = [split_evenly(size, micro_batch, self._multiple_of) for size in sizes]
             outcome = self._attempt(batches, cuts, micro_batch)
             if isinstance(outcome, StepResult):
-                return outcome, ceiling
-            largest = max((max(cut) for cut in cuts), default=0)
+                return outcome, micro_batch
+            largest = max(chain(*cuts), default=0)
             unchanged = self._sharded is not None or batch_versions(batches) == versions
-            ceiling = self._lower(ceiling, outcome, largest, unchanged=unchanged)
+            micro_batch = self._lower(micro_batch, outcome, largest, unchanged=unchanged)
 
     def _attempt(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], micro_batch: int
@@ -135,11 +128,7 @@ class Attempts:
             except BaseException as error:
                 if self._updater.has_agreed:
                     raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
-                failure = error
-            try:
-                return failure if transaction is None else _roll_back(transaction, self._updater, failure)
-            finally:
-                del failure  # the traceback holds this frame
+                return error if transaction is None else _roll_back(transaction, self._updater, error)
 
     def _update(
         self,
@@ -154,23 +143,23 @@ class Attempts:
         backpropagation, ranks, sharded = self._backpropagation, self._ranks, self._sharded
         objective, trained = backpropagation.objective, optimizer_parameters(self._updater.optimizer)
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
-        sizes, weights = sum(cuts, ()), [objective.weight(part) for part in parts]
-        own = {"micro_batch": micro_batch, **self._updater.common_facts()}
-        facts, samples, weights_by_rank = zip(*ranks.gather((own, sum(sizes), weights)), strict=True)
+        sizes, weights = tuple(chain(*cuts)), [objective.weight(part) for part in parts]
+        facts_here = {"micro_batch": micro_batch, **self._updater.common_facts()}
+        facts, samples, weights_by_rank = zip(*ranks.gather((facts_here, sum(sizes), weights)), strict=True)
         check_alike(facts)
         if not any(weights_by_rank):
             where = " on any rank" if ranks.size > 1 else ""
             raise UsageError(f"there is no micro-batch to step with{where}", hint="give at least one")
-        all_shares = make_shares([one for weights in weights_by_rank for one in weights], objective.reduction)
+        all_factors = make_loss_factors([*chain(*weights_by_rank)], objective.reduction)
         result = StepResult(math.nan, sum(samples), sizes, None, len(self._failed_in), updated=False, terms={})
-        if not any(map(has_weight, all_shares)):
+        if not any(map(has_weight, all_factors)):
             return result
-        shares_by_rank: list[Sequence[Weights]] = [all_shares[own] for own in slices(map(len, weights_by_rank))]
-        shares = shares_by_rank[ranks.rank]
+        factors_by_rank = [all_factors[rank] for rank in slices(map(len, weights_by_rank))]
+        update = UpdateParts(batches, parts, factors_by_rank[ranks.rank])
         if sharded is not None:
-            parts, shares = sharded.deal(ranks, parts, shares_by_rank, trained)
-        joins = backpropagation.run_parts is not None
-        run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
+            sharded.deal(ranks, update, factors_by_rank, trained)
+        runs_all = backpropagation.run_parts is not None
+        run = [sum(runs_all or has_weight(factors) for factors in of_rank) for of_rank in factors_by_rank]
         if ranks.size > 1:
             check_synchronised(self._batchnorm, modules, run)
         # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
@@ -178,20 +167,17 @@ class Attempts:
         buffers = self._savers.buffers(trained, in_fp32=self._in_fp32)
         if buffers is None and is_summed:
             buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
-        is_split = sum(run) > 1
-        with without_calls(self._wrappers):
-            self._first_steps.before(backpropagation, modules, batches, micro_batch, is_split=is_split)
-            with self._savers.around_parts():
-                record = backpropagation.run(parts, shares, buffers, batches)
-        sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32
-        rounding = [rounding_warning(trained)] if is_rounded and is_split else []
-        used = trained if record.values and sizes else ()
-        self._first_steps.after(backpropagation, parts, used, sums, rounding, is_split=is_split)
+        update.buffers = buffers
+        watching = self._first_steps.watching(
+            backpropagation, modules, update, trained if sizes else (), micro_batch, is_split=sum(run) > 1
+        )
+        with without_calls(self._wrappers), watching, self._savers.around_parts():
+            backpropagation.run(update)
         self._progress.begin_phase("clip")
         sum_gradients(ranks, trained, buffers)
         is_scaled = self._updater.scaler is not None
         buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=is_scaled))
-        loss, terms, norm = self._measure(record, buffers)
+        loss, terms, norm = self._measure(update.losses, buffers)
         if sharded is not None:
             sharded.is_running = False
         if self._check_finite:
@@ -204,55 +190,56 @@ class Attempts:
         return replace(result, loss=loss, grad_norm=norm, updated=updated, terms=terms)
 
     def _measure(
-        self, record: LossRecord, buffers: GradientBuffers | None
+        self, losses: LossRecord, buffers: GradientBuffers | None
     ) -> tuple[float, dict[str, float], float | None]:
         """Unscale and clip the gradients, then read loss, terms and norm in the step's only synchronisation."""
         optimizer, scaler, norm = self._updater.optimizer, self._updater.scaler, None
         if scaler is not None:
-            if not record.values:  # This rank ran no part: the scaler makes its scale when it is first used.
+            if not losses.entries:  # This rank ran no part: the scaler makes its scale when it is first used.
                 scaler.scale(torch.zeros((), device=model_device(self._backpropagation.model)))
             scaler.unscale_(optimizer)
         if self._clip_norm is not None:
             gradients = dense_gradients(optimizer_parameters(optimizer)) if buffers is None else buffers.values()
             norm = clip_gradients(gradients, self._clip_norm)
-        sums, read_norm = record.read(norm)
-        return *total_loss(self._ranks.gather((list(record.names), sums))), read_norm
+        sums, read_norm = losses.read(norm)
+        return *total_loss(self._ranks.gather((list(losses.names), sums))), read_norm
 
     def _parameters(self, modules: Sequence[nn.Module]) -> list[Tensor]:
-        of_modules = [one for module in modules for one in module._parameters.values() if one is not None]
+        of_modules = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
         trained = optimizer_parameters(self._updater.optimizer)
-        return list({id(one): one for one in (*of_modules, *trained)}.values())
+        return list({id(tensor): tensor for tensor in (*of_modules, *trained)}.values())
 
-    def _join_parts(self, *, in_lockstep: bool = True) -> None:
-        """Have the parts of all further updates run in lock step, or twice for a coupled loss; or refuse that."""
+    def _give_whole_batch(self, *, in_lockstep: bool = True) -> None:
+        """Let the parts of all further updates get the whole batch, in lock step or by recomputing; or refuse that."""
         half = self._in_fp32 and needs_buffers(optimizer_parameters(self._updater.optimizer))
-        check_can_join(self._backpropagation, self._batchnorm, sums_half=in_lockstep and half)
+        check_whole_batch(self._backpropagation, self._batchnorm, sums_half=in_lockstep and half)
         lockstep = LockstepParts(exact_batchnorm=self._batchnorm == "exact", on_part=self._progress.begin_part)
-        self._backpropagation.run_parts = lockstep if in_lockstep else RepeatedParts()
+        self._backpropagation.run_parts = lockstep if in_lockstep else RecomputedParts()
 
-    def _lower(self, ceiling: int, error: BaseException, largest: int, *, unchanged: bool) -> int:
+    def _lower(self, micro_batch: int, error: BaseException, largest: int, *, unchanged: bool) -> int:
         """Return the most samples of a part with which to repeat a batch, all of whose tensors are freed.
 
-        That stays at `ceiling` where parts only need each other, or a saver was added; else it is below `largest`, the
-        samples of the largest part. `error` ended the attempt here; the batch is `unchanged` if it is as it was before.
+        That stays at `micro_batch` where parts only need the whole batch, or a saver was added; else it is below
+        `largest`, the samples of the largest part. `error` ended the attempt here; the batch is `unchanged` if it is as
+        it was before.
 
         Raises:
             BaseException: The batch cannot be repeated: `error`, or another in its place.
         """
         try:
             if self._sharded is not None and isinstance(error, NeedsWholeBatch):
-                self._join_parts()  # It refuses that, on every rank.
+                self._give_whole_batch()  # It refuses that, on every rank.
             if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
                 self._updater.is_interrupted = True
                 if is_of_collective(error):
                     error = self._ranks.explain(error)
             failures = self.report(error, self._progress.phase, largest, unchanged=unchanged)
-            if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
-                self._join_parts()
+            if any(failure.needs_whole_batch for failure in failures):  # whole_batch was called: nothing was changed.
+                self._give_whole_batch()
                 clear_frames(error)
-                failures = tuple(one for one in failures if not one.needs_whole_batch)
+                failures = tuple(failure for failure in failures if not failure.needs_whole_batch)
                 if not failures:
-                    return ceiling
+                    return micro_batch
                 if isinstance(error, NeedsWholeBatch):
                     error = OtherRanksFailed(failures)
             self._failed_in.append(failures[0].phase)
@@ -262,8 +249,8 @@ class Attempts:
         finally:
             del error  # the traceback holds this frame
         release_memory(self._backpropagation.device)
-        largest = max(one.largest for one in failures)
-        lowered = shrink(largest, len(self._failed_in) - 1, self._multiple_of) if saver is None else ceiling
+        largest = max(failure.largest for failure in failures)
+        lowered = shrink(largest, len(self._failed_in) - 1, self._multiple_of) if saver is None else micro_batch
         try:
             self._tell(largest, lowered, saver, is_own=is_own)
         except Exception as second:  # Warnings may be errors.
@@ -319,16 +306,16 @@ class Attempts:
         """
         try:
             is_own = not isinstance(error, OtherRanksFailed)
-            fatal = [one for one in failures if one.out_of_memory is None]
-            if not all(one.unchanged for one in failures):
+            fatal = [failure for failure in failures if failure.out_of_memory is None]
+            if not all(failure.unchanged for failure in failures):
                 if is_own and not fatal:
                     warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
                 fatal = list(failures)
             if fatal:
-                raise error if any(one.rank == self._ranks.rank for one in fatal) else fatal[0].as_error()
+                raise error if any(failure.rank == self._ranks.rank for failure in fatal) else fatal[0].as_error()
             # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
             is_update = self._failed_in[-2:] == ["update", "update"]
-            largest = max(one.largest for one in failures)
+            largest = max(failure.largest for failure in failures)
             if largest > self._multiple_of and not is_update:
                 if self._sharded is None:
                     return None
@@ -336,20 +323,19 @@ class Attempts:
             may_add = self._add_savers and self._sharded is None
             if may_add and (saver := self._savers.add_next(self._failed_in[-1])) is not None:
                 return saver
-            if not any(one.out_of_memory == "certain" for one in failures):
+            if not any(failure.out_of_memory == "certain" for failure in failures):
                 raise error if is_own else failures[0].as_error()
             clear_frames(error)
             where = "" if self._ranks.size == 1 else f" on rank {failures[0].rank}"
-            if is_update:
-                raise DoesNotFitError(
-                    f"the update runs out of memory{where}, whatever the micro-batch",
-                    hint="free memory on the device, or use an optimizer with less state",
-                ) from error
             least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
-            raise DoesNotFitError(
+            seen, hint = (
                 f"not even {least} at a time fits: out of memory ({self._failed_in[-1]}{where})",
-                hint="free memory on the device, shorten the samples, or lower the precision",
-            ) from error
+                "free memory on the device, shorten the samples, or lower the precision",
+            )
+            if is_update:
+                seen = f"the update runs out of memory{where}, whatever the micro-batch"
+                hint = "free memory on the device, or use an optimizer with less state"
+            raise DoesNotFitError(seen, hint=hint) from error
         finally:
             del error  # the traceback holds this frame
 

@@ -1,4 +1,4 @@
-"""Forward and backward over the parts of one effective batch, each multiplied by its share of the loss."""
+"""Forward and backward over the parts of one effective batch, each loss multiplied by the factor of its part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -28,8 +29,10 @@ from autoaccum.sources.pytree import tensors
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.sharded import ShardedParts
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:
+
+def make_loss_factors(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:
     """Return the factor of each part's loss: a number, or one for each term of the loss.
 
     For a mean it is the part's weight over the total weight, for a sum 1.0. A part of weight zero has the factor 0 and
@@ -38,34 +41,27 @@ def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weigh
     Raises:
         WorkloadError: The parts' weights name different terms, or are numbers for some and mappings for others.
 
-    >>> make_shares([3.0, 1.0, 0.0], "mean")
+    >>> make_loss_factors([3.0, 1.0, 0.0], "mean")
     (0.75, 0.25, 0.0)
-    >>> make_shares([3.0, 1.0, 0.0], "sum")
+    >>> make_loss_factors([3.0, 1.0, 0.0], "sum")
     (1.0, 1.0, 0.0)
     """
-    numbers = [weight for weight in weights if not isinstance(weight, dict)]
-    terms = [weight for weight in weights if isinstance(weight, dict)]
-    if numbers and terms:
+    first = weights[0]
+    if any(isinstance(weight, dict) != isinstance(first, dict) for weight in weights):
         raise WorkloadError("weight(batch) is a number for some parts and a mapping for others", hint="return one kind")
-    if numbers:
-        total = sum(numbers)
-        return tuple(_share(number, total, reduction) for number in numbers)
-    names = list(terms[0])
-    matched = [match_weights(weight, names) for weight in terms]
-    totals = {name: sum(weight[name] for weight in matched) for name in names}
-    return tuple({name: _share(weight[name], totals[name], reduction) for name in names} for weight in matched)
+    matched = [match_weights(weight, first if isinstance(first, dict) else [""]) for weight in weights]
+    totals = add_by_name(matched)
+
+    def factor(weight: float, total: float) -> float:
+        return 0.0 if weight == 0 else weight / total if reduction == "mean" else 1.0
+
+    factors = [{name: factor(value, totals[name]) for name, value in weight.items()} for weight in matched]
+    return tuple(factors) if isinstance(first, dict) else tuple(factor[""] for factor in factors)
 
 
 def has_weight(weight: Weights) -> bool:
     """Return whether `weight`, or one of its terms, is above zero."""
     return any(value > 0 for value in weight.values()) if isinstance(weight, dict) else weight > 0
-
-
-def _share(weight: float, total: float, reduction: Reduction) -> float:
-    return 0.0 if weight == 0 else weight / total if reduction == "mean" else 1.0
-
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -74,29 +70,43 @@ class LossRecord:
 
     Attributes:
         names: The names of all terms, in order.
-        shares: The term's name and the share of each entry of `values`.
-        values: The unscaled losses, one for each term of each part.
+        entries: For each term of each part, its name, its factor, and the unscaled loss.
     """
 
     names: dict[str, None] = field(default_factory=dict)
-    shares: list[tuple[str, float]] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    entries: list[tuple[str, float, Tensor]] = field(default_factory=list)
 
-    def add(self, terms: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
-        """Add the terms of a part, and the values of those that have a share."""
+    def add(self, terms: Mapping[str, Tensor], factors: Mapping[str, float]) -> None:
+        """Add the terms of a part, and the values of those that have a factor."""
         self.names.update(dict.fromkeys(terms))
-        for name, share in shares.items():
-            if share > 0:
-                self.shares.append((name, share))
-                self.values.append(terms[name].detach().clone())
+        self.entries += [(name, one, terms[name].detach().clone()) for name, one in factors.items() if one > 0]
 
-    def read(self, norm: Tensor | None) -> tuple[dict[str, float], float | None]:
+    def read(self, norm: Tensor | None = None) -> tuple[dict[str, float], float | None]:
         """Read the sum of each term with weight over the parts, and `norm`, in the step's only synchronisation."""
-        scalars, values = [*self.values, *([] if norm is None else [norm])], list[float]()
-        if scalars:
-            values = list(map(float, torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()))
-        sums = add_by_name({name: share * value} for (name, share), value in zip(self.shares, values, strict=False))
-        return sums, None if norm is None else values[-1]
+        scalars = [value for *_, value in self.entries] + ([] if norm is None else [norm])
+        values = torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist() if scalars else []
+        pairs = zip(self.entries, values, strict=False)
+        sums = add_by_name({name: factor * float(value)} for (name, factor, _), value in pairs)
+        return sums, None if norm is None else float(values[-1])
+
+
+@dataclass
+class UpdateParts:
+    """What one update runs on this rank, and the losses that this gives.
+
+    Attributes:
+        batches: What the parts were split from; a coupled loss reads them.
+        parts: The parts, in order.
+        factors: The factors of their losses (`make_loss_factors`).
+        buffers: Where gradients are summed; None: in `.grad`.
+        losses: Their losses.
+    """
+
+    batches: Sequence[Any]
+    parts: Sequence[Any]
+    factors: Sequence[Weights] = ()
+    buffers: GradientBuffers | None = None
+    losses: LossRecord = field(default_factory=LossRecord)
 
 
 def add_by_name(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -106,8 +116,8 @@ def add_by_name(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
     {'a': 4.0, 'b': 2.0}
     """
     sums: dict[str, float] = {}
-    for each in figures:
-        for name, figure in each.items():
+    for by_name in figures:
+        for name, figure in by_name.items():
             sums[name] = sums.get(name, 0.0) + figure
     return sums
 
@@ -128,19 +138,21 @@ def total_loss(ranks: Sequence[tuple[Sequence[str], Mapping[str, float]]]) -> tu
     return sum(totals.values()), {name: totals.get(name, math.nan) for name in names}
 
 
-PartsRunner: TypeAlias = (
-    "Callable[[Backpropagation, Sequence[Any], Sequence[Weights], Sequence[Any], LossRecord], None]"
-)
-"""Runs forward and backward of all parts, with their shares, of batches that a coupled loss reads; records losses."""
+PartsRunner: TypeAlias = "Callable[[Backpropagation, UpdateParts], None]"
+"""Runs forward and backward of all parts, so that they can need each other; records their losses."""
 
 
 class Backpropagation:
     """Runs forward and backward of each part, so that the gradients add up to the effective batch's.
 
-    BatchNorm works as in PyTorch; `batchnorm` has a subclass for each mode. Parts are moved to the device
-    of the model's first parameter. `on_phase` is called with each phase as it begins. `run_parts` replaces the loop
-    over the parts where they need each other (`whole_batch`), `sharded` where FSDP2 shards the model.
-    `compares_samples` is True once the loss was seen to compare samples.
+    BatchNorm works as in PyTorch; `batchnorm` has a subclass for each mode. Parts are moved to the device of the
+    model's first parameter.
+
+    Attributes:
+        on_phase: Called with each phase as it begins.
+        run_parts: Replaces the loop over the parts where they need each other (`whole_batch`).
+        sharded: Replaces it where FSDP2 shards the model.
+        compares_samples: True once the loss was seen to compare samples.
     """
 
     def __init__(
@@ -152,47 +164,36 @@ class Backpropagation:
         scaler: GradScaler | None,
         on_phase: Callable[[StepPhase], None],
         ranks: Ranks = ONE_RANK,
+        sharded: ShardedParts | None = None,
     ) -> None:
+        self.model, self.objective, self.criterion = model, objective, objective.criterion_module
+        self.ranks, self.sharded, self.on_phase = ranks, sharded, on_phase
         self.run_parts: PartsRunner | None = None
-        self.sharded: ShardedParts | None = None
-        self.model, self.ranks = model, ranks
-        self.objective = objective
-        self.criterion = objective.criterion_module
-        self._precision = precision
-        self._scaler = scaler
-        self.on_phase = on_phase
+        self._precision, self._scaler = precision, scaler
         self._check_loss = self._has_checked_loss = self.compares_samples = False
         self.device = model_device(model)
 
-    def run(
-        self,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        batches: Sequence[Any],
-    ) -> LossRecord:
-        """Run `parts` one by one; each one's backward frees its graph.
+    def run(self, update: UpdateParts) -> None:
+        """Run the parts of `update` one by one; each one's backward frees its graph.
 
-        Parts without weight are not run, since their loss may be 0/0. `batches` are what the parts were split from; a
-        coupled loss reads them.
+        Parts without weight are not run, since their loss may be 0/0.
         """
-        record = LossRecord()
-        are_several = len(parts) > 1 or self.ranks.size > 1
-        self._check_loss = not self._has_checked_loss and (sum(map(has_weight, shares)) > 1 or self.ranks.size > 1)
+        are_several = len(update.parts) > 1 or self.ranks.size > 1
+        counting = sum(map(has_weight, update.factors))
+        self._check_loss = not self._has_checked_loss and (counting > 1 or self.ranks.size > 1)
         self.device = model_device(self.model)
-        with self._around_parts(), torch.enable_grad(), nullcontext() if buffers is None else buffers:
+        with self._around_parts(), torch.enable_grad(), update.buffers or nullcontext():
             if self.run_parts is not None and are_several:
-                self.run_parts(self, parts, shares, batches, record)
-                return record
+                self.run_parts(self, update)
+                return
             with parts_run(IN_SEQUENCE if are_several else None):
                 if self.sharded is not None:
-                    self.sharded.run(self, parts, shares, buffers, record)
-                    return record
-                for part, share in zip(parts, shares, strict=True):
-                    if has_weight(share):
+                    self.sharded.run(self, update)
+                    return
+                for part, factors in zip(update.parts, update.factors, strict=True):
+                    if has_weight(factors):
                         self.on_phase("batch")
-                        self.run_part(move_batch(part, self.device), share, buffers, record)
-        return record
+                        self.run_part(move_batch(part, self.device), factors, update.losses, update.buffers)
 
     def _around_parts(self) -> AbstractContextManager[None]:
         """Return the context in which all parts of an update run."""
@@ -205,11 +206,11 @@ class Backpropagation:
         """
         return []
 
-    def run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
+    def run_part(self, part: Any, factors: Weights, losses: LossRecord, buffers: GradientBuffers | None = None) -> None:
         """Run forward and backward of a part that is on the model's device; record its loss."""
         self.on_phase("forward")
         # What the loss is made of lives until backward has ended, as in training loops.
-        _scaled, loss, _terms = self.weighted_terms(part, weights, buffers, record)
+        _scaled, loss, _terms = self.weighted_terms(part, factors, losses, buffers)
         if self._check_loss:
             self._check_loss, self._has_checked_loss = False, True
             self.compares_samples = compares_samples(loss, self.model, part)
@@ -228,19 +229,21 @@ class Backpropagation:
             yield from root.named_modules(seen, prefix)
 
     def weighted_terms(
-        self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord
+        self, part: Any, factors: Weights, losses: LossRecord, buffers: GradientBuffers | None = None
     ) -> tuple[list[Tensor], Tensor, Mapping[str, Tensor]]:
-        """Run the forward of a part; return the terms by their shares, their sum, and the terms as they are."""
+        """Run the forward of a part; return the terms by their factors, their sum, and the terms as they are.
+
+        `buffers` take the common factor of the terms, where they have parameters of half precision.
+        """
         terms = self._forward(self.objective.terms, part)
-        shares = match_weights(weights, terms)
-        # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
-        common = 1.0
-        if buffers is not None and buffers.takes_share:
-            buffers.share = common = max(shares.values())
-        losses = [terms[name] * (share / common) for name, share in shares.items() if share > 0]
-        losses = losses or [next(iter(terms.values())).new_zeros(())]  # In lock step, parts without weight run, too.
-        record.add(terms, shares)
-        return losses, add_up(losses), terms
+        by_name, common = match_weights(factors, terms), 1.0
+        if buffers is not None and buffers.takes_factor:
+            # They multiply by it in float32: multiplied into a bf16 loss, it would be 0.4 % off.
+            buffers.factor = common = max(by_name.values())
+        scaled = [terms[name] * (factor / common) for name, factor in by_name.items() if factor > 0]
+        scaled = scaled or [next(iter(terms.values())).new_zeros(())]  # In lock step, parts without weight run, too.
+        losses.add(terms, by_name)
+        return scaled, add_up(scaled), terms
 
     def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part that takes no part in the update; return the terms of its loss."""
@@ -260,12 +263,12 @@ class Backpropagation:
         torch.clear_autocast_cache()
         return result
 
-    def coupled_loss(self, outputs: Any, batches: Sequence[Any], record: LossRecord) -> Tensor:
+    def coupled_loss(self, outputs: Any, batches: Sequence[Any], losses: LossRecord) -> Tensor:
         """Return the loss of the outputs of all `batches`."""
         batch = join_batches(batches) if batches[1:] else batches[0]
         with autocast(self._precision, self.device):
             terms = self.objective.coupled_terms(outputs, batch, self.device)
-        record.add(terms, dict.fromkeys(terms, 1.0))
+        losses.add(terms, dict.fromkeys(terms, 1.0))
         return add_up(list(terms.values()))
 
     def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
@@ -314,9 +317,9 @@ def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if any(tuple(made.shape) in squares for made in getattr(node, "_input_metadata", ())):
+        if any(tuple(entry.shape) in squares for entry in getattr(node, "_input_metadata", ())):
             return True
-        queue.extend(after for after, _ in node.next_functions)
+        queue.extend(inner for inner, _ in node.next_functions)
     return False
 
 
@@ -330,7 +333,7 @@ def model_device(model: nn.Module) -> torch.device:
 
     Sharded parameters that are offloaded to the host are gathered on the device of their mesh.
     """
-    tensor: Any = next((one for tensors in (model.parameters(), model.buffers()) for one in tensors), None)
+    tensor: Any = next(chain(model.parameters(), model.buffers()), None)
     if tensor is not None and is_sharded(tensor) and tensor.device.type != (kind := tensor.device_mesh.device_type):
         return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu") if tensor is None else tensor.device

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch, uncompiled
 from autoaccum.accumulation.coupling import list_names
+from autoaccum.accumulation.gradients import rounding_warning
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.accumulation.reachable_objects import all_modules, find_reachable
 from autoaccum.accumulation.rng_state import RngState, module_generators
@@ -28,7 +29,7 @@ from autoaccum.sources.weight_candidates import ignored_labels_warning
 from autoaccum.sources.weight_check import Advice, LossComparison, Unchecked, explain_mismatch
 
 if TYPE_CHECKING:
-    from autoaccum.accumulation.backpropagation import Backpropagation
+    from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts
 
 _BALANCES_EXPERTS = (
     "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
@@ -48,60 +49,46 @@ class FirstSteps:
     def __init__(self, check: str, objective: Objective, multiple_of: int) -> None:
         self._weighting = WeightingCheck(check, objective, multiple_of)
         self._is_first, self._has_warned, self._has_accumulated = True, False, False
-        self._messages: list[str] = []
-        self._versions: dict[str, tuple[Tensor, int]] = {}
 
-    def before(
+    @contextmanager
+    def watching(
         self,
         backpropagation: Backpropagation,
         modules: Sequence[nn.Module],
-        batches: Sequence[Any],
-        most: int,
-        *,
-        is_split: bool,
-    ) -> None:
-        """Look at an update of `batches` in parts of at most `most` samples, before these run.
-
-        `is_split` tells whether the effective batch, over all ranks, has several parts.
-        """
-        if is_split:
-            self._weighting.look(backpropagation, modules, batches, most)
-        self._versions = _buffer_versions(backpropagation.model) if is_split and not self._has_accumulated else {}
-        self._messages = [] if self._has_warned else backpropagation.warnings(modules, accumulates=is_split)
-
-    def after(
-        self,
-        backpropagation: Backpropagation,
-        parts: Sequence[Any],
+        update: UpdateParts,
         trained: Sequence[Tensor],
-        sums: Collection[Tensor],
-        others: Sequence[str],
+        micro_batch: int,
         *,
         is_split: bool,
-    ) -> None:
-        """Warn of what an update has shown, and of `others`, after its parts have run.
+    ) -> Iterator[None]:
+        """Look at an update in parts of at most `micro_batch` samples, which runs within; then warn of what it shows.
 
-        `trained` are the parameters that were used here, and `sums` those whose gradients are summed elsewhere.
+        `trained` are the parameters that it trains. `is_split` tells whether the effective batch, over all ranks, has
+        several parts.
 
         Raises:
             WorkloadError: No gradient reaches the model; or parts are wrongly weighted, and the check is strict.
         """
-        model = backpropagation.model
-        if self._is_first:
-            _check_gradients(model, trained, sums)
-        self._has_warned, self._is_first = self._has_warned or bool(self._messages), False
-        found = self._messages
-        if is_split and not self._has_accumulated:
+        if is_split:
+            self._weighting.look(backpropagation, modules, update.batches, micro_batch)
+        model, messages = backpropagation.model, list[str]()
+        if not self._has_warned:
+            messages += backpropagation.warnings(modules, accumulates=is_split)
+        accumulates_first = is_split and not self._has_accumulated
+        versions = _buffer_versions(model) if accumulates_first else {}
+        yield
+        buffers = update.buffers
+        if self._is_first and update.losses.entries:
+            _check_gradients(model, trained, () if buffers is None else buffers.sums)
+        self._has_warned, self._is_first = self._has_warned or bool(messages), False
+        if accumulates_first:
             self._has_accumulated = True
-            found = [
-                *found,
-                *([_BALANCES_EXPERTS] if balances_experts(model) else ()),
-                *_written(self._versions),
-                *others,
-            ]
-        for text in found:
+            messages += [_BALANCES_EXPERTS] if balances_experts(model) else []
+            messages += _written(versions)
+            messages += [] if buffers is None or not buffers.rounds else [rounding_warning(trained)]
+        for text in messages:
             warn_caller(text)
-        self._weighting.tell(backpropagation, parts, is_split=is_split)
+        self._weighting.tell(backpropagation, update.parts, is_split=is_split)
 
 
 def _check_gradients(model: nn.Module, trained: Sequence[Tensor], sums: Collection[Tensor]) -> None:

@@ -62,22 +62,24 @@ class GradientBuffers:
 
     Summed in bf16, many small gradients are rounded away: the sum of 1,024 is 3 % off. While the buffers are entered,
     each gradient moves from `.grad` to its sum as soon as autograd has computed it. Where parameters are of half
-    precision, it is multiplied by `share` in the precision of the sum, so that the share is not rounded.
+    precision, it is multiplied by `factor` in the precision of the sum, so that the factor is not rounded.
 
     If `in_fp32` is False, sums have the dtype of their parameters and need no memory beyond the gradients'. With
     `on_host`, they are in host memory, where each gradient goes as soon as it is there.
 
     Attributes:
-        share: What the next gradients are multiplied by.
-        takes_share: Whether it is to be other than 1.
+        factor: What the next gradients are multiplied by.
+        takes_factor: Whether it is to be other than 1, since parameters are of half precision.
+        rounds: Whether it sums in half precision.
         sums: The sums so far.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True, on_host: bool = False) -> None:
-        self.share = 1.0
+        self.factor = 1.0
         self._in_fp32, self._on_host = in_fp32, on_host
         self._parameters: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
-        self.takes_share = needs_buffers(self._parameters)
+        self.takes_factor = needs_buffers(self._parameters)
+        self.rounds = self.takes_factor and not in_fp32
         self.sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -95,8 +97,7 @@ class GradientBuffers:
             if total.is_sparse:
                 self.sums[parameter] = total.coalesce()
         # Not in the order of backward, which differs between ranks, and with it the last bit of their norm.
-        sums = [self.sums[parameter] for parameter in self._parameters if parameter in self.sums]
-        return [total.values() if total.is_sparse else total for total in sums]
+        return [_values(self.sums[parameter]) for parameter in self._parameters if parameter in self.sums]
 
     def add_zeros(self, parameter: Tensor) -> Tensor:
         """Add and return a sum of zeros for a parameter that has none."""
@@ -118,11 +119,11 @@ class GradientBuffers:
             gradient = gradient.cpu()
         total = self.sums.get(parameter)
         if total is None:
-            self.sums[parameter] = gradient.to(self._sum_dtype(gradient)).mul_(self.share)
+            self.sums[parameter] = gradient.to(self._sum_dtype(gradient)).mul_(self.factor)
         elif gradient.is_sparse:
-            self.sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
+            self.sums[parameter] = total + gradient.to(total.dtype).mul_(self.factor)
         else:
-            total.add_(gradient, alpha=self.share)
+            total.add_(gradient, alpha=self.factor)
 
     def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
         return torch.float32 if self._in_fp32 and tensor.dtype in HALF_DTYPES else tensor.dtype
@@ -145,12 +146,17 @@ def rounding_warning(parameters: Iterable[Tensor]) -> str:
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of `parameters`, or the values of sparse ones, as tensors that may be changed in place."""
-    filled: list[Any] = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in filled:
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    gradients = [parameter.grad for parameter in filled]
-    return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            gradients.append(_values(parameter.grad))
+    return gradients
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.values() if tensor.is_sparse else tensor
 
 
 def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:

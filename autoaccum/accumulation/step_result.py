@@ -167,6 +167,7 @@ class WeightingWarning(AccumulationWarning):
 def warn_caller(message: str, category: type[AccumulationWarning] = AccumulationWarning) -> None:
     """Warn at the nearest frame outside this package, so that Python's warning filters see the caller's line."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "autoaccum":
+    # A context manager of this package is left through contextlib.
+    while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("autoaccum", "contextlib"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

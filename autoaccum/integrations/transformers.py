@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.argument_checks import check_plan, checked_micro_batch, model_facts, unwrap_optimizer
+from autoaccum.accumulation.argument_checks import check_plan, model_facts, read_micro_batch, unwrap_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.integrations.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
 from autoaccum.planning.plan_record import Plan
@@ -72,7 +72,7 @@ class AccumulatorMixin:
         self._plan = plan
         self._settings = _settings_of(plan) if isinstance(plan, Plan) else {}
         if plan is None:
-            self._settings["micro_batch"] = checked_micro_batch(micro_batch)
+            self._settings["micro_batch"] = read_micro_batch(micro_batch)
         self._window: list[Any] = []
         self._gradients: _Gradients | None = None
         self._accumulator: Accumulator | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, add_by_name, autocast
+from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts, add_by_name, autocast
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
 from autoaccum.accumulation.rng_state import derive_seed, module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
@@ -181,9 +181,9 @@ class Evaluation:
                 parts.append(part)
                 outputs += outcome
         if outputs:
-            record = LossRecord()
-            loss_of_outputs(forward, outputs, parts, [batch], record)
-            figures, _ = record.read(None)
+            whole = UpdateParts([batch], parts)
+            loss_of_outputs(forward, whole, outputs)
+            figures, _ = whole.losses.read()
             yield Totals.of(figures, self._objective.weight(batch), batch_size(batch), adds_up=self._adds_up)
 
     def _attempt(self, forward: Backpropagation, part: Any) -> Totals | list[Any] | Exception:

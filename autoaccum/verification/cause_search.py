@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.backpropagation import make_shares
+from autoaccum.accumulation.backpropagation import make_loss_factors
 from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
 from autoaccum.accumulation.coupling_probe import find_coupling
@@ -388,7 +388,7 @@ def _read_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | 
     if objective.reduction == "sum":
         return (1.0,) * len(runs.parts)
     weights = [match_weights(objective.weight(part), terms) for part in runs.parts]
-    columns = {make_shares([weight[name] for weight in weights], "mean") for name in terms}
+    columns = {make_loss_factors([weight[name] for weight in weights], "mean") for name in terms}
     (shares, *others) = columns
     return None if others else tuple(share for share in shares if not isinstance(share, dict))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.backpropagation import has_weight, make_shares
+from autoaccum.accumulation.backpropagation import has_weight, make_loss_factors
 from autoaccum.errors import UsageError, WorkloadError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -179,20 +179,20 @@ def test_a_term_without_weight_is_left_out_and_reported_as_such() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
 def test_the_shares_of_a_mean_add_up_to_one(weights: list[int]) -> None:
-    shares = make_shares([float(weight) for weight in weights], "mean")
+    shares = make_loss_factors([float(weight) for weight in weights], "mean")
     numbers = [share for share in shares if not isinstance(share, dict)]
     assert sum(numbers) == pytest.approx(1.0 if any(weights) else 0.0)
     assert [has_weight(share) for share in numbers] == [weight > 0 for weight in weights]
 
 
 def test_each_term_has_shares_of_its_own() -> None:
-    shares = make_shares([{"a": 1.0, "b": 0.0}, {"b": 0.0, "a": 3.0}, {"a": 0.0, "b": 0.0}], "mean")
+    shares = make_loss_factors([{"a": 1.0, "b": 0.0}, {"b": 0.0, "a": 3.0}, {"a": 0.0, "b": 0.0}], "mean")
     assert shares == ({"a": 0.25, "b": 0.0}, {"a": 0.75, "b": 0.0}, {"a": 0.0, "b": 0.0})
     assert [has_weight(part) for part in shares] == [True, True, False]
 
 
 def test_weights_of_different_kinds_are_refused() -> None:
     with pytest.raises(WorkloadError, match="a number for some parts"):
-        make_shares([1.0, {"a": 1.0}], "mean")
+        make_loss_factors([1.0, {"a": 1.0}], "mean")
     with pytest.raises(WorkloadError, match="terms a, weight has b"):
-        make_shares([{"a": 1.0}, {"b": 1.0}], "mean")
+        make_loss_factors([{"a": 1.0}, {"b": 1.0}], "mean")

@@ -48,7 +48,7 @@ def test_mixed_precisions_have_one_norm() -> None:
 def test_buffers_of_sparse_gradients(dtype: torch.dtype) -> None:
     layer = nn.Embedding(10, 2, sparse=True).to(dtype)
     with GradientBuffers([layer.weight]) as buffers:
-        buffers.share = 0.5
+        buffers.factor = 0.5
         for tokens in ([1, 1, 2], [2, 9]):
             torch.autograd.backward(layer(torch.tensor(tokens)).sum())
     assert layer.weight.grad is None

@@ -105,7 +105,7 @@ def test_texts_mean_out_of_memory_surely_perhaps_or_not(text: str, is_definite: 
     "error", [torch.OutOfMemoryError("anything"), MemoryError(), OSError(errno.ENOMEM, "no more")], ids=repr
 )
 def test_types_come_first(error: Exception) -> None:
-    assert getattr(find_out_of_memory(error), "is_definite", False)
+    assert getattr(find_out_of_memory(error), "is_definite_oom", False)
 
 
 def test_real_errors_of_torch_and_numpy_are_recognised() -> None:

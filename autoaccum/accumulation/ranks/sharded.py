@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
+from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts, has_weight
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
@@ -78,8 +78,8 @@ def out_of_memory(failure: RankFailure, next_micro_batch: int) -> UpdateInterrup
 class ShardedParts:
     """Runs the parts of updates of a sharded model.
 
-    Gradients are summed, not averaged: shares weight them. They are divided by the largest share of all before the
-    backward and multiplied by it after the sum, in the sum's dtype, so that equal shares are not rounded to bf16.
+    Gradients are summed, not averaged: factors of the losses weight them. They are divided by the largest factor before
+    the backward and multiplied by it after the sum, in the sum's dtype, so that equal ones are not rounded to bf16.
 
     Attributes:
         is_running: Whether parts run, so that other ranks may wait in a collective.
@@ -96,66 +96,59 @@ class ShardedParts:
             self._check_dtypes()
 
     def deal(
-        self, ranks: Ranks, parts: Sequence[Any], shares: Sequence[Sequence[Weights]], trained: Sequence[Tensor]
-    ) -> tuple[list[Any], list[Weights]]:
-        """Return the parts that this rank runs, as many as every other, with their shares of the largest one.
+        self, ranks: Ranks, update: UpdateParts, factors: Sequence[Sequence[Weights]], trained: Sequence[Tensor]
+    ) -> None:
+        """Let every rank run as many parts as the others, whose `factors` become those of the largest one.
 
-        Those that do not count have no share: repetitions of its smallest part that has one, or of its smallest part,
-        or of another rank's where it has none. From now on, ranks may wait for each other.
+        Those that do not count have no factor: repetitions of this rank's smallest part that has one, or of its
+        smallest part, or of another rank's where it has none. From now on, ranks may wait for each other.
 
         Args:
             ranks: The ranks.
-            parts: This rank's parts.
-            shares: The shares of all parts, for each rank.
+            update: This rank's parts, which are changed.
+            factors: The factors of all parts, for each rank.
             trained: The parameters of the optimizer.
         """
-        mine = shares[ranks.rank]
         self._trained = [parameter for parameter in trained if parameter.requires_grad]
-        self._largest = max(value for rank in shares for share in rank for value in _values(share))
-        counted = [(part, _times(share, 1 / self._largest)) for part, share in zip(parts, mine, strict=True)]
-        counted = [(part, share) for part, share in counted if has_weight(share)]
-        spare = min([part for part, _ in counted] or parts, key=batch_size, default=None)
-        if not all(shares):
-            lender = next(rank for rank, has in enumerate(shares) if has)
-            lent = ranks.gather(spare if ranks.rank == lender else None)[lender]
-            spare = lent if spare is None else spare
-        rounds = max(sum(map(has_weight, one)) for one in shares)
-        none: Weights = _times(next(share for rank in shares for share in rank), 0.0)
-        counted += [(spare, none)] * (rounds - len(counted))
+        everything = [factor for of_rank in factors for factor in of_rank]
+        self._largest = max(value for factor in everything for value in _values(factor))
+        pairs = zip(update.parts, update.factors, strict=True)
+        counted = [(part, _times(factor, 1 / self._largest)) for part, factor in pairs if has_weight(factor)]
+        repeated = min([part for part, _ in counted] or update.parts, key=batch_size, default=None)
+        if not all(factors):
+            lender = next(rank for rank, of_rank in enumerate(factors) if of_rank)
+            lent = ranks.gather(repeated if ranks.rank == lender else None)[lender]
+            repeated = lent if repeated is None else repeated
+        rounds = max(sum(map(has_weight, of_rank)) for of_rank in factors)
+        counted += [(repeated, _times(everything[0], 0.0))] * (rounds - len(counted))
+        update.parts, update.factors = [part for part, _ in counted], [factor for _, factor in counted]
         self.is_running = True
-        return [part for part, _ in counted], [share for _, share in counted]
 
-    def run(
-        self,
-        backpropagation: Backpropagation,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        record: LossRecord,
-    ) -> None:
-        """Run what `deal` returned, and sum the gradients; their losses are recorded with their shares of the update.
+    def run(self, backpropagation: Backpropagation, update: UpdateParts) -> None:
+        """Run what `deal` has left, and sum the gradients; losses are recorded with their factors in the update.
 
         Raises:
             UsageError: FSDP2 did not sum all gradients.
         """
         with self._sums():
-            for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
-                is_last = index == len(parts) - 1
+            for index, (part, factor) in enumerate(zip(update.parts, update.factors, strict=True)):
+                is_last = index == len(update.parts) - 1
                 for module in self._modules:
                     module.set_requires_gradient_sync(is_last or self._grad_sync == "each", recurse=False)
                     module.set_requires_all_reduce(is_last, recurse=False)
                 backpropagation.on_phase("batch")
                 moved = move_batch(part, backpropagation.device)
-                if has_weight(share):
-                    backpropagation.run_part(moved, share, None, record)
+                if has_weight(factor):
+                    backpropagation.run_part(moved, factor, update.losses)
                 else:
                     self._run_uncounted(backpropagation, moved)
                 del moved
-            self._check_sums(buffers)
+            self._check_sums(update.buffers)
         reshard(self._model)  # What set_reshard_after_backward(False) keeps gathered would miss the update.
         if self._largest != 1.0:
-            record.shares = [(name, share * self._largest) for name, share in record.shares]
-            for gradient in dense_gradients(self._trained) if buffers is None else buffers.values():
+            entries = update.losses.entries
+            entries[:] = [(name, factor * self._largest, value) for name, factor, value in entries]
+            for gradient in dense_gradients(self._trained) if update.buffers is None else update.buffers.values():
                 gradient.mul_(self._largest)
 
     @contextmanager
@@ -252,11 +245,11 @@ def param_groups(module: Any) -> list[Any]:
     return [group for group in found if group is not None]
 
 
-def _values(share: Weights) -> list[float]:
-    return list(share.values()) if isinstance(share, dict) else [share]
+def _values(factor: Weights) -> list[float]:
+    return list(factor.values()) if isinstance(factor, dict) else [factor]
 
 
-def _times(share: Weights, factor: float) -> Weights:
-    if isinstance(share, dict):
-        return {name: value * factor for name, value in share.items()}
-    return share * factor
+def _times(factor: Weights, number: float) -> Weights:
+    if isinstance(factor, dict):
+        return {name: value * number for name, value in factor.items()}
+    return factor * number

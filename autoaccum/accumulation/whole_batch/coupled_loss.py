@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, UpdateParts
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.accumulation.rng_state import RngState, restore_rng_state
@@ -22,37 +22,31 @@ from autoaccum.sources.pytree import CustomBatch
 
 
 def output_gradients(
-    backpropagation: Backpropagation, outputs: Sequence[Any], parts: Sequence[Any], batches: Sequence[Any], record: Any
+    backpropagation: Backpropagation, update: UpdateParts, outputs: Sequence[Any]
 ) -> list[list[Tensor | None]]:
-    """Return the gradients of the loss by the outputs of each of this rank's `parts`, of `batches`.
+    """Return the gradients of the loss by the `outputs` of each of this rank's parts.
 
     What else the loss uses, such as its own parameters, gets its gradients on the first rank only.
     """
-    leaves = [_require_gradients(one) for one in outputs]
-    loss = loss_of_outputs(backpropagation, leaves, parts, batches, record)
+    leaves = [_require_gradients(of_part) for of_part in outputs]
+    loss = loss_of_outputs(backpropagation, update, leaves)
     backpropagation.on_phase("backward")
-    found = [[*pytree.tensors(one)] for one in leaves]
-    inputs = [leaf for part in found for leaf in part if leaf.requires_grad]
+    tensors = [[*pytree.tensors(of_part)] for of_part in leaves]
+    inputs = [leaf for part in tensors for leaf in part if leaf.requires_grad]
     backpropagation.backward(loss, None if backpropagation.ranks.rank == 0 else inputs)
-    return [[leaf.grad for leaf in part] for part in found]
+    return [[leaf.grad for leaf in part] for part in tensors]
 
 
-def loss_of_outputs(
-    backpropagation: Backpropagation,
-    outputs: Sequence[Any],
-    parts: Sequence[Any],
-    batches: Sequence[Any],
-    record: LossRecord,
-) -> Tensor:
-    """Return the loss of the outputs of this rank's `parts`, of `batches`, with those of other ranks."""
-    ranks, sizes = backpropagation.ranks, [*map(batch_size, parts)]
+def loss_of_outputs(backpropagation: Backpropagation, update: UpdateParts, outputs: Sequence[Any]) -> Tensor:
+    """Return the loss of the `outputs` of this rank's parts, with those of other ranks."""
+    ranks, sizes = backpropagation.ranks, [*map(batch_size, update.parts)]
     if ranks.size == 1:
-        return backpropagation.coupled_loss(join_outputs(outputs, sizes), batches, record)
-    read = [backpropagation.objective.read_by_coupled_loss(batch) for batch in batches]
+        return backpropagation.coupled_loss(join_outputs(outputs, sizes), update.batches, update.losses)
+    read = [backpropagation.objective.read_by_coupled_loss(batch) for batch in update.batches]
     everything, all_sizes, all_read = _gather_outputs(backpropagation, outputs, sizes, read)
     joined = join_outputs(everything, all_sizes)
     with _same_random_numbers(ranks, backpropagation.device):
-        return backpropagation.coupled_loss(joined, all_read, record if ranks.rank == 0 else LossRecord())
+        return backpropagation.coupled_loss(joined, all_read, update.losses if ranks.rank == 0 else LossRecord())
 
 
 def _require_gradients(outputs: Any) -> Any:
@@ -95,14 +89,13 @@ def _gather_outputs(
     def receive(tensor: Tensor, own: Any) -> Tensor:
         return tensor.to(device) if own is None else torch.as_strided(tables[own[0]], *own[1:])
 
-    everything = [
-        *(
-            _require_gradients(_map_in_order(part, views, receive)) if rank != ranks.rank else outputs[index]
-            for rank, (parts, _, _, views) in enumerate(rows)
-            for index, part in enumerate(parts)
-        )
-    ]
-    return everything, [size for _, each, _, _ in rows for size in each], [one for *_, each, _ in rows for one in each]
+    everything, all_sizes, all_batches = list[Any](), list[int](), list[Any]()
+    for rank, (of_parts, sizes, batches, views) in enumerate(rows):
+        received = [_require_gradients(_map_in_order(part, views, receive)) for part in of_parts]
+        everything += outputs if rank == ranks.rank else received
+        all_sizes += sizes
+        all_batches += batches
+    return everything, all_sizes, all_batches
 
 
 def _map_in_order(part: Any, values: Sequence[Any], change: Callable[[Tensor, Any], Tensor]) -> Any:

@@ -256,7 +256,7 @@ def test_tuples_and_lists_are_records(function: Any, micro_batch: int) -> None:
             "coupled is set, but the loss is a function of model and",
         ),
         ({"criterion": nn.MSELoss(), "batchnorm": "running"}, 'batchnorm is "running", and parts of the batch need ea'),
-        ({"criterion": nn.MSELoss(), "coupled": "twice"}, "coupled is 'twice': take True or False"),
+        ({"criterion": nn.MSELoss(), "coupled": "twice"}, "coupled is 'twice': give True or False"),
         ({"coupled_loss": info_nce}, "there is coupled_loss, but no outputs: write both"),
         ({"coupled_loss": info_nce, "outputs": outputs, "loss": nn.MSELoss()}, "there are loss and coupled_loss: give"),
     ],
