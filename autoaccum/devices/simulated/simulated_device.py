@@ -246,8 +246,9 @@ class SimulatedDevice(Device):
                 *_notes_on_values(traces),
                 *self._traces.notes,
                 *assumed,
-                f"the uncertainty of {uncertainty} covers {_uncertainty_causes(self._context, sized, self._nccl_bytes)}, not other programs"
-                " on the card or batches larger than batch(size)",
+                f"the uncertainty of {uncertainty} covers"
+                f" {_uncertainty_causes(self._context, sized, self._nccl_bytes)}, not other programs on the card or"
+                " batches larger than batch(size)",
             ),
         )
 
