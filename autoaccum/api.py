@@ -360,7 +360,7 @@ def fit(
     run_dir: str | Path | None = None,
     resume: str = "auto",
     checkpoint_every: int = 100,
-    keep: int = 3,
+    max_checkpoints: int = 3,
     seed: int = 0,
     workers: int = 0,
     skip_nonfinite: bool = False,
@@ -412,7 +412,7 @@ def fit(
             files if that is installed. None: nothing is written.
         resume: `auto`: resume if the folder has a checkpoint; `must`: fail without one; `never`: refuse such a folder.
         checkpoint_every: Updates between checkpoints.
-        keep: Number of checkpoints to keep.
+        max_checkpoints: How many checkpoints to keep; older ones are removed.
         seed: Seeds the weights of a workload's model, the order of the data, and all random numbers of training.
         workers: Processes that read a map-style dataset; a DataLoader uses its own.
         skip_nonfinite: Skip an update with a non-finite loss or gradient instead of ending the run.

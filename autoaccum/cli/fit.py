@@ -63,7 +63,9 @@ _CODE_INTERRUPTED = 130
 @click.option(
     "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
 )
-@click.option("--keep", type=count, default=3, show_default=True, metavar="N", help="Checkpoints to keep.")
+@click.option(
+    "--max-checkpoints", type=count, default=3, show_default=True, metavar="N", help="Checkpoints to keep, the newest."
+)
 @click.option(
     "--resume",
     type=click.Choice(("auto", "must", "never")),

@@ -187,6 +187,7 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
 
 RENAMED_FLAGS: Final = {
     "--ceiling": "--exact-max",
+    "--keep": "--max-checkpoints",
     "--keeps": "--ema or --hold-outputs",
     "--micro-batch": "--fit-micro-batch",  # Of the commands that have no --micro-batch.
     "--worst-of": "--longest-of",

@@ -67,7 +67,7 @@ class FitRequest:
     run_dir: str | Path | None = None
     resume: str = "auto"
     checkpoint_every: int = 100
-    keep: int = 3
+    max_checkpoints: int = 3
     seed: int = 0
     workers: int = 0
     skip_nonfinite: bool = False
@@ -88,7 +88,7 @@ class FitRequest:
         return cls(model_or_workload=model_or_workload, options=Options.of("fit", others), **mine)
 
     def __post_init__(self) -> None:
-        counts = {"target_batch": 1, "checkpoint_every": 1, "keep": 1, "seed": 0, "workers": 0}
+        counts = {"target_batch": 1, "checkpoint_every": 1, "max_checkpoints": 1, "seed": 0, "workers": 0}
         counts |= dict.fromkeys(("epochs", "steps", "micro_batch", "eval_every"), 1)
         for name, least in counts.items():
             if getattr(self, name) is not None:

@@ -54,7 +54,7 @@ class RunFolder:
 
     Args:
         path: The folder; created if missing.
-        keep: The number of checkpoints to keep.
+        max_checkpoints: How many checkpoints to keep; older ones are removed.
         reads_only: Whether this process only reads, as those of several ranks do except for rank 0.
 
     Attributes:
@@ -65,9 +65,9 @@ class RunFolder:
             like a run's but no checkpoint. Those belong to someone else, and nothing is touched.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 3, reads_only: bool = False) -> None:
+    def __init__(self, path: str | Path, *, max_checkpoints: int = 3, reads_only: bool = False) -> None:
         self.path = Path(path).absolute()
-        self._folder, self._keep = self.path / "checkpoints", keep
+        self._folder, self._max_checkpoints = self.path / "checkpoints", max_checkpoints
         self._lock: int | None = None
         if reads_only:
             return
@@ -132,7 +132,7 @@ class RunFolder:
         path = self._folder / f"checkpoint-{update:08}.pt"
         write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
         paths = self.checkpoints()
-        for earlier in paths[paths.index(path) + self._keep :]:
+        for earlier in paths[paths.index(path) + self._max_checkpoints :]:
             with suppress(OSError):  # Tried again the next time.
                 earlier.unlink()
         return path

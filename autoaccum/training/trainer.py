@@ -65,7 +65,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         setup = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
-            folder = RunFolder(request.run_dir, keep=request.keep, reads_only=not ranks.is_first)
+            folder = RunFolder(request.run_dir, max_checkpoints=request.max_checkpoints, reads_only=not ranks.is_first)
             stack.enter_context(folder)
         settings = DataSettings(
             target_batch=request.target_batch,

@@ -155,6 +155,7 @@ USAGE = [
     ("m.py --target-batch 8", "missing option '--run-dir'"),
     ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: give epochs=3"),
     ("m.py --target-batch 8 --run-dir a --clip-norm nan", "clip_norm is nan: give a number above 0"),
+    ("m.py --target-batch 8 --run-dir a --keep 3", "--keep is called --max-checkpoints now: see `autoaccum fit"),
 ]
 
 
@@ -201,7 +202,7 @@ WORDS = ("my model.py", "--target-batch", "8", "--run-dir", "a")
 
 def test_every_option_reaches_the_training(training: Callable[..., list[FitRequest]]) -> None:
     asked = training()
-    numbers = {"epochs": 2, "steps": 3, "micro_batch": 4, "eval_every": 5, "evaluation_batch": 6, "keep": 8}
+    numbers = {"epochs": 2, "steps": 3, "micro_batch": 4, "eval_every": 5, "evaluation_batch": 6, "max_checkpoints": 8}
     numbers |= {"checkpoint_every": 7, "seed": 9, "workers": 10}
     texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
     texts |= {"resume": "must", "batchnorm": "frozen"}

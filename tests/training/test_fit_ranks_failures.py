@@ -123,7 +123,7 @@ def have_trouble(folder: str) -> Any:
         write(path, content)
 
     run_folder.write_file = write_once
-    result, _, _ = train(f"{folder}/full", keep=9)
+    result, _, _ = train(f"{folder}/full", max_checkpoints=9)
     seen["full"] = result.unsaved, result.updates
     seen["full at first"] = ending(f"{folder}/full at first")
     run_folder.write_file = write

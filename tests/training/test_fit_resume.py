@@ -164,7 +164,7 @@ def test_a_longer_goal_resumes_from_the_end(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
-    first = run(tmp_path / "a", checkpoint_every=1, keep=2)
+    first = run(tmp_path / "a", checkpoint_every=1, max_checkpoints=2)
     names = sorted(path.name for path in (tmp_path / "a" / "checkpoints").glob("*.pt"))
     assert names == ["checkpoint-00000007.pt", "checkpoint-00000008.pt"]
     assert first.checkpoint == tmp_path / "a" / "checkpoints" / names[-1]
@@ -211,7 +211,7 @@ def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -
 )
 def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Enough):
-        run(tmp_path, 2, keep=1)
+        run(tmp_path, 2, max_checkpoints=1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     with pytest.raises(UsageError, match=message):
         run(tmp_path, **options)

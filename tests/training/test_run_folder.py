@@ -231,7 +231,7 @@ def test_nothing_in_a_checkpoint_can_run_code_and_another_format_is_refused(tmp_
 def test_only_the_newest_checkpoints_stay_and_unfinished_ones_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".checkpoint-00000001.pt.tmp").write_bytes(b"half")
-    with RunFolder(tmp_path, keep=3) as run:
+    with RunFolder(tmp_path, max_checkpoints=3) as run:
         for update in (0, 100, 200, 99_999_999, 100_000_000):
             assert run.write_checkpoint(update, record(update)).name == f"checkpoint-{update:08}.pt"
         assert [path.name[11:-3] for path in run.checkpoints()] == ["100000000", "99999999", "00000200"]
