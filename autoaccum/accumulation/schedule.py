@@ -1,7 +1,7 @@
-"""Compute micro-batch sizes from a target batch, a ceiling and a number of ranks, in pure integers.
+"""Compute micro-batch sizes from a target batch, the largest that fits and a number of ranks, in pure integers.
 
 The rule is to take the fewest micro-batches that fit, and to divide the target evenly among them. Micro-batches of
-the ceiling's size only would silently train another batch size (64 // 24 = 2 micro-batches of 24 are 48 samples).
+the largest size only would silently train another batch size (64 // 24 = 2 micro-batches of 24 are 48 samples).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Schedule:
 
     Attributes:
         ranks: For each rank, the sizes of its micro-batches in samples, in order. Every rank runs the same number of
-            micro-batches, so that collectives match; one with a small share may run a micro-batch of 0 samples.
+            micro-batches, so that collectives match; one with few samples may run a micro-batch of 0 samples.
 
     Raises:
         UsageError: There is no rank or no part, ranks differ in their number of parts, or there is no sample.
@@ -69,7 +69,7 @@ class Schedule:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The parts of the rank with the largest share."""
+        """The parts of the rank with the most samples."""
         return max(self.ranks, key=sum)
 
     @property
@@ -92,20 +92,20 @@ class Schedule:
 
 
 def make_schedule(
-    target_batch: int, ceiling: int, *, world_size: int = 1, equal: bool = False, multiple_of: int = 1
+    target_batch: int, largest_fit: int, *, world_size: int = 1, equal: bool = False, multiple_of: int = 1
 ) -> Schedule:
-    """Cut `target_batch` samples into the fewest micro-batches of at most `ceiling` samples.
+    """Cut `target_batch` samples into the fewest micro-batches of at most `largest_fit` samples.
 
     Args:
         target_batch: The number of samples per update, over all ranks.
-        ceiling: The largest micro-batch that fits, in samples.
-        world_size: The number of ranks that share the target; their shares differ by at most one sample.
-        equal: Whether all parts of all ranks have one size: the largest divisor of a rank's share that fits.
+        largest_fit: The largest micro-batch that fits, in samples.
+        world_size: The number of ranks that share the target; their samples differ by at most `multiple_of`.
+        equal: Whether all parts of all ranks have one size: the largest divisor of a rank's samples that fits.
         multiple_of: The number that every part is a multiple of.
 
     Raises:
-        UsageError: An argument is not a whole number of at least 1, the target is no multiple of `multiple_of`, the
-            ceiling is below it, or parts are to be `equal` and the target is not divisible by the number of ranks.
+        UsageError: An argument is not a whole number of at least 1, the target is no multiple of `multiple_of`, less
+            than that fits, or parts are to be `equal` and the target is not divisible by the number of ranks.
 
     >>> make_schedule(256, 100).ranks
     ((86, 85, 85),)
@@ -116,28 +116,30 @@ def make_schedule(
     >>> make_schedule(12, 5, multiple_of=2).micro_batches
     (4, 4, 4)
     """
-    target_batch = read_count(target_batch, "the target batch")
-    ceiling = read_count(ceiling, "the ceiling")
-    world_size = read_count(world_size, "the world size")
-    if read_count(multiple_of, "the multiple") > 1:
-        check_multiple(target_batch, multiple_of, "the target batch")
-        whole = _whole_ceiling(ceiling, multiple_of)
-        counted = make_schedule(target_batch // multiple_of, whole, world_size=world_size, equal=equal)
-        return Schedule(tuple(tuple(part * multiple_of for part in parts) for parts in counted.ranks))
-    if equal:
-        return _equal_schedule(target_batch, ceiling, world_size)
-    shares = even_parts(target_batch, world_size)
-    iter_size = -(-shares[0] // ceiling)
-    return Schedule(tuple(even_parts(share, iter_size) for share in shares))
+    target_batch, world_size = read_count(target_batch, "the target batch"), read_count(world_size, "the world size")
+    most = _count_units(largest_fit, multiple_of)
+    check_multiple(target_batch, multiple_of, "the target batch")
+    rank_units = even_parts(target_batch // multiple_of, world_size)
+    if equal and rank_units[0] != rank_units[-1]:
+        step = world_size * multiple_of
+        below = target_batch - target_batch % step
+        nearest = [multiple for multiple in (below, below + step) if multiple]
+        raise UsageError(
+            f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
+            hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal or --for)",
+        )
+    part = part_sizes(rank_units[0], most, equal=True)[-1] if equal else most
+    iter_size = -(-rank_units[0] // part)
+    return Schedule(tuple(tuple(part * multiple_of for part in even_parts(units, iter_size)) for units in rank_units))
 
 
-def part_sizes(share: int, most: int, *, equal: bool = False, multiple_of: int = 1) -> list[int]:
+def part_sizes(rank_samples: int, most: int, *, equal: bool = False, multiple_of: int = 1) -> list[int]:
     """Return every size that the largest micro-batch can have, up to `most`, in ascending order.
 
-    Between two of them every ceiling gives the same schedule: 12 samples in parts of at most 6 to 11 are 6 + 6.
+    Whatever fits between two of them gives the same schedule: 12 samples in parts of at most 6 to 11 are 6 + 6.
 
     Args:
-        share: The samples per update of the rank with the most, a multiple of `multiple_of`.
+        rank_samples: The samples per update of the rank with the most, a multiple of `multiple_of`.
         most: The largest size, in samples.
         equal: Whether all parts have one size.
         multiple_of: The number that every part is a multiple of.
@@ -145,13 +147,13 @@ def part_sizes(share: int, most: int, *, equal: bool = False, multiple_of: int =
     >>> part_sizes(12, 12), part_sizes(12, 5, equal=True), part_sizes(12, 12, multiple_of=4)
     ([1, 2, 3, 4, 6, 12], [1, 2, 3, 4], [4, 8, 12])
     """
-    whole = share // multiple_of
+    units = rank_samples // multiple_of
     # Below the square root the sizes of neighbouring numbers of parts differ by at most one, so that there is each.
-    few = range(1, isqrt(whole) + 1)
+    few = range(1, isqrt(units) + 1)
     if equal:
-        sizes = {size for count in few if whole % count == 0 for size in (count, whole // count)}
+        sizes = {size for count in few if units % count == 0 for size in (count, units // count)}
     else:
-        sizes = {*few, *(-(-whole // count) for count in (*few, few.stop))}
+        sizes = {*few, *(-(-units // count) for count in (*few, few.stop))}
     return [size * multiple_of for size in sorted(sizes) if size * multiple_of <= most]
 
 
@@ -165,13 +167,13 @@ def check_multiple(samples: int, multiple_of: int, what: str) -> None:
         )
 
 
-def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """Split one rank's `samples` evenly into the fewest parts of at most `ceiling` samples each.
+def split_evenly(samples: int, most: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """Split one rank's `samples` evenly into the fewest parts of at most `most` samples each.
 
     Every part is a multiple of `multiple_of`, except for a last part with the remainder.
 
     Raises:
-        UsageError: An argument is not a whole number of at least 1, or the ceiling is below `multiple_of`.
+        UsageError: An argument is not a whole number of at least 1, or `most` is below `multiple_of`.
 
     >>> split_evenly(256, 100)
     (86, 85, 85)
@@ -180,12 +182,10 @@ def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int,
     >>> split_evenly(15, 6, multiple_of=2)
     (6, 4, 4, 1)
     """
-    samples, ceiling = read_count(samples, "the number of samples"), read_count(ceiling, "the ceiling")
-    if read_count(multiple_of, "the multiple") > 1:
-        whole, rest = divmod(samples, multiple_of)
-        counted = split_evenly(whole, _whole_ceiling(ceiling, multiple_of)) if whole else ()
-        return (*(part * multiple_of for part in counted), *((rest,) if rest else ()))
-    return even_parts(samples, -(-samples // ceiling))
+    most = _count_units(most, multiple_of)
+    units, rest = divmod(read_count(samples, "the number of samples"), multiple_of)
+    parts = even_parts(units, -(-units // most)) if units else ()
+    return (*(part * multiple_of for part in parts), *((rest,) if rest else ()))
 
 
 def even_parts(total: int, count: int) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def format_parts(parts: Sequence[int]) -> str:
     return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
 
 
-def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> str | None:
+def equal_parts_cost(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> str | None:
     """Return a sentence on the cost of equal parts, or None if they need less than twice as many micro-batches.
 
     >>> print(equal_parts_cost(make_schedule(257, 100, equal=True), 100))
@@ -235,38 +235,27 @@ def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> 
  257 in uneven parts (without --equal or --for) is 86 + 86 + 85
     >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
     """
-    uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size, multiple_of=multiple_of)
+    uneven = make_schedule(schedule.target_batch, largest_fit, world_size=schedule.world_size, multiple_of=multiple_of)
     if schedule.iter_size < 2 * uneven.iter_size:
         return None
-    share, even = sum(schedule.micro_batches), uneven.iter_size * uneven.micro_batch
+    rank_samples, even = sum(schedule.micro_batches), uneven.iter_size * uneven.micro_batch
     each = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
     return (
-        f"equal parts of {share} take {schedule.iter_size} micro-batches per update where uneven ones take"
+        f"equal parts of {rank_samples} take {schedule.iter_size} micro-batches per update where uneven ones take"
         f" {uneven.iter_size}: a target batch of {even * schedule.world_size} is {uneven.iter_size} x"
-        f" {uneven.micro_batch}{each}, and {share} in uneven parts (without --equal or --for) is"
+        f" {uneven.micro_batch}{each}, and {rank_samples} in uneven parts (without --equal or --for) is"
         f" {format_parts(uneven.micro_batches)}"
     )
 
 
-def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedule:
-    share, left_over = divmod(target_batch, world_size)
-    if left_over:
-        nearest = [multiple for multiple in (share * world_size, (share + 1) * world_size) if multiple]
+def _count_units(most: int, multiple_of: int) -> int:
+    """Return how many multiples of `multiple_of` a micro-batch of at most `most` samples can hold; check both."""
+    most, multiple_of = read_count(most, "the largest micro-batch"), read_count(multiple_of, "the multiple")
+    if most < multiple_of:
         raise UsageError(
-            f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
-            hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal or --for)",
+            f"micro-batches of at most {most} are to be multiples of {multiple_of}", hint=f"allow {multiple_of} or more"
         )
-    part = part_sizes(share, ceiling, equal=True)[-1]
-    return Schedule(((part,) * (share // part),) * world_size)
-
-
-def _whole_ceiling(ceiling: int, multiple_of: int) -> int:
-    if ceiling < multiple_of:
-        raise UsageError(
-            f"micro-batches of at most {ceiling} are to be multiples of {multiple_of}",
-            hint=f"allow {multiple_of} or more",
-        )
-    return ceiling // multiple_of
+    return most // multiple_of
 
 
 Batch = TypeVar("Batch")

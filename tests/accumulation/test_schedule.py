@@ -21,37 +21,37 @@ from autoaccum.accumulation.schedule import (
 from autoaccum.errors import UsageError
 
 targets = st.integers(1, 3000)
-ceilings = st.integers(1, 4000)
+fits = st.integers(1, 4000)
 world_sizes = st.integers(1, 24)
 
 
 @settings(deadline=None)
-@given(targets, ceilings, world_sizes)
-def test_any_schedule_is_valid(target: int, ceiling: int, world_size: int) -> None:
-    check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
+@given(targets, fits, world_sizes)
+def test_any_schedule_is_valid(target: int, largest_fit: int, world_size: int) -> None:
+    check_schedule(make_schedule(target, largest_fit, world_size=world_size), target, largest_fit, world_size)
 
 
-def check_schedule(schedule: Schedule, target: int, ceiling: int, world_size: int, step: int = 1) -> None:
+def check_schedule(schedule: Schedule, target: int, largest_fit: int, world_size: int, step: int = 1) -> None:
     parts = [part for rank in schedule.ranks for part in rank]
-    shares = [sum(rank) for rank in schedule.ranks]
+    sums = [sum(rank) for rank in schedule.ranks]
     assert sum(parts) == schedule.target_batch == target
-    assert schedule.world_size == world_size == len(shares)
-    assert max(parts) <= ceiling
+    assert schedule.world_size == world_size == len(sums)
+    assert max(parts) <= largest_fit
     assert {len(rank) for rank in schedule.ranks} == {schedule.iter_size}
-    assert max(shares) - min(shares) <= step
+    assert max(sums) - min(sums) <= step
     assert all(max(rank) - min(rank) <= step for rank in schedule.ranks)
-    assert sum(schedule.micro_batches) == max(shares)
-    # One micro-batch fewer could not hold the longest share.
-    assert (schedule.iter_size - 1) * (ceiling - ceiling % step) < max(shares)
+    assert sum(schedule.micro_batches) == max(sums)
+    # One micro-batch fewer could not hold the most samples of a rank.
+    assert (schedule.iter_size - 1) * (largest_fit - largest_fit % step) < max(sums)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 600), ceilings, world_sizes)
-def test_equal_parts_are_the_largest_divisor_that_fits(share: int, ceiling: int, world_size: int) -> None:
-    schedule = make_schedule(share * world_size, ceiling, world_size=world_size, equal=True)
+@given(st.integers(1, 600), fits, world_sizes)
+def test_equal_parts_are_the_largest_divisor_that_fits(rank_samples: int, largest_fit: int, world_size: int) -> None:
+    schedule = make_schedule(rank_samples * world_size, largest_fit, world_size=world_size, equal=True)
     (part,) = {part for rank in schedule.ranks for part in rank}
-    assert schedule.target_batch == share * world_size
-    assert part == max(d for d in range(1, share + 1) if share % d == 0 and d <= ceiling)
+    assert schedule.target_batch == rank_samples * world_size
+    assert part == max(d for d in range(1, rank_samples + 1) if rank_samples % d == 0 and d <= largest_fit)
 
 
 @settings(deadline=None)
@@ -78,10 +78,13 @@ def test_even_parts(total: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, -256, True, 2.0, 2.5, "8", None, float("nan")])
-@pytest.mark.parametrize("name", ["target_batch", "ceiling", "world_size"])
-def test_values_that_are_no_counts_are_refused(name: str, value: Any) -> None:
-    arguments: dict[str, Any] = {"target_batch": 8, "ceiling": 4, "world_size": 1, name: value}
-    with pytest.raises(UsageError, match=re.escape(f"the {name.replace('_', ' ')} is {value!r}")):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("target_batch", "target batch"), ("largest_fit", "largest micro-batch"), ("world_size", "world size")],
+)
+def test_values_that_are_no_counts_are_refused(name: str, words: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"target_batch": 8, "largest_fit": 4, "world_size": 1, name: value}
+    with pytest.raises(UsageError, match=re.escape(f"the {words} is {value!r}")):
         make_schedule(**arguments)
 
 
@@ -100,9 +103,9 @@ def test_the_cost_of_equal_parts_is_named() -> None:
 
 
 @settings(deadline=None)
-@given(targets, ceilings)
-def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
-    terms = format_parts(split_evenly(samples, ceiling)).split(" + ")
+@given(targets, fits)
+def test_formatted_parts_add_up(samples: int, largest_fit: int) -> None:
+    terms = format_parts(split_evenly(samples, largest_fit)).split(" + ")
     assert (
         sum(int(a) * int(b) for a, _, b in (t.partition(" x ") if " x " in t else (t, "", 1) for t in terms)) == samples
     )
@@ -110,17 +113,17 @@ def test_formatted_parts_add_up(samples: int, ceiling: int) -> None:
 
 @given(st.integers(1, 400), st.integers(1, 500), st.integers(1, 9), world_sizes, st.integers(0, 8))
 def test_every_part_is_a_multiple(units: int, most: int, each: int, world: int, extra: int) -> None:
-    ceiling = most * each + extra % each
-    schedule = make_schedule(units * each, ceiling, world_size=world, multiple_of=each)
-    check_schedule(schedule, units * each, ceiling, world, step=each)
+    largest_fit = most * each + extra % each
+    schedule = make_schedule(units * each, largest_fit, world_size=world, multiple_of=each)
+    check_schedule(schedule, units * each, largest_fit, world, step=each)
     assert all(part % each == 0 for parts in schedule.ranks for part in parts)
-    equal = make_schedule(units * each * world, ceiling, world_size=world, equal=True, multiple_of=each)
+    equal = make_schedule(units * each * world, largest_fit, world_size=world, equal=True, multiple_of=each)
     assert len({part for parts in equal.ranks for part in parts}) == 1
     assert equal.micro_batch % each == 0
     samples = units * each + extra % each
-    parts = split_evenly(samples, ceiling, each)
+    parts = split_evenly(samples, largest_fit, each)
     assert sum(parts) == samples
-    assert max(parts) <= max(ceiling, each)
+    assert max(parts) <= max(largest_fit, each)
     assert [part for part in parts if part % each] == ([samples % each] if samples % each else [])
 
 
