@@ -30,11 +30,13 @@ step needs no device memory for them."""
 class TensorCopy:
     """A copy of the values of one tensor, in host memory or on the tensor's device.
 
-    `restore` also works after the tensor's `.data` was replaced. Sparse tensors are not copied.
+    `restore` also works after the tensor's `.data` was replaced, and restores whether a parameter requires a gradient
+    and has one. Sparse tensors are not copied.
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
         self._tensor, self._alias = tensor, local_part(tensor.detach())
+        self._trained = (tensor.requires_grad, tensor.grad) if isinstance(tensor, nn.Parameter) else None
         self._values: Tensor | None = None
         if not _is_fixed(self._alias):
             self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
@@ -51,6 +53,9 @@ class TensorCopy:
                 self._alias.copy_(self._values)
             if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
                 self._tensor.data = self._alias
+        if self._trained is not None:
+            self._tensor.requires_grad_(self._trained[0])
+            self._tensor.grad = self._trained[1]
         return self._tensor
 
 
@@ -110,10 +115,10 @@ class ModuleState:
         self._listed = list(modules)
         self._modes = [module.training for module in self._listed]
         # Only `_buffers` tells a name that is registered without a tensor from one that is not registered.
-        self._held = [module._buffers for module in self._listed]
-        self._buffers = [dict(held) for held in self._held]
-        found = {id(one): one for before in self._buffers for one in before.values() if one is not None}
-        self.buffers = list(found.values())
+        self._tables = [module._buffers for module in self._listed]
+        self._contents = [dict(table) for table in self._tables]
+        buffers = {id(one): one for content in self._contents for one in content.values() if one is not None}
+        self.buffers = list(buffers.values())
         copied = [buffer for buffer in self.buffers if buffer.layout is torch.strided]
         self._copies = [TensorCopy(buffer, on_host=buffer.nbytes > host_bytes) for buffer in copied]
 
@@ -122,31 +127,14 @@ class ModuleState:
 
         With `only_changed`, which does allocate there, nothing is written to a buffer that has its former values.
         """
-        for held, before in zip(self._held, self._buffers, strict=True):
-            held.clear()
-            held.update(before)
+        for table, content in zip(self._tables, self._contents, strict=True):
+            table.clear()
+            table.update(content)
         for copy in self._copies:
             if not (only_changed and copy.is_current()):
                 copy.restore()
         for module, training in zip(self._listed, self._modes, strict=True):
             module.training = training
-
-
-class ModulesCopy:
-    """A copy of all that modules hold: parameters, buffers, modes, hooks, attributes, and gradients."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        listed = list(modules)
-        parameters = [one for module in listed for one in module.parameters(recurse=False)]
-        self._parameters = [(one, one.requires_grad, one.grad) for one in parameters]
-        self._copy = StateCopy([[vars(module) for module in listed], [one.grad for one in parameters]])
-
-    def restore(self) -> None:
-        """Restore everything in place."""
-        self._copy.restore()
-        for parameter, requires_grad, gradient in self._parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = gradient
 
 
 class Transaction:

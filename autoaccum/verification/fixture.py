@@ -17,7 +17,7 @@ from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
 from autoaccum.accumulation.random_draws import host_generators
 from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
 from autoaccum.accumulation.rng_state import Generator, generator_state, module_generators, set_generator_state
-from autoaccum.accumulation.transaction import ModulesCopy
+from autoaccum.accumulation.transaction import StateCopy
 from autoaccum.checks import type_name
 from autoaccum.devices.budget import Deadline
 from autoaccum.errors import WorkloadError
@@ -86,7 +86,9 @@ class Fixture:
             self._model.train()
         self.outside, generators = _find_outside(workload, model)
         self.generators = host_generators(generators)
-        self._restored = ModulesCopy(inner for module in self.outside.values() for inner in module.modules())
+        inner = [module for root in self.outside.values() for module in root.modules()]
+        gradients = [parameter.grad for root in self.outside.values() for parameter in root.parameters()]
+        self._restored = StateCopy([*map(vars, inner), gradients])
         self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
     def fresh(self) -> TrainingCopy:

@@ -60,14 +60,12 @@ class RankMeetings:
         present = [row for row in rows if row[0] is not None]
         check_places(places := [at for at, *_ in present if at is not None])
         device = tensors[0].device if tensors else self._device
-        found = [[tensor.to(device) for tensor in row[2]] for row in present]
+        exchanged = [tensor.to(device) for row in present for tensor in row[2]]
         if any(row[3] for row in present):
             first = sum(len(row[2]) for row in rows[: self._ranks.rank])
-            flat = [tensor for row in found for tensor in row]
-            self._token, *flat = _Exchanged.apply(self, flat, first, self._token, *tensors)  # type: ignore[no-untyped-call]
-            taken = iter(flat)
-            found = [[next(taken) for _ in row] for row in found]
-        return places[0], [(row[1], tensors) for row, tensors in zip(present, found, strict=True)]
+            self._token, *exchanged = _Exchanged.apply(self, exchanged, first, self._token, *tensors)  # type: ignore[no-untyped-call]
+        remaining = iter(exchanged)
+        return places[0], [(row[1], [next(remaining) for _ in row[2]]) for row in present]
 
     @property
     def end(self) -> Tensor:
@@ -90,16 +88,16 @@ class RankMeetings:
 
 
 class _Exchanged(torch.autograd.Function):
-    """This rank's tensors among those of all, `others`, from the `first`; backward adds up what all ranks have."""
+    """This rank's tensors `own` among those of all, from the `first`; backward adds up what all ranks have."""
 
     @staticmethod
     def forward(
-        ctx: Any, meetings: RankMeetings, others: list[Tensor], first: int, token: Tensor, *own: Tensor
+        ctx: Any, meetings: RankMeetings, everything: list[Tensor], first: int, token: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.meetings, ctx.own = meetings, slice(first, first + len(own))
         ctx.token, ctx.devices = torch.zeros_like(token), [tensor.device for tensor in own]
         ctx.set_materialize_grads(False)
-        return token.clone(), *others
+        return token.clone(), *everything
 
     @staticmethod
     @once_differentiable
@@ -240,8 +238,8 @@ class _State:
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
-        places = (place for one in modules for place in (vars(one), one._parameters, one._buffers))
-        self._attributes = [(place, dict(place)) for place in places]
+        tables = (table for module in modules for table in (vars(module), module._parameters, module._buffers))
+        self._attributes = [(table, dict(table)) for table in tables]
 
     def apply(self) -> None:
         """Set it again."""
@@ -254,10 +252,10 @@ class _State:
 
     def apply_modules(self) -> None:
         """Give modules back the attributes, parameters and buffers that they had, as objects."""
-        for place, kept in self._attributes:
-            if len(place) != len(kept) or any(place.get(name, self) is not value for name, value in kept.items()):
-                place.clear()
-                place.update(kept)
+        for table, content in self._attributes:
+            if len(table) != len(content) or any(table.get(name, self) is not value for name, value in content.items()):
+                table.clear()
+                table.update(content)
 
 
 IN_SEQUENCE = object()
@@ -354,21 +352,12 @@ def _join_rows(values: Sequence[Tensor]) -> Tensor:
             f"whole_batch(x) got tensors of different shapes or dtypes: {kinds}",
             hint="make all but the first dimension equal, as by padding to one length",
         )
-    joined: Tensor = _Joined.apply(*values)  # type: ignore[no-untyped-call]
+    joined = torch.cat([*values])
+    if joined.requires_grad:
+        joined.register_hook(_check_backward)  # type: ignore[no-untyped-call]
     return joined
 
 
-class _Joined(torch.autograd.Function):
-    """`torch.cat`; autograd adds up the gradients of all parts before its backward splits them."""
-
-    @staticmethod
-    def forward(ctx: Any, *values: Tensor) -> Tensor:
-        ctx.lengths = [len(value) for value in values]
-        return torch.cat(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if isinstance(_running, Lockstep):
-            _running.check_backward(_PLACE)
-        return torch.split(gradient, ctx.lengths)
+def _check_backward(_: Tensor) -> None:
+    if isinstance(_running, Lockstep):
+        _running.check_backward(_PLACE)
