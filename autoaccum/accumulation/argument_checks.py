@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ def check_wrapper(optimizer: Optimizer) -> None:
     """
     if not _is_wrapper(optimizer):
         return
-    steps = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
-    if steps != 1:
+    if (steps := getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)) != 1:
         raise UsageError(
             f"accelerate's optimizer makes one update in {steps} steps",
             hint="omit gradient_accumulation_steps: the Accumulator accumulates",
@@ -69,10 +68,10 @@ def check_model(model: Any) -> nn.Module:
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
     module = model
     if isinstance(model, DistributedDataParallel):
-        module, its, all_ranks = cast(nn.Module, model.module), model.process_group.size(), world_size()
-        if its != all_ranks:
+        module, ranks = cast(nn.Module, model.module), model.process_group.size()
+        if ranks != world_size():
             raise UsageError(
-                f"DistributedDataParallel has a group of {its} ranks, and there are {all_ranks}",
+                f"DistributedDataParallel has a group of {ranks} ranks, and there are {world_size()}",
                 hint="train over all ranks, in the default process group",
             )
     check_unsharded(module, but_fsdp2=True)
@@ -146,11 +145,10 @@ def check_unsharded(model: nn.Module, *, but_fsdp2: bool = False) -> None:
         model: The model.
         but_fsdp2: Whether `fully_shard` may shard it; how is checked by `find_sharded`.
     """
-    found = list(_distributed_parts(model))
-    if but_fsdp2 and fsdp2_modules(model):
-        found = [(name, what) for name, what in found if what not in _BY_FSDP2]
-    if found:
-        name, what = found[0]
+    allowed = _BY_FSDP2 if but_fsdp2 and fsdp2_modules(model) else ()
+    for name, what in _distributed_parts(model):
+        if what in allowed:
+            continue
         raise UsageError(
             f"{f'{name} in the model' if name else 'the model'} is {what}",
             hint="give the bare module; the Accumulator takes one that fully_shard (FSDP2) shards, too",
@@ -167,23 +165,20 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, _BY_FSDP2[1]
 
 
-_RECORDED = (
-    *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
-    *("batchnorm", "coupled", "accumulate_in"),
-)
-"""The names of the facts that are compared; a fact that is unknown is None or missing."""
-
-_PHRASES = {
-    "model": "the model {}",
-    "parameters": "{:,} parameters",
-    "parameter_bytes": "parameters of {:,} bytes",
-    "batchnorm": "BatchNorm {}",
-    "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")',
+_FACTS: Final[Mapping[str, Callable[[Any], str]]] = {
+    "model": "the model {}".format,
+    "parameters": "{:,} parameters".format,
+    "parameter_bytes": "parameters of {:,} bytes".format,
+    "optimizer": str,
+    "precision": str,
+    "loss": str,
+    "kind": lambda kind: {"cpu": "the CPU", "cuda": "a CUDA card"}.get(kind, kind),
+    "card": str,
+    "batchnorm": "BatchNorm {}".format,
+    "coupled": lambda coupled: "a coupled loss of the whole batch" if coupled else "a loss of each micro-batch",
+    "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")'.format,
 }
-_NAMES: dict[str, dict[Any, str]] = {
-    "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},
-    "coupled": {False: "a loss of each micro-batch", True: "a coupled loss of the whole batch"},
-}
+"""The facts that are compared, and each in words; one that is unknown is None or missing."""
 
 
 @runtime_checkable
@@ -260,17 +255,15 @@ def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
 def plan_facts(plan: PlanLike) -> dict[str, Any]:
     """Return the facts that the plan records about its workload and device."""
     spec, workload, device = plan.spec, plan.workload, plan.device
-    found = {
-        **{name: getattr(workload, name) or None for name in ("model", "parameters", "parameter_bytes", "optimizer")},
+    is_wrapper = workload.model in ("OptimizedModule", "DataParallel")  # Their names are not the inner model's.
+    return {
+        **{name: getattr(workload, name) or None for name in ("parameters", "parameter_bytes", "optimizer")},
         **{name: getattr(spec, name) for name in ("precision", "batchnorm", "coupled", "accumulate_in")},
-        **{name: device.get(name) for name in ("kind", "card")},
+        "model": None if is_wrapper else workload.model or None,
         "loss": _loss_phrase(workload.reduction, workload.weight) if workload.weight else None,
+        "kind": "cuda" if device.get("kind") == "simulated" else device.get("kind"),
+        "card": device.get("card"),
     }
-    if found["kind"] == "simulated":
-        found["kind"] = "cuda"
-    if found["model"] in ("OptimizedModule", "DataParallel"):  # A wrapper's name, not the compared inner model's.
-        found["model"] = None
-    return found
 
 
 def current_facts(model: nn.Module, optimizer: Optimizer, objective: Objective, spec: TrainingSpec) -> dict[str, Any]:
@@ -307,12 +300,11 @@ def differences(planned: Mapping[str, Any], here: Mapping[str, Any]) -> list[tup
     >>> differences({"model": "GPT", "precision": "bf16"}, {"model": "GPT", "precision": "fp32", "optimizer": "SGD"})
     [('bf16', 'fp32')]
     """
-    compared = [name for name in _RECORDED if planned.get(name) is not None and here.get(name) is not None]
-    different = [name for name in compared if planned[name] != here[name]]
+    known = [name for name in _FACTS if planned.get(name) is not None and here.get(name) is not None]
+    different = [name for name in known if planned[name] != here[name]]
     if "parameters" in different:  # Their bytes differ with them.
         different = [name for name in different if name != "parameter_bytes"]
-    phrases = [(_NAMES.get(name, {}), _PHRASES.get(name, "{}"), planned[name], here[name]) for name in different]
-    return [(names.get(a) or text.format(a), names.get(b) or text.format(b)) for names, text, a, b in phrases]
+    return [(_FACTS[name](planned[name]), _FACTS[name](here[name])) for name in different]
 
 
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
