@@ -52,14 +52,16 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 def _find(workload: str, root: Path, beside: Path) -> str:
     """Return the reference with its file's absolute path; raise WorkloadError for no such file."""
     from autoaccum.errors import WorkloadError
-    from autoaccum.sources.module_names import split_reference
+    from autoaccum.sources.source import FileSource
 
-    file, colon, name = split_reference(workload)
+    source = FileSource(workload)
     for folder in (root, beside):
-        if (folder / file).is_file():
-            return f"{folder / file}{colon}{name}"
+        if (folder / source.file).is_file():
+            return source.at(folder / source.file).name
     places = " or in ".join(dict.fromkeys((str(root), str(beside))))
-    raise WorkloadError(f"there is no file {file} in {places}", hint="name it from pytest's root or from the test")
+    raise WorkloadError(
+        f"there is no file {source.file} in {places}", hint="name it from pytest's root or from the test"
+    )
 
 
 def _describe_error(error: AutoaccumError) -> str:

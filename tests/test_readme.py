@@ -19,7 +19,7 @@ from warm_children import WarmPython
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.simulation.cards import all_cards
-from autoaccum.sources.loading import load_workload
+from autoaccum.sources.source import FileSource
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_the_workload_file_is_one(tmp_path: Path) -> None:
     model = "class MyModel(nn.Sequential):\n    def __init__(self): super().__init__(nn.Flatten(), nn.LazyLinear(10))\n"
     path = tmp_path / "model.py"
     path.write_text(f"from torch import nn\n{model}{block('model = MyModel')}", encoding="utf-8")
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     assert workload.precision == "bf16"
     assert workload.objective.weight(workload.build_batch(3)) == 3
 
@@ -72,7 +72,7 @@ def test_a_coupled_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
     head = "import torch\nfrom torch import nn\ndef batch(size): return torch.randn(size, 4), torch.randn(size, 4)\n"
     path = tmp_path / "model.py"
     path.write_text(f"{head}model = nn.Linear(4, 3)\n{block('def coupled_loss')}", encoding="utf-8")
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     model, batch = workload.build_model(), workload.build_batch(6)
     steps = torch.optim.SGD(model.parameters(), lr=0.0)
     whole, parts = (Accumulator(model, steps, workload.objective, micro_batch=size).step(batch) for size in (6, 4))
@@ -85,7 +85,7 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
     path = tmp_path / "model.py"
     lines = "model = nn.Linear(4, 3)\ncriterion = nn.CrossEntropyLoss()\n"
     path.write_text(f"{head}{lines}{block('ema =')}", encoding="utf-8")
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     trial_run = TrialRun(workload, 4)
     trial_run.run((2, 2))
     assert workload.evaluation_batch == 64

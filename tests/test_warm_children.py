@@ -9,6 +9,7 @@ import pytest
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.options import Options
+from autoaccum.sources.source import FileSource
 from autoaccum.units import MIB, MemorySize
 
 MODEL = """
@@ -29,7 +30,7 @@ def test_a_copy_measures_what_a_started_child_does(
     write_workload: Callable[[str], str], request: pytest.FixtureRequest
 ) -> None:
     options = Options(memory=MemorySize(bytes=96 * MIB))
-    settings = TrialSettings(reference=write_workload(MODEL), share=16384, options=options)
+    settings = TrialSettings(source=FileSource(write_workload(MODEL)), share=16384, options=options)
 
     def trials() -> list[Trial]:
         with CpuDevice(settings) as device:

@@ -49,11 +49,11 @@ def check_files(
         UsageError: One is there or cannot be written, or is the workload or another of these files.
     """
     from autoaccum.files import check_output
-    from autoaccum.sources.module_names import split_reference
+    from autoaccum.sources.source import FileSource
 
     taken = dict(others or {})
     if workload is not None:
-        taken["the workload itself"] = Path(split_reference(workload)[0])
+        taken["the workload itself"] = Path(FileSource(workload).file)
     for option, file in files.items():
         if file is None:
             continue

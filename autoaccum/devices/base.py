@@ -12,6 +12,7 @@ from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.trace_records import Phase
+from autoaccum.sources.source import Source
 from autoaccum.spec import TrainingSpec, WorkloadFacts
 
 if TYPE_CHECKING:
@@ -87,20 +88,18 @@ class TrialSettings:
     Attributes:
         share: Samples per update on this rank: the effective batch that a trial holds in memory.
         options: The options of the run.
-        reference: The workload: `model.py` or `model.py:name`.
+        source: The workload.
         load_limit_seconds: Time limit for the first import of the workload; None: that of a trial, at least 300 s.
         on_output: Gets each line the workload prints; None: it goes to stderr.
         checkout: The checkout that its modules are imported from; None: they are where this process finds them.
-        pickled: Live objects (`devices.child.pickling.pack`), in place of what `reference` would load.
     """
 
     share: int
+    source: Source
     options: Options = field(default_factory=Options)
-    reference: str = ""
     load_limit_seconds: float | None = None
     on_output: Callable[[str], None] | None = None
     checkout: Checkout | None = None
-    pickled: str | None = field(default=None, repr=False)
 
     @property
     def trial_limit_seconds(self) -> float:
@@ -109,12 +108,7 @@ class TrialSettings:
 
     def to_request(self) -> dict[str, Any]:
         """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""
-        return {
-            "reference": self.reference,
-            "share": self.share,
-            "options": self.options.to_record(),
-            "pickled": self.pickled,
-        }
+        return {"source": self.source.to_record(), "share": self.share, "options": self.options.to_record()}
 
 
 @dataclass(frozen=True, kw_only=True)

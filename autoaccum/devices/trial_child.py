@@ -26,8 +26,8 @@ from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunT
 from autoaccum.devices.trial_run import TrialRun, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.samples import apply_spec
+from autoaccum.sources.source import read_source
 from autoaccum.sources.workload import Workload
 
 
@@ -126,14 +126,9 @@ class UpdateTimer:
 
 
 def load_requested(request: LoadWorkload) -> Workload:
-    """Return the workload that a request names, with its options."""
-    if request.pickled is None:
-        loaded = load_workload(request.reference)
-    else:
-        from autoaccum.devices.child.pickling import unpack
-
-        loaded = unpack(request.pickled)
-    request.paths.check_loaded(request.reference)
+    """Return the workload of a request, with its options."""
+    loaded = read_source(request.source).load()
+    request.paths.check_loaded(loaded.path)
     return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
 
 

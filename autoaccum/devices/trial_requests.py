@@ -10,6 +10,7 @@ from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.options import GradSync
+from autoaccum.sources.source import read_source
 
 if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
@@ -29,15 +30,14 @@ class LoadWorkload(Request[Loaded]):
 
     device: str
     paths: ImportPaths
-    reference: str
+    source: Mapping[str, str]
     share: int
     options: Mapping[str, Any]
-    pickled: str | None = None
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
-        return f"loading {self.reference}"
+        return f"loading {read_source(self.source).name}"
 
 
 @dataclass(frozen=True, kw_only=True)

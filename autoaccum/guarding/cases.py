@@ -14,7 +14,7 @@ from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
-from autoaccum.sources.module_names import split_reference
+from autoaccum.sources.source import FileSource
 from autoaccum.spec import NO_SAVERS
 
 
@@ -141,7 +141,7 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
     """
     given = {"workload": "model.py", "gpu": "NAME"} | ({} if case.has_size else {"target_batch": "N"})
     given |= case.to_record()
-    target, colon, name = split_reference(given["workload"])
-    if case.workload and os.access(folder / target, os.F_OK):  # Nor can a name be too long for that.
-        given["workload"] = f"{Path(os.path.relpath(folder / target)).as_posix()}{colon}{name}"
+    source = FileSource(given["workload"])
+    if case.workload and os.access(folder / source.file, os.F_OK):  # Nor can a name be too long for that.
+        given["workload"] = source.at(Path(os.path.relpath(folder / source.file)).as_posix()).name
     return shlex.join(["autoaccum", "guard", *_words(given), *further])

@@ -15,7 +15,7 @@ from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, guard_command
-from autoaccum.sources.module_names import split_reference
+from autoaccum.sources.source import FileSource
 
 LOCK_NAME = "autoaccum.lock"
 
@@ -39,8 +39,8 @@ def place_within(folder: Path, workload: str, cwd: Path) -> str:
     Raises:
         UsageError: It is a file outside of `folder`, which a lock could not find in another checkout.
     """
-    target, _, name = split_reference(workload)
-    path = cwd / Path(target).expanduser()
+    source = FileSource(workload)
+    path = cwd / Path(source.file).expanduser()
     # A link to a file keeps its own name; links to its folder are resolved.
     resolved, root = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(folder)
     if not resolved.is_relative_to(root):
@@ -48,8 +48,7 @@ def place_within(folder: Path, workload: str, cwd: Path) -> str:
             f"{workload} lies outside of {folder}, the folder of the lock",
             hint=f"guard it from its own folder: cd {resolved.parent}",
         )
-    relative = resolved.relative_to(root).as_posix()
-    return f"{relative}:{name}" if name else relative
+    return source.at(resolved.relative_to(root).as_posix()).name
 
 
 def select_cases(wanted: Sequence[Case], folder: Path, known: Iterable[Case]) -> tuple[Case, ...]:

@@ -273,11 +273,10 @@ def compare_plans(
     def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
         asked = request.plan_request(world_size, names[0])
         shared = make_setup(workload, asked, on_output=on_output)  # Its own device is not used.
-        assert shared.settings is not None
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
             with device:
-                setup = PlanSetup(device, shared.reference)
+                setup = PlanSetup(device, shared.settings)
                 if request.compares_savers:
                     return plan_front(setup, asked, card.name, on_event)
                 return [plan_row(setup, asked, card.name, estimates=request.estimates)]

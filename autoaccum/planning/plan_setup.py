@@ -17,6 +17,7 @@ from autoaccum.devices.device_choice import make_device
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.sources.source import FileSource, Source
 
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import Checkout
@@ -26,19 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanSetup:
-    """The workload's name and the device that runs its trials.
+    """The device that runs the trials of a plan, and the settings that it was made with.
 
     Attributes:
         device: The device; the caller closes it, or uses `running`.
-        reference: The name of the workload in the plan.
-        settings: The settings of its trials, with which other devices can be made; None: not known.
+        settings: The settings of its trials, with which other devices can be made.
         live: Tensors of the caller on the card, which trials need; None: there are none.
         files: Closes what the children read.
     """
 
     device: Device
-    reference: str
-    settings: TrialSettings | None = None
+    settings: TrialSettings
     live: LiveTensors | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
@@ -69,7 +68,7 @@ def make_setup(
     """Resolve the workload and make the device that runs its trials.
 
     Args:
-        workload: A reference, a Workload, or None where live objects are given.
+        workload: The name of a file, a Workload, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
         live: A `trainer`, or live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`,
             `reduction`, `evaluate`, `split` and `size`; those not given are None or left out. With a Trainer of
@@ -85,26 +84,29 @@ def make_setup(
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     options = request.options
-    resolved = resolve_workload(workload, live or {}, options, share=request.share, verb=verb)
-    settings = TrialSettings(
-        share=request.share,
-        options=options,
-        load_limit_seconds=request.load_limit_seconds,
-        checkout=checkout,
-        on_output=on_output,
-    )
-    if isinstance(resolved, str):
-        settings = dataclasses.replace(settings, reference=resolved)
-        return PlanSetup(make_device(settings), resolved, settings)
-    reference = f"{resolved.name} (made in code)"
-    options = options.with_spec(optimizer=None, longest_of=None)  # They are pickled with the workload.
+    given = resolve_workload(workload, live or {}, options, share=request.share, verb=verb)
     tensors = None
-    if options.gpu is None:
-        options, tensors = _place(resolved, options, request.options.spec.get("optimizer"), is_live=workload is None)
     with ExitStack() as files:
-        packed = _pack(resolved, options, files)
-        settings = dataclasses.replace(settings, reference=reference, options=options, pickled=packed)
-        return PlanSetup(make_device(settings), reference, settings, tensors, files.pop_all())
+        if isinstance(given, FileSource):
+            source: Source = given
+        else:
+            from autoaccum.devices.child.pickling import pack
+
+            options = options.with_spec(optimizer=None, longest_of=None)  # They are pickled with the workload.
+            if options.gpu is None:
+                optimizer = request.options.spec.get("optimizer")
+                options, tensors = _place(given, options, optimizer, is_live=workload is None)
+            folder = Path(files.enter_context(TemporaryDirectory(prefix="autoaccum-")))
+            source = pack(given, folder, simulates=options.gpu is not None, with_values=options.values is not None)
+        settings = TrialSettings(
+            source=source,
+            share=request.share,
+            options=options,
+            load_limit_seconds=request.load_limit_seconds,
+            checkout=checkout,
+            on_output=on_output,
+        )
+        return PlanSetup(make_device(settings), settings, tensors, files.pop_all())
 
 
 def _place(
@@ -126,20 +128,10 @@ def _place(
     return options, None
 
 
-def _pack(workload: Workload, options: Options, files: ExitStack) -> str:
-    """Pickle the workload; trials on a device of this machine read the model, with its weights, from a file."""
-    from autoaccum.devices.child.pickling import pack
-
-    if options.gpu is not None:
-        return pack(workload, with_values=options.values is not None)
-    folder = files.enter_context(TemporaryDirectory(prefix="autoaccum-"))
-    return pack(workload, folder=Path(folder))
-
-
 def resolve_workload(
     workload: Any, live: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
-) -> str | Workload:
-    """Return what was given: a reference, or a Workload with the options in place of its own.
+) -> FileSource | Workload:
+    """Return what was given: a file, or a Workload with the options in place of its own.
 
     The model of a Workload of live objects is the live one.
 
@@ -164,7 +156,7 @@ def resolve_workload(
             f"optimizer is of type {type(optimizer).__name__}, and the workload is a file",
             hint="give a name of torch.optim, or write def optimizer(params) in the file",
         )
-    return os.fspath(workload)
+    return FileSource(os.fspath(workload))
 
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:

@@ -55,7 +55,7 @@ def make_plan(
     """Plan what `autoaccum.plan` is asked for.
 
     Args:
-        workload: A reference, a Workload, or None where live objects are given.
+        workload: The name of a file, a Workload, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
         live: Live objects by the names of `autoaccum.plan`'s arguments; those not given are None or left out.
         on_event: Called with each record of `autoaccum.planning.plan_events`.
@@ -129,7 +129,7 @@ class _Planner:
     def start(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float) -> _Planner:
         """Inspect the workload; on an installed card that is to have savers, with those that its simulation chooses."""
         limits = SearchLimits(request.max_trials, request.options.time_limit, started)
-        notify(Doing("loading", setup.reference))
+        notify(Doing("loading", setup.settings.source.name))
         device, before, trials = setup.device, time.monotonic(), None
         if request.options.chooses_savers:
             trials = SaverTrials(device, request, limits, notify)
@@ -256,7 +256,7 @@ class _Planner:
             host_bytes=result.trial.host_bytes,
             device=device.describe(),
             environment=inspection.environment,
-            workload=dataclasses.replace(inspection.workload, reference=self.setup.reference),
+            workload=dataclasses.replace(inspection.workload, reference=self.setup.settings.source.name),
             spec=inspection.spec,
             trials=result.trials,
             warnings=all_warnings(inspection, schedule, result.warnings, prediction),

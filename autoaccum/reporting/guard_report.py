@@ -33,7 +33,7 @@ from autoaccum.guarding.guard_result import (
 )
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
-from autoaccum.sources.module_names import split_reference
+from autoaccum.sources.source import FileSource
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 OUTCOMES: dict[Outcome, tuple[str, str]] = {
@@ -253,12 +253,12 @@ def _harmless_line(line: str) -> str:
 
 def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Find the file, from the repository's root, and the line that define a workload; empty where there is none."""
-    target, _, name = split_reference(workload)
-    path = (folder / target).resolve()
+    source = FileSource(workload)
+    path = (folder / source.file).resolve()
     root = Path(environment.get("GITHUB_WORKSPACE") or folder).resolve()
     if not (path.is_file() and path.is_relative_to(root)):
         return {}
-    defined = re.compile(rf"(?:def |class )?{re.escape(name) or '(?:workload|model)'}\b")
+    defined = re.compile(rf"(?:def |class )?{re.escape(source.variable or '') or '(?:workload|model)'}\b")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     line = next((number for number, text in enumerate(lines, 1) if defined.match(text)), 1)
     return {"file": path.relative_to(root).as_posix(), "line": str(line)}

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import itertools
-import os
 import reprlib
 import sys
 import traceback
@@ -26,8 +24,9 @@ from torch import nn
 
 from autoaccum.checks import describe_type, join_words
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
-from autoaccum.sources.module_names import module_files, split_reference
+from autoaccum.sources.module_names import module_files
 from autoaccum.sources.samples import take_longest
+from autoaccum.sources.source import FileSource, package_root
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
@@ -53,27 +52,27 @@ _ADAPTERS = {
 """The module of a class named Trainer, and the adapter: a module with `PARTS` and `make_workload`."""
 
 
-def load_workload(reference: str) -> Workload:
-    """Load the workload that `reference` names.
+def load_workload(source: FileSource) -> Workload:
+    """Load the workload of a file.
 
-    The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
-    names a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of
-    `model`. `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and `criterion`
-    the first counts, where one of them calls the other. A `batchnorm` that is not a string is ignored, and so is one of
-    `split` and `size`, or of `outputs` and `coupled_loss`, without the other.
+    The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. The source's
+    variable is a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place
+    of `model`. `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and
+    `criterion` the first counts, where one of them calls the other. A `batchnorm` that is not a string is ignored, and
+    so is one of `split` and `size`, or of `outputs` and `coupled_loss`, without the other.
 
     Raises:
-        WorkloadError: There is no such file or name; its code raises; or it defines no usable workload.
+        WorkloadError: There is no such file or variable; its code raises; or it defines no usable workload.
     """
-    target, colon, name = split_reference(reference)
-    if not target.strip() or (colon and not name.isidentifier()) or "\0" in target:
+    name = "" if source.variable is None else source.variable
+    if not source.file.strip() or (source.variable is not None and not name.isidentifier()) or "\0" in source.file:
         raise WorkloadError(
-            f"{reprlib.repr(reference)} is not a reference to a workload",
+            f"{reprlib.repr(source.name)} is not a reference to a workload",
             hint="write model.py or model.py:name",
         )
-    path = _find_file(target)
+    path = _find_file(source.file)
     check_import(path, name)
-    return _read(import_file(path), name, path)
+    return dataclasses.replace(_read(import_file(path), name, path), path=path, digest=source.at(path).digest)
 
 
 def workload_of(
@@ -138,16 +137,15 @@ def _find_file(target: str) -> Path:
 
 def _read(module: ModuleType, name: str, path: Path) -> Workload:
     label, title = path.name, f"{path.stem}:{name}" if name else path.stem
-    origin: dict[str, Any] = {"path": path, "digest": digest_sources(path)}
     if name and not hasattr(module, name):
         raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
     chosen = getattr(module, name) if name else vars(module).get("workload")
     chosen = None if isinstance(chosen, ModuleType) and not name else chosen
     if isinstance(chosen, Workload):
         title = title if chosen.name == "workload" else chosen.name
-        return dataclasses.replace(chosen, name=title, **origin)
+        return dataclasses.replace(chosen, name=title)
     if (trained := workload_of(chosen, names=vars(module))) is not None:
-        return dataclasses.replace(trained, name=title, **origin)
+        return dataclasses.replace(trained, name=title)
     is_model = callable(chosen) and (not isinstance(chosen, type) or issubclass(chosen, nn.Module))
     if chosen is not None and not (name and is_model):
         raise WorkloadError(
@@ -173,7 +171,7 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
             found[name] = value
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", label)
-    return Workload(model=model, name=title, **found, **origin)
+    return Workload(model=model, name=title, **found)
 
 
 def _check_unused(path: Path, counts: str, other: str) -> None:
@@ -221,7 +219,7 @@ def import_file(path: Path) -> ModuleType:
     Raises:
         WorkloadError: It cannot be compiled, or raises.
     """
-    root = _package_root(path)
+    root = package_root(path)
     if root is None:
         with _importing(path.name, [path.parent]):
             name = _PREFIX + path.stem.replace(".", "_")
@@ -269,14 +267,6 @@ def _translate(error: BaseException, label: str) -> BaseException:
     return blame_workload(error, f"importing {label}", hint=guard if isinstance(error, SystemExit) else None)
 
 
-def _package_root(path: Path) -> Path | None:
-    """Return the directory above the outermost package of `path`; None if it belongs to no package."""
-    folder = path.parent
-    while (folder / "__init__.py").is_file() and folder != folder.parent:
-        folder = folder.parent
-    return None if folder == path.parent else folder
-
-
 def _is_local(name: str, folders: list[Path]) -> bool:
     """Return whether a module lies below `folders` and is neither installed nor a part of autoaccum."""
     found = module_files(sys.modules.get(name))
@@ -284,45 +274,3 @@ def _is_local(name: str, folders: list[Path]) -> bool:
     return not installed and any(
         folder in Path(file).parents or folder == Path(file) for folder in folders for file in found
     )
-
-
-def digest_sources(path: Path) -> str:
-    """Return the SHA-256 of the file at `path` and all modules it imports from its directory or package, transitively.
-
-    The modules are found by reading import statements, so the digest depends neither on what the process has imported
-    nor on where the directory lies. Modules imported by other means do not count.
-    """
-    top = _package_root(path) or path.parent
-    found, waiting = dict[str, bytes](), [path]
-    while waiting:
-        file = waiting.pop()
-        place = file.relative_to(top).as_posix() if top in file.parents else ""
-        if not place or place in found or "-packages" in place or not file.is_file():
-            continue
-        found[place] = file.read_bytes()
-        waiting += [folder / "__init__.py" for folder in file.parents if top in folder.parents]
-        waiting += _imported(found[place], file, top)
-    digest = hashlib.sha256()
-    for place, content in sorted(found.items()):
-        digest.update(os.fsencode(f"{place}\0{hashlib.sha256(content).hexdigest()}\n"))
-    return digest.hexdigest()
-
-
-def _imported(content: bytes, file: Path, top: Path) -> Iterator[Path]:
-    """Yield the paths at which the modules imported by a file with this content would lie."""
-    try:
-        nodes = ast.walk(ast.parse(content))
-    except (SyntaxError, ValueError):
-        return
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names, level = [alias.name for alias in node.names], 0
-        elif isinstance(node, ast.ImportFrom):
-            base, level = node.module or "", node.level
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        folders = file.parents[level - 1 : level] if level else [top, file.parent]
-        for stem in (folder.joinpath(*name.split(".")) for folder in folders for name in names):
-            yield stem / "__init__.py"
-            yield stem.parent / f"{stem.name}.py"

@@ -1,4 +1,4 @@
-"""Names of modules that differ only in their numbers, references to workloads, and names and files in source code."""
+"""Names of modules that differ only in their numbers, and the files of Python modules."""
 
 from __future__ import annotations
 
@@ -106,16 +106,6 @@ def _numbers(listed: str) -> list[str]:
         first, last = span["first"], span["last"]
         found += [first] if last is None else map(str, range(int(first), int(last) + 1))
     return found
-
-
-def split_reference(reference: str) -> tuple[str, str, str]:
-    """Split a reference into the file or module, its colon if it has one, and the name after the colon.
-
-    >>> split_reference("model.py:small"), split_reference("C:/model.py"), split_reference("model.py:")
-    (('model.py', ':', 'small'), ('C:/model.py', '', ''), ('model.py', ':', ''))
-    """
-    target, colon, name = reference.rpartition(":")
-    return (target, colon, name) if target and re.fullmatch(r"\w*", name) else (reference, "", "")
 
 
 def module_files(module: Any) -> list[str]:

@@ -44,10 +44,10 @@ from autoaccum.options import check_mesh
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.objective import Objective, with_coupling
 from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.spec import TrainingSpec, resolve_spec
 from autoaccum.training.fit_events import Notice, WorkloadOutput
@@ -386,7 +386,7 @@ def _read_workload(request: FitRequest) -> Workload:
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
-    workload = source if isinstance(source, Workload) else load_workload(os.fspath(source))
+    workload = source if isinstance(source, Workload) else FileSource(os.fspath(source)).load()
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **{**request.options.spec, "longest_of": None}, **own)
 

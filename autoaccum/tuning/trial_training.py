@@ -22,9 +22,9 @@ from autoaccum.devices.child.requests import ParentConnection, Request, read_req
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options, make_options
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.sources.samples import replace_fields
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.training.data import is_map_style
@@ -227,7 +227,7 @@ class TuningChild:
         request.paths.use()
         seed_everything()
         self._load = request
-        self._workload = replace_fields(load_workload(request.reference), **make_options(**request.options).spec)
+        self._workload = replace_fields(FileSource(request.reference).load(), **make_options(**request.options).spec)
         return self._workload.digest
 
     def _ask(self, percent: int, loss: float) -> bool:

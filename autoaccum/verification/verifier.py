@@ -27,8 +27,8 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.options import Options
 from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.sources.batches import split_batch
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.samples import apply_spec, replace_fields, take_small_batch
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit, user_code
@@ -109,8 +109,8 @@ def _prepare(
     """Return the workload and its name for the record."""
     alone = options.with_spec(longest_of=_longest_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
-    if isinstance(way, str):
-        reference, loaded = way, load_workload(way)
+    if isinstance(way, FileSource):
+        reference, loaded = way.name, way.load()
         found = apply_spec(loaded, {"longest_of": _longest_of(loaded, options, target)}, largest_batch=target)
     else:
         reference, found = f"{way.name} (made in code)", way

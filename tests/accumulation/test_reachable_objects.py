@@ -23,8 +23,8 @@ from autoaccum.accumulation.reachable_objects import (
     is_user_class,
 )
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.loading import load_workload
 from autoaccum.sources.objective import resolve_objective
+from autoaccum.sources.source import FileSource
 
 
 class Own(nn.Module):
@@ -173,7 +173,7 @@ def test_a_predicted_plan_counts_a_frozen_model(predicted: Callable[[str], Plan]
 def test_on_the_cpu_a_teacher_is_used_and_left_unchanged(loss: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD.replace("width=1024", "width=64") + loss.replace("4096", "128"))
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     [teacher] = find_auxiliary_modules(workload).values()
     mode, before = teacher.training, copy.deepcopy(teacher.state_dict())
     found = verify(workload, target_batch=6)

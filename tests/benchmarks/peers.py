@@ -115,13 +115,13 @@ def compete(task: Task) -> Done:
 
     from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
     from autoaccum.devices.meters import warm_up
-    from autoaccum.sources.loading import load_workload
+    from autoaccum.sources.source import FileSource
 
     budget_bytes, target, updates = MODELS[task.model]
     kind = {"autoaccum": Autoaccum, "lightning": Lightning, "accelerate": Accelerate}[task.peer]
     warm_up()
     kind(_small_workload(), 2, 1).train(2)
-    workload, failure = load_workload(str(FOLDER / "models" / f"{task.model}.py")), None
+    workload, failure = FileSource(str(FOLDER / "models" / f"{task.model}.py")).load(), None
     check_data_limit()
     torch.manual_seed(0)
     gc.collect()

@@ -21,6 +21,7 @@ from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.options import Options
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 
 PLANS = {
     "resnet50": ("tests/gpu/compared.py:cnn_fp32_sgd", "1024", "rtx3090"),
@@ -55,7 +56,9 @@ def main(names: list[str]) -> None:
 
 def trace_seconds(workload: str, target: int, card: str, last: tuple[int, ...]) -> float:
     """Return the seconds of a plan's traces alone: those of its inspection, of a small size, and of its schedule."""
-    tracer = Tracer(TrialSettings(reference=workload, share=target, options=Options(gpu=card)), find_card(card))
+    tracer = Tracer(
+        TrialSettings(source=FileSource(workload), share=target, options=Options(gpu=card)), find_card(card)
+    )
     requests: tuple[Request[Any], ...] = Inspect(), TraceParts(parts=SMALL_PARTS), TraceParts(parts=last)
     try:
         return seconds_of(lambda: [tracer.call(request) for request in requests])

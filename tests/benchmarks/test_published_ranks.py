@@ -11,6 +11,7 @@ from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.options import Options
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 
 
 @pytest.mark.slow
@@ -18,7 +19,7 @@ def test_a_published_peak_is_predicted_within_3_percent() -> None:
     """That of 8 ranks; what more hold less of follows from arithmetic, as test_rank_truth.py shows."""
     run, card = PUBLISHED[0], find_card(CARD)
     options = Options(world_size=run.ranks, parallel="fsdp2")
-    settings = TrialSettings(reference=str(WORKLOAD), share=run.samples, options=options)
+    settings = TrialSettings(source=FileSource(str(WORKLOAD)), share=run.samples, options=options)
     with SimulatedDevice(
         card, lambda: InProcessTracer(settings, card), share=run.samples, torch_version=read_torch_release()
     ) as device:

@@ -10,6 +10,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB
 
 LINEAR = """
@@ -30,7 +31,7 @@ LINEAR = """
 @pytest.mark.slow
 def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
-    with CpuDevice(TrialSettings(reference=write_workload(LINEAR), share=4)) as device:
+    with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR)), share=4)) as device:
         assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
         assert device.describe()["free_bytes"] > device.limit_bytes
         assert device.trial((4,)).outcome == "ok"
@@ -73,5 +74,5 @@ def test_an_unusable_workload_is_refused_in_one_sentence(
     reference = write_workload(
         textwrap.dedent(LINEAR).replace("return torch.randn(size, 64), torch.randn(size, 64)", change)
     )
-    with CpuDevice(TrialSettings(reference=reference, share=4)) as device, pytest.raises(error, match=message):
+    with CpuDevice(TrialSettings(source=FileSource(reference), share=4)) as device, pytest.raises(error, match=message):
         device.inspect()

@@ -108,7 +108,8 @@ def test_a_parent_that_is_killed_leaves_no_child(write_workload: Any) -> None:
     script = f"""
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
-device = CpuDevice(TrialSettings(reference={write_workload(MISBEHAVING)!r}, share=20))
+from autoaccum.sources.source import FileSource
+device = CpuDevice(TrialSettings(source=FileSource({write_workload(MISBEHAVING)!r}), share=20))
 device.trial((1, 1))
 print(device._child.pid, flush=True)
 device.trial((6, 6))

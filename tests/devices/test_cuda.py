@@ -20,6 +20,7 @@ from autoaccum.devices.cuda import (
 from autoaccum.devices.meters import card_limit, check_allocator, memory_fraction, read_card
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
+from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = InstalledCard(
@@ -112,7 +113,7 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
         criterion = nn.MSELoss()
     """)
     with (
-        CudaDevice(TrialSettings(reference=reference, share=4), index=99) as device,
+        CudaDevice(TrialSettings(source=FileSource(reference), share=4), index=99) as device,
         pytest.raises(UsageError, match="^there is no cuda:99: no card is visible"),
     ):
         device.inspect()

@@ -19,6 +19,7 @@ from autoaccum.devices.device_choice import (
 )
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
+from autoaccum.sources.source import FileSource
 from autoaccum.units import parse_size
 
 CPU_BUILD = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
@@ -95,7 +96,7 @@ def test_makes_the_device_without_starting_anything(
 ) -> None:
     monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
     monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: True)
-    made = make_device(TrialSettings(share=4, options=Options(device=name), reference="model.py"))
+    made = make_device(TrialSettings(share=4, options=Options(device=name), source=FileSource("model.py")))
     assert isinstance(made, kind)
     assert made.name == called
 

@@ -17,6 +17,7 @@ from autoaccum.errors import NotMeasuredError
 from autoaccum.simulation.allocator.caching_allocator import read_settings
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.cards import Card
+from autoaccum.sources.source import FileSource
 from autoaccum.units import MIB
 from tests.gpu.compared import WORKLOADS
 
@@ -47,7 +48,9 @@ class Case:
     @property
     def settings(self) -> TrialSettings:
         """The settings of a device for its trials."""
-        return TrialSettings(reference=f"{Path(__file__).parent / 'compared.py'}:{self.name}", share=2 * self.size)
+        return TrialSettings(
+            source=FileSource(f"{Path(__file__).parent / 'compared.py'}:{self.name}"), share=2 * self.size
+        )
 
     @property
     def parts(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.meters import card_limit
 from autoaccum.devices.simulated.recorded_update import compare_snapshot
 from autoaccum.errors import UsageError
-from autoaccum.sources.loading import load_workload
+from autoaccum.sources.source import FileSource
 from autoaccum.units import MIB
 
 SHARED = Path(__file__).parents[1] / "shared"
@@ -60,7 +60,7 @@ def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, write_wo
 
 def train(made: Any, reference: str, place: torch.device) -> None:
     """Two updates by the plan, under its own budget and not by retries."""
-    workload = load_workload(reference)
+    workload = FileSource(reference).load()
     model = workload.build_model().to(place)
     torch.cuda.empty_cache()
     refused = torch.cuda.memory_stats(place.index)["num_ooms"]
@@ -101,7 +101,10 @@ def test_the_card_gives_the_predicted_peaks(tmp_path: Path) -> None:
     file = tmp_path / "step.pickle"
     words = [RECORD, RECORDED, file, "--micro-batch", "24", "--parts", "2"]
     subprocess.run([sys.executable, *map(str, words)], check=True, timeout=300)
-    with CudaDevice(TrialSettings(reference=str(RECORDED), share=96)) as device, device.simulation() as simulation:
+    with (
+        CudaDevice(TrialSettings(source=FileSource(str(RECORDED)), share=96)) as device,
+        device.simulation() as simulation,
+    ):
         compared = compare_snapshot(file, simulation, 48, 24)
     assert compared.agrees, compared
 

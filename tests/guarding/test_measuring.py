@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from in_process_tracer import InProcessTracer
-from planned import make_request
+from planned import make_plan_setup, make_request
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
@@ -27,6 +27,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB, MemorySize
 
 ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}
@@ -41,7 +42,7 @@ def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> P
         memory=MemorySize(bytes=int(gib * GIB)),
         environment={},
     )
-    return PlanSetup(device, "model.py")
+    return make_plan_setup(device)
 
 
 def measure_traces(
@@ -167,11 +168,11 @@ def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path)
     (path := tmp_path / "model.py").write_text(READING)
     case = make_case(workload=str(path), gpu="rtx3090", values="cpu", target_batch=48, micro_batch=16)
     request, card, found = request_of(case), find_card("rtx3090"), []
-    settings = TrialSettings(reference=str(path), share=request.share, options=case.options)
+    settings = TrialSettings(source=FileSource(str(path)), share=request.share, options=case.options)
     for _ in range(2):
         tracer = partial(InProcessTracer, settings, card)
         device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release(), environment={})
         with device:
-            found.append(measure_simulated(PlanSetup(device, str(path)), request, None))
+            found.append(measure_simulated(make_plan_setup(device, str(path)), request, None))
     assert found[0] == found[1]
     assert found[0].micro_batches == (16, 16, 16)

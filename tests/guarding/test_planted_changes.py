@@ -15,6 +15,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from guarded_project import REFACTORINGS, REGRESSIONS, Edits, Regression, edited
 from in_process_tracer import InProcessTracer
+from planned import make_plan_setup
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.device_choice import read_torch_release
@@ -24,8 +25,8 @@ from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measureme
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
-from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 from autoaccum.units import MemorySize
 
 CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=2)
@@ -74,13 +75,13 @@ def measure_here(
     for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
     reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.options.gpu))
-    tracer = partial(InProcessTracer, TrialSettings(reference=reference, share=request.share), card)
+    tracer = partial(InProcessTracer, TrialSettings(source=FileSource(reference), share=request.share), card)
     if case.micro_batch is not None:
         micro_batches = request.schedule(request.cap).micro_batches
     with SimulatedDevice(
         card, tracer, share=request.share, torch_version=read_torch_release(), memory=case.options.memory
     ) as device:
-        return measure_simulated(PlanSetup(device, reference), request, micro_batches)
+        return measure_simulated(make_plan_setup(device, reference), request, micro_batches)
 
 
 def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Measurement:

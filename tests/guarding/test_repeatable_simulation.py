@@ -13,6 +13,7 @@ from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 
 PARTS = (3000, 3000)
 UNRULY = """
@@ -93,7 +94,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.chdir(place)
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        card, settings = find_card("rtx3090"), TrialSettings(reference="model.py", share=sum(PARTS))
+        card, settings = find_card("rtx3090"), TrialSettings(source=FileSource("model.py"), share=sum(PARTS))
         release = read_torch_release()
         with SimulatedDevice(card, lambda: Tracer(settings, card), share=sum(PARTS), torch_version=release) as device:
             device.inspect()

@@ -13,6 +13,7 @@ from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
+from autoaccum.sources.source import FileSource
 
 DETR = """
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
@@ -57,7 +58,11 @@ def trace(path: Path, **options: Any) -> Trace:
     child, card = SimulatedChild(), find_card("rtx3090")
     try:
         paths = ImportPaths.of()
-        child.handle(LoadOnCard(card=card, device="", paths=paths, reference=str(path), share=8, options=options))
+        child.handle(
+            LoadOnCard(
+                card=card, device="", paths=paths, source=FileSource(str(path)).to_record(), share=8, options=options
+            )
+        )
         made = child.handle(TraceParts(parts=(2, 2)))
     finally:
         child.close()

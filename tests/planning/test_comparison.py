@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from factories import make_plan
 from in_process_tracer import InProcessTracer
-from planned import CARD, make_request, make_settings, plan_on, simulated_card
+from planned import CARD, make_plan_setup, make_request, make_settings, plan_on, simulated_card
 from small_blocks import blocks_source
 from synthetic_traces import INSPECTION, SyntheticTracer
 
@@ -33,7 +33,6 @@ from autoaccum.planning.comparison import (
 )
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.saver_trials import add_costs
 from autoaccum.reporting.comparison_table import comparison_warnings, print_comparison
 from autoaccum.reporting.console import make_console
@@ -169,7 +168,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
         return tracers[-1]
 
     def plan(card: Card, device: Device) -> ComparisonRow:
-        setup = PlanSetup(device, "model.py")
+        setup = make_plan_setup(device)
         return plan_row(setup, make_request(64, gpu=card.name), card.name, estimates=True)
 
     fleet = CardFleet(
@@ -206,7 +205,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def compare_savers(path: str, memory_bytes: int) -> tuple[list[ComparisonRow], list[Event]]:
     events: list[Event] = []
     with device_with(path, memory_bytes) as device:
-        setup = PlanSetup(device, "blocks.py")
+        setup = make_plan_setup(device, "blocks.py")
         return plan_front(setup, make_request(SHARE, gpu="rtx3090"), "rtx3090", events.append), events
 
 

@@ -22,6 +22,7 @@ from autoaccum.devices.inspection import inspect_workload
 from autoaccum.planning.plan_messages import all_notes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload
 from autoaccum.units import MIB, MemorySize
 
@@ -112,7 +113,7 @@ def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
 def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
     path = tmp_path / "centred.py"
     path.write_text(FILE)
-    with CpuDevice(TrialSettings(reference=str(path), share=8)) as device:
+    with CpuDevice(TrialSettings(source=FileSource(str(path)), share=8)) as device:
         found = device.inspect()
     assert found.coupling == Coupling(("1",), False, None)
     assert any("the output of module 1" in said for said in found.accumulation_warnings)

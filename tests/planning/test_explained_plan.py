@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import CARD, make_request, plan_on, plan_simulated, simulated_card
+from planned import CARD, make_plan_setup, make_request, plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import SyntheticTracer, linear
 
@@ -20,7 +20,6 @@ from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.plan_events import Doing, Event, Explained, TrialFinished
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import explain_memory
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.simulation.cards import context_memory
@@ -194,7 +193,7 @@ def test_no_time_is_left_for_an_explanation() -> None:
     with simulated_card(SyntheticTracer(), 64) as device:
         limits = SearchLimits(None, 600.0, started=0.0, clock=lambda: 601.0)
         request = make_request(64, explain=True)
-        found = explain_memory(PlanSetup(device, "model.py"), request, (20, 20), limits, told.append)
+        found = explain_memory(make_plan_setup(device), request, (20, 20), limits, told.append)
     assert found == (None, ("where the memory goes was not traced: the time limit of 600 s was over",))
     assert not any(isinstance(event, Explained) for event in told)
 

@@ -14,6 +14,7 @@ from autoaccum.api import plan
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_setup import make_setup
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload
 
 PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
@@ -29,7 +30,7 @@ def live(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("reference", ["model.py", Path("model.py")])
 def test_a_file_is_named_by_its_path(reference: Any) -> None:
-    assert make_setup(reference, make_request(8, device="cpu"), live=PARTS).reference == "model.py"
+    assert make_setup(reference, make_request(8, device="cpu"), live=PARTS).settings.source == FileSource("model.py")
 
 
 WORKLOAD = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
@@ -43,7 +44,7 @@ def test_what_is_made_in_code_is_tried_in_processes_of_its_own(
     workload: Any, parts: dict[str, Any], reference: str
 ) -> None:
     setup = make_setup(workload, make_request(8, device="cpu", precision="bf16", optimizer="sgd"), live=parts)
-    assert (type(setup.device), setup.reference, setup.live) == (CpuDevice, reference, None)
+    assert (type(setup.device), setup.settings.source.name, setup.live) == (CpuDevice, reference, None)
     with setup.running() as device:
         inspection = device.inspect()
     assert (inspection.spec.precision, inspection.workload.optimizer) == ("bf16", "SGD")

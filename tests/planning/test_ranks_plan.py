@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from on_ranks import on_ranks
-from planned import make_request
+from planned import make_plan_setup, make_request
 from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks
@@ -16,7 +16,6 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError
 from autoaccum.planning.plan_events import Event
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.ranks_plan import plan_with_ranks
 from autoaccum.units import GIB, MIB, MemorySize
@@ -40,7 +39,7 @@ def planned(device: ScriptedDevice, request: PlanRequest) -> tuple[Plan, list[tu
     told: list[Event] = []
 
     def here(ranks: Ranks, asked: PlanRequest, heard: Any, printed: Any) -> Plan:
-        return plan_on_device(PlanSetup(device, "model.py"), asked, on_event=heard, ranks=ranks)
+        return plan_on_device(make_plan_setup(device), asked, on_event=heard, ranks=ranks)
 
     return plan_with_ranks(here, request, told.append, None), device.proofs, len(told)
 

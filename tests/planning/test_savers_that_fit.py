@@ -27,11 +27,11 @@ import torch._dynamo  # As torch.utils.checkpoint does: it is not the model's me
 from autoaccum import Accumulator
 from autoaccum.devices.host_memory import data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
-from autoaccum.sources.loading import load_workload
+from autoaccum.sources.source import FileSource
 
 reference, savers, budget = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 warm_up()
-workload = load_workload(reference)
+workload = FileSource(reference).load()
 limit = read_process_memory().data_bytes + budget
 
 def train(savers, limit):

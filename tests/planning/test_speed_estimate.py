@@ -12,6 +12,7 @@ from autoaccum.devices.simulated.simulation_requests import CountCost
 from autoaccum.planning.throughput import RATIO_BAND, estimate_seconds, estimate_throughput
 from autoaccum.simulation.cards import CardRates, all_cards, card_rates, find_card
 from autoaccum.simulation.trace_records import Amount, UpdateCost
+from autoaccum.sources.source import FileSource
 
 COST = UpdateCost(
     flops=Amount(sample=1e12),
@@ -66,7 +67,7 @@ def only(**amounts: Amount) -> UpdateCost:
 def gpt2() -> UpdateCost:
     """What an update of GPT-2 costs, counted on a card of the same kernels as most."""
     path = Path(__file__).parents[2] / "examples" / "gpt2.py"
-    tracer = InProcessTracer(TrialSettings(reference=str(path), share=64), find_card("rtx4090"))
+    tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), share=64), find_card("rtx4090"))
     try:
         return tracer.call(CountCost(parts=(2, 4, 2)))
     finally:

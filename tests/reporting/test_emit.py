@@ -20,7 +20,7 @@ from autoaccum.api import plan as plan_by_trials
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
-from autoaccum.sources.loading import load_workload
+from autoaccum.sources.source import FileSource
 from autoaccum.spec import TrainingSpec
 from autoaccum.units import GIB
 
@@ -171,7 +171,7 @@ def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_p
     (tmp_path / "workload.py").write_text(FILE, encoding="utf-8")
     plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, device="cpu", max_micro_batch=3)
     assert plan.micro_batches == (3, 3, 2)
-    work = load_workload(str(tmp_path / "workload.py"))
+    work = FileSource(str(tmp_path / "workload.py")).load()
     model = work.build_model()
     accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), work.criterion, plan=plan)
     assert accumulator.step(work.build_batch(8)).micro_batches == (3, 3, 2)

@@ -17,6 +17,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 from autoaccum.spec import SPEC_FIELDS
 from autoaccum.units import GIB, MemorySize
 
@@ -33,7 +34,11 @@ def make_request(target: int, **asked: Any) -> PlanRequest:
 
 def make_settings(reference: str, share: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:
     memory = None if memory_bytes is None else MemorySize(bytes=memory_bytes)
-    return TrialSettings(reference=reference, share=share, options=make_options(memory=memory, **options))
+    return TrialSettings(source=FileSource(reference), share=share, options=make_options(memory=memory, **options))
+
+
+def make_plan_setup(device: Device, name: str = "model.py") -> PlanSetup:
+    return PlanSetup(device, make_settings(name, 256))
 
 
 def plan_on(
@@ -41,7 +46,7 @@ def plan_on(
 ) -> Plan:
     """Return the plan of a request, as of `make_request`, on a device; closes it."""
     with device:
-        return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **asked), on_event=on_event)
+        return plan_on_device(make_plan_setup(device), make_request(target, **asked), on_event=on_event)
 
 
 def simulated_card(

@@ -12,6 +12,7 @@ from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import LabelledTrace
+from autoaccum.sources.source import FileSource
 
 ONE_NUMBER = 8
 """The most bytes of a loss or a count, which the loop keeps."""
@@ -29,7 +30,7 @@ def label(
 ) -> LabelledTrace:
     """Trace two updates of a workload of `WORKLOADS`, the second by `parts`."""
     options = Options(world_size=ranks, parallel=parallel, mesh=mesh)
-    settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=sum(parts), options=options)
+    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), share=sum(parts), options=options)
     tracer = InProcessTracer(settings, find_card("h100"))
     try:
         return tracer.call(LabelParts(parts=parts, grad_sync=grad_sync))

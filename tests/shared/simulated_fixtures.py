@@ -24,6 +24,7 @@ from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import LabelledTrace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.simulation import simulate
+from autoaccum.sources.source import FileSource
 
 HEAD = """
 import copy
@@ -56,7 +57,7 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
             card=card,
             device=card.name,
             paths=ImportPaths.of(),
-            reference=str(path),
+            source=FileSource(str(path)).to_record(),
             share=256,
             options=options.to_record(),
         )

@@ -15,7 +15,7 @@ import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.batches import Batching
-from autoaccum.sources.loading import load_workload
+from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload
 
 
@@ -170,4 +170,4 @@ def written(folder: Path, text: str) -> str:
     ],
 )
 def test_other_functions_named_split_or_size_are_ignored(tmp_path: Path, text: str, taken: bool) -> None:
-    assert isinstance(load_workload(written(tmp_path, text)).batching, Batching) is taken
+    assert isinstance(FileSource(written(tmp_path, text)).load().batching, Batching) is taken

@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.loading import check_import, load_workload, workload_of
+from autoaccum.sources.loading import check_import, workload_of
+from autoaccum.sources.source import FileSource
 
 Write = Callable[..., Path]
 
@@ -70,7 +71,7 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
     head = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
     batch = "def batch(size): return torch.randn(size, 4), torch.randint(0, 3, (size,))\n"
     path = write(f"{head}{batch}{MODELS[model]}\n{LOSSES[loss]}\n")
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     first, second = workload.build_model(), workload.build_model()
     assert first is not second
     term = workload.objective.terms(first, workload.build_batch(6))["loss"]
@@ -82,17 +83,17 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
 @pytest.mark.parametrize("line", ["def batchnorm(x): ...", "batchnorm = nn.BatchNorm1d(3)", "import math as batchnorm"])
 def test_a_batchnorm_that_is_no_string_is_ignored(write: Write, line: str) -> None:
     write(GOOD + f"\n    {line}\n")
-    assert load_workload("model.py").batchnorm == "micro"
+    assert FileSource("model.py").load().batchnorm == "micro"
 
 
 def test_a_criterion_that_the_loss_calls_is_not_the_workloads(write: Write) -> None:
     loss = "    def loss(model, batch): return criterion(model(batch[0]), batch[1])\n"
-    loaded = load_workload(str(write(GOOD + loss)))
+    loaded = FileSource(str(write(GOOD + loss))).load()
     assert loaded.criterion is None
     assert loaded.loss is not None
     beside = loss.replace("criterion(", "nn.functional.cross_entropy(")
     with pytest.raises(WorkloadError, match="both loss and criterion, of which loss counts, and neither calls"):
-        load_workload(str(write(GOOD + beside)))
+        FileSource(str(write(GOOD + beside))).load()
 
 
 COUPLED = """
@@ -108,11 +109,11 @@ COUPLED = """
 
 
 def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None:
-    loaded = load_workload(str(write(COUPLED)))
+    loaded = FileSource(str(write(COUPLED))).load()
     assert (loaded.coupled, loaded.loss, loaded.criterion) == (True, None, None)
     assert loaded.objective.coupled is True
-    assert load_workload(str(write(COUPLED + "    coupled = False\n"))).objective.coupled is False
-    of_criterion = load_workload(str(write(GOOD + "    coupled = True\n    def outputs(a): ...\n")))
+    assert FileSource(str(write(COUPLED + "    coupled = False\n"))).load().objective.coupled is False
+    of_criterion = FileSource(str(write(GOOD + "    coupled = True\n    def outputs(a): ...\n"))).load()
     assert (of_criterion.coupled, of_criterion.outputs) == (True, None)
 
 
@@ -136,7 +137,7 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
 def test_says_what_a_coupled_loss_lacks(write: Write, removed: str, added: str, text: str) -> None:
     kept = [line for line in COUPLED.splitlines() if not line.strip().startswith(removed)]
     with pytest.raises(WorkloadError, match=text):
-        load_workload(str(write("\n".join([*kept, f"    {added}", ""]))))
+        FileSource(str(write("\n".join([*kept, f"    {added}", ""])))).load()
 
 
 def test_loads_a_workload_object(write: Write) -> None:
@@ -150,9 +151,9 @@ def test_loads_a_workload_object(write: Write) -> None:
         other = autoaccum.Workload(model=nn.Linear(4, 2), batch=make, loss=total, name="another")
         """
     )
-    assert load_workload("model.py").reduction == "sum"
-    assert load_workload("model.py").name == "model"
-    assert load_workload("model.py:other").name == "another"
+    assert FileSource("model.py").load().reduction == "sum"
+    assert FileSource("model.py").load().name == "model"
+    assert FileSource("model.py:other").load().name == "another"
 
 
 def test_a_name_may_be_a_model(write: Write) -> None:
@@ -162,7 +163,7 @@ def test_a_name_may_be_a_model(write: Write) -> None:
     def wide(): return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3))
 """
     )
-    workload = load_workload("model.py:wide")
+    workload = FileSource("model.py:wide").load()
     assert workload.name == "model:wide"
     assert isinstance(workload.build_model(), nn.Sequential)
 
@@ -186,7 +187,7 @@ def test_imports_modules_next_to_a_file(write: Write) -> None:
         def loss(model, batch): return model(batch.x).mean()
         """
     )
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     made = workload.build_batch(3)
     assert pickle.loads(pickle.dumps(made)).x.equal(made.x)
     assert workload.build_model()
@@ -199,19 +200,19 @@ def test_imports_a_file_in_a_package_under_its_full_name(write: Write) -> None:
     write("WIDTH = 3\n", "shop/common.py")
     path = write("from ..common import WIDTH\nfrom .other import DEPTH\n" + textwrap.dedent(GOOD), "shop/nets/model.py")
     write("DEPTH = 2\n", "shop/nets/other.py")
-    workload = load_workload(str(path))
+    workload = FileSource(str(path)).load()
     assert getattr(workload.model, "__module__", None) == "shop.nets.model"
     write("MORE = 1\n", "shop/__init__.py")
-    assert load_workload("shop/nets/model.py").digest != workload.digest
+    assert FileSource("shop/nets/model.py").load().digest != workload.digest
 
 
 def test_reads_a_changed_file_again(write: Write) -> None:
     write("from torch import nn\ndef net(): return nn.Linear(4, 3)\n", "nets.py")
     source = textwrap.dedent(GOOD).replace("def model(): return nn.Linear(4, 3)", "from nets import net as model")
     write(source)
-    before = load_workload("model.py")
+    before = FileSource("model.py").load()
     write("from torch import nn\ndef net(): return nn.Linear(4, 5)\n", "nets.py")
-    after = load_workload("model.py")
+    after = FileSource("model.py").load()
     assert before.digest != after.digest
     assert after.build_model().out_features == 5
 
@@ -223,12 +224,12 @@ def test_the_digest_covers_local_modules_but_not_their_folder(write: Write, tmp_
         write("from . import more\n", f"{place}/deep/nets.py")
         write("A = 1\n", f"{place}/deep/more.py")
         write("A = 1\n", f"{place}/unrelated.py")
-    one = load_workload("one/model.py").digest
-    assert load_workload("two/model.py").digest == one
+    one = FileSource("one/model.py").load().digest
+    assert FileSource("two/model.py").load().digest == one
     write("A = 2\n", "two/unrelated.py")
-    assert load_workload("two/model.py").digest == one
+    assert FileSource("two/model.py").load().digest == one
     write("A = 2\n", "two/deep/more.py")
-    assert load_workload("two/model.py").digest != one
+    assert FileSource("two/model.py").load().digest != one
 
 
 BAD = {
@@ -254,7 +255,7 @@ def test_says_what_is_wrong_with_a_file(write: Write, case: str) -> None:
     write(source)
     before = list(sys.path)
     with pytest.raises(WorkloadError, match=message) as caught:
-        load_workload("model.py")
+        FileSource("model.py").load()
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     if case in ("syntax error", "raises", "exits", "missing import"):
@@ -282,7 +283,7 @@ def test_says_what_is_wrong_with_a_reference(write: Write, case: str) -> None:
     write(GOOD + "    SIZE = 3\n")
     write("", "notes.txt")
     with pytest.raises(WorkloadError, match=message):
-        load_workload(reference)
+        FileSource(reference).load()
 
 
 def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import autoaccum
 from autoaccum.errors import NotMeasuredError
-from autoaccum.sources.module_names import module_files, split_reference
+from autoaccum.sources.module_names import module_files
 
 _OWN = Path(autoaccum.__file__).resolve().parent
 """autoaccum's own modules, which are never taken from a checkout."""
@@ -80,8 +80,8 @@ class ImportPaths:
         else:
             os.environ["PYTHONPATH"] = self.pythonpath
 
-    def check_loaded(self, reference: str) -> None:
-        """Check that a workload and its modules were loaded from the checkout of its repository, where one is used.
+    def check_loaded(self, workload: Path | None) -> None:
+        """Check that a workload's file and modules were loaded from the checkout of its repository, where one is used.
 
         Raises:
             NotMeasuredError: A module comes from elsewhere, so that a revision would be compared with itself.
@@ -89,9 +89,7 @@ class ImportPaths:
         if self.original is None or self.root is None:
             return
         original, root = Path(self.original), Path(self.root)
-        target, _, _ = split_reference(reference)
-        workload = Path(target).resolve()
-        astray = [] if workload.is_relative_to(root) else [workload]
+        astray = [] if workload is None or workload.is_relative_to(root) else [workload]
         for module in list(sys.modules.values()):
             place = Path((module_files(module) or ["/"])[0]).resolve()
             if place.is_relative_to(original) and not place.is_relative_to(root) and not place.is_relative_to(_OWN):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import pickle
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.errors import UsageError, first_line
+from autoaccum.sources.source import PickledSource
 from autoaccum.sources.workload import Workload
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
@@ -29,8 +29,8 @@ _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
 _HINT = 'write model, batch and loss into a file and plan that: plan("model.py", ...)'
 
 
-def pack(workload: Workload, *, folder: Path | None = None, with_values: bool = False) -> str:
-    """Pickle `workload` as text, for `unpack` in another process; nothing is changed.
+def pack(workload: Workload, folder: Path, *, simulates: bool = False, with_values: bool = False) -> PickledSource:
+    """Pickle `workload` into a folder, without its data, for another process; nothing is changed.
 
     Definitions of `__main__`, of a notebook or of a test that pytest loaded by its path are pickled by value, since no
     import would find them. The optimizer is pickled as the workload makes it, a live model apart from the rest, so that
@@ -38,21 +38,21 @@ def pack(workload: Workload, *, folder: Path | None = None, with_values: bool = 
 
     Args:
         workload: The workload.
-        folder: The folder for files with all tensors, on the devices where they are, which the text refers to. None:
-            the text has everything for a simulation: of a compiled model the eager one, parameters without their
-            values, which do not matter for sizes, and all other tensors on the CPU.
+        folder: The folder, whose files have all tensors on the devices where they are.
+        simulates: Whether the other process simulates a card. It gets of a compiled model the eager one, parameters
+            without their values, which do not matter for sizes, and all other tensors on the CPU.
         with_values: Whether a simulation gets the values of the model's parameters, too.
 
     Raises:
         UsageError: A part of it cannot be pickled; the message names it.
     """
     known = set[int]()
-    model = workload.model
+    model, saved_in = workload.model, None if simulates else folder
     if isinstance(model, nn.Module):
-        model = model if folder is not None else unwrap_model(model)  # A simulation runs the eager step.
+        model = unwrap_model(model) if simulates else model
         known = {id(part) for part in (*model.modules(), *model.parameters())}
         try:
-            packed = _pack("model", model, folder=folder, with_values=with_values)
+            packed = _pack("model", model, folder=saved_in, with_values=with_values)
         except UsageError:
             for name, value in _attributes(model):  # One by one, so that the message names the right one.
                 _pack(name, value)
@@ -60,12 +60,14 @@ def pack(workload: Workload, *, folder: Path | None = None, with_values: bool = 
         workload = dataclasses.replace(workload, model=PackedModel(packed))
     sent = dataclasses.replace(workload, **_LEFT_BEHIND)
     try:
-        content = _pack("the workload", sent, known, folder=folder)
+        content = _pack("the workload", sent, known, folder=saved_in)
     except UsageError:
         for field in dataclasses.fields(sent):  # Field by field, so that the message names the right one.
             _pack(field.name, getattr(sent, field.name), known)
         raise
-    return base64.b64encode(content).decode("ascii")
+    file = folder / "workload.pickle"
+    file.write_bytes(content)
+    return PickledSource(f"{workload.name} (made in code)", str(file))
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -83,12 +85,6 @@ def pack_whole(name: str, part: Any) -> bytes:
         UsageError: It cannot be pickled.
     """
     return _pack(name, part, with_values=True, hint="keep locks, open files and generators out of it")
-
-
-def unpack(pickled: str) -> Workload:
-    """Return the workload that `pack` pickled, without its data; its model is a `PackedModel` if it was a live one."""
-    workload: Workload = pickle.loads(base64.b64decode(pickled))
-    return workload
 
 
 @dataclass(frozen=True)

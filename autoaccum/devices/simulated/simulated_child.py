@@ -221,7 +221,6 @@ class SimulatedChild:
     @handle.register
     def _load(self, request: LoadOnCard) -> Loaded | Failure:
         request.paths.use()
-        doing = f"loading {request.reference}"
         # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
@@ -238,7 +237,7 @@ class SimulatedChild:
             seed_everything()
             self._workload = load_requested(request)
         except BaseException as error:
-            return describe_failure(as_workload_error(error, doing) or error, doing)
+            return describe_failure(as_workload_error(error, request.doing) or error, request.doing)
         if self._mode.cpu_values is not None and self._mesh is not None:
             return Loaded(
                 refused="ranks shard the model, and the CPU computes values of a whole one: take --parallel ddp, or"

@@ -17,6 +17,7 @@ from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace
+from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB
 
 CARD = InstalledCard(
@@ -35,7 +36,7 @@ class SyntheticCard(CudaDevice):
     """A card that has told its memory, and whose simulation is a synthetic tracer."""
 
     def __init__(self, tracer: SyntheticTracer, share: int = 64) -> None:
-        super().__init__(TrialSettings(share=share))
+        super().__init__(TrialSettings(source=FileSource("model.py"), share=share))
         self._limit_bytes, self._card, self._tracer = 2 * GIB, CARD, tracer
 
     def _use_child(self, *, fresh: bool = False) -> Any:
@@ -110,7 +111,7 @@ def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], 
 
         criterion = nn.CrossEntropyLoss()
     """)
-    device = CudaDevice(TrialSettings(reference=workload, share=64))
+    device = CudaDevice(TrialSettings(source=FileSource(workload), share=64))
     assert "explain" in device.capabilities
     device._limit_bytes, device._card = 2 * GIB, CARD  # As its first process would report.
     found = device.explain((16, 16), changes=False)

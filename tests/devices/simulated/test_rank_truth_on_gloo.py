@@ -57,9 +57,9 @@ def count_storages(reference: str, grad_sync: GradSync) -> dict[str, Counter[int
     """
     from autoaccum import Accumulator
     from autoaccum.accumulation.ranks.launch import shard_model
-    from autoaccum.sources.loading import load_workload
+    from autoaccum.sources.source import FileSource
 
-    workload = load_workload(reference)
+    workload = FileSource(reference).load()
     model = shard_model(workload.build_model(), torch.device("cpu"), (RANKS,), workload.parallelize)
     optimizer = workload.build_optimizer(model)
     options: Any = {"micro_batch": max(PARTS), "accumulate_in": workload.accumulate_in, "grad_sync": grad_sync}

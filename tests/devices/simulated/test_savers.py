@@ -13,6 +13,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.options import make_options
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import FileSource
 
 WORKLOAD = """
 import torch
@@ -57,7 +58,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, .
     @cache
     def trace(*words: str) -> tuple[int, ...]:
         """Return the bytes at the beginnings of the last backward and of the update, at the peak, and on the host."""
-        settings = TrialSettings(reference=str(path), share=2 * SIZE, options=make_options(savers=words))
+        settings = TrialSettings(source=FileSource(str(path)), share=2 * SIZE, options=make_options(savers=words))
         tracer = InProcessTracer(settings, find_card("rtx3090"))
         try:
             traced = tracer.call(TraceParts(parts=(SIZE, SIZE)))

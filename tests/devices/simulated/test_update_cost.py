@@ -12,6 +12,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.simulation_requests import CountCost
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import UpdateCost
+from autoaccum.sources.source import FileSource
 
 WORKLOAD = """
 import torch
@@ -56,7 +57,7 @@ def count(tmp_path_factory: pytest.TempPathFactory) -> Count:
 
     @cache
     def cost(*words: str, parts: tuple[int, ...] = PARTS) -> UpdateCost:
-        tracer = InProcessTracer(TrialSettings(reference=str(path), share=256), find_card("rtx3090"))
+        tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), share=256), find_card("rtx3090"))
         try:
             return tracer.call(CountCost(parts=parts, savers=words))
         finally:

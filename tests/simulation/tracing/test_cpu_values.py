@@ -18,6 +18,7 @@ from autoaccum.devices.trial_requests import Inspect, Loaded
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.sources.source import FileSource
 
 MODEL = "del criterion\nmodel = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))\n"
 MASK = f"""{MODEL}
@@ -128,7 +129,14 @@ def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
     asked = {"values": "cpu", "world_size": 2, "parallel": "fsdp2"}
     try:
         loaded = child.handle(
-            LoadOnCard(card=card, device="", paths=ImportPaths.of(), reference=str(path), share=8, options=asked)
+            LoadOnCard(
+                card=card,
+                device="",
+                paths=ImportPaths.of(),
+                source=FileSource(str(path)).to_record(),
+                share=8,
+                options=asked,
+            )
         )
     finally:
         child.close()

@@ -32,6 +32,7 @@ from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import search
 from autoaccum.simulation.cards import Card, find_card
 from autoaccum.simulation.trace_records import Category, LabelledTrace, Trace
+from autoaccum.sources.source import FileSource
 from autoaccum.units import parse_size
 
 HERE = Path(__file__).resolve().parent
@@ -97,7 +98,7 @@ class DigestingTracer(InProcessTracer):
 def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, Any]:
     """All that is predicted of an update of `TARGET` samples; and the explanation, for the workload's `first` card."""
     card = find_card(gpu)
-    settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=TARGET)
+    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), share=TARGET)
     tracer = DigestingTracer(settings, card)
     with SimulatedDevice(
         card,
