@@ -12,6 +12,8 @@ from typing import Any
 
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 
+_SHOWN = 5
+
 
 def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumError] = UsageError) -> int:
     """Return `value` as an int of at least `least`; NumPy integers count, True and False do not.
@@ -88,6 +90,17 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
     """
     *others, end = words
     return f"{', '.join(others)} {last} {end}" if others else end
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Join the first names to a list in words, and add how many more there are.
+
+    >>> list_names(["a", "b"]), list_names([f"layer{index}" for index in range(7)])
+    ('a and b', 'layer0, layer1, layer2, layer3, layer4 and 2 more')
+    """
+    shown = list(names)
+    more = len(shown) - _SHOWN
+    return join_words([*shown[:_SHOWN], f"{more} more"] if more > 0 else shown)
 
 
 def counted(number: int, word: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from autoaccum.errors import first_line
+from autoaccum.messages import Message
 
 _Record = TypeVar("_Record")
 
@@ -39,6 +40,8 @@ def to_plain(value: Any) -> Any:
     >>> to_plain((1, {"a": (2,)}))
     [1, {'a': [2]}]
     """
+    if isinstance(value, Message):
+        return {"code": value.code, "facts": to_plain(value.facts), "text": str(value)}
     if dataclasses.is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -54,6 +57,8 @@ def freeze(value: Any) -> Any:
     >>> freeze({"sizes": [1, 2]})["sizes"]
     (1, 2)
     """
+    if isinstance(value, Message):
+        return value
     if isinstance(value, Mapping):
         return types.MappingProxyType({str(key): freeze(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):

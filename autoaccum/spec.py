@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal, TypedDict, cast, get_args
 
 from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.messages import Message
 
 Precision = Literal["fp32", "bf16", "fp16"]
 BatchNormMode = Literal["micro", "running", "frozen", "exact"]
@@ -186,7 +187,7 @@ class StepRecipe:
         weights: The names of its weights; empty if there is one.
         batch: The form of a batch: a word, or a container's word with the forms in it.
         half: The half-precision dtypes of trained parameters.
-        misweighted: What the loss divides by instead of its weight, as a sentence; None: nothing is known to be wrong.
+        misweighted: The warning on what the loss divides by instead of its weight; None: nothing is known to be wrong.
         checkpointing: Whether a model of transformers has gradient checkpointing switched on.
         ignores_items: Whether a model of transformers ignores `num_items_in_batch`.
         trainer: The framework of the Trainer that the loss was taken from; None: of none.
@@ -200,7 +201,7 @@ class StepRecipe:
     weights: tuple[str, ...] = ()
     batch: Any = "other"
     half: tuple[str, ...] = ()
-    misweighted: str | None = None
+    misweighted: Message | None = None
     checkpointing: bool = False
     ignores_items: bool = False
     trainer: str | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autoaccum.errors import UsageError
 
@@ -137,3 +139,26 @@ def percent(part: float, whole: float, *, sign: bool = False) -> str:
         return f"{before}<{_LEAST_PERCENT} %"
     digits = ".1g" if 0 < size < _ONE_DIGIT_PERCENT else ".1f" if size < 1000 else ".0f"
     return f"{before}{size:{digits}} %"
+
+
+def format_parts(parts: Sequence[int]) -> str:
+    """Write parts as a sum, in which equal ones are counted if there are more than four parts.
+
+    >>> format_parts((86, 85, 85))
+    '86 + 85 + 85'
+    >>> format_parts((3,) * 86 + (2,))
+    '86 x 3 + 2'
+    """
+    if len(parts) <= 4:
+        return " + ".join(str(part) for part in parts)
+    runs = [(len(list(equal)), part) for part, equal in groupby(parts)]
+    return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
+
+
+def format_rate(rate: float | None) -> str:
+    """Write samples per second in three digits or more; a dash if they are not known.
+
+    >>> format_rate(1234.5), format_rate(1.2345), format_rate(None)
+    ('1,234', '1.23', '-')
+    """
+    return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -17,7 +17,9 @@ import autoaccum
 PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
-    {"units", "checks", "serialization", "files", "tracebacks"},
+    {"units", "checks", "files", "tracebacks"},
+    {"messages"},
+    {"serialization"},
     {"spec"},
     {"options"},
     {"sources"},
@@ -46,6 +48,7 @@ HOMES: dict[str, str | tuple[str, ...]] = {
 WITHOUT_TORCH = (
     "errors.py",
     "units.py",
+    "messages.py",
     "accumulation/coupling.py",
     "accumulation/schedule.py",
     "planning/search.py",
@@ -115,7 +118,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_simulation_could_be_a_library_of_its_own() -> None:
-    known = {"simulation", "accumulation", "errors", "units", "serialization", "tracebacks"}
+    known = {"simulation", "accumulation", "errors", "units", "messages", "serialization", "tracebacks"}
     rooms = {
         name.split(".")[1]
         for path in (PACKAGE / "simulation").rglob("*.py")

@@ -47,6 +47,7 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RecomputedParts, check_whole_batch
 from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, describe_error
+from autoaccum.messages import message
 from autoaccum.sources.batches import split_batch
 from autoaccum.spec import TrainingSpec
 
@@ -266,12 +267,11 @@ class Attempts:
         elif observer is not None and saver is not None:
             observer.saver_added(failed_in, largest, saver)
         elif is_own:
-            changed = f"in micro-batches of at most {lowered}, and later ones use no more"
-            changed = changed if saver is None else f"with {saver}, and so are later ones"
-            warn_caller(
-                f"out of memory ({failed_in}) with micro-batches of {largest}: nothing was changed, the batch is"
-                f" repeated {changed}"
-            )
+            facts = {"phase": failed_in, "size": largest}
+            if saver is None:
+                warn_caller(message("repeated_smaller", **facts, lowered=lowered))
+            else:
+                warn_caller(message("repeated_with_saver", **facts, saver=saver))
 
     def report(
         self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True
@@ -309,7 +309,7 @@ class Attempts:
             fatal = [failure for failure in failures if failure.out_of_memory is None]
             if not all(failure.unchanged for failure in failures):
                 if is_own and not fatal:
-                    warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
+                    warn_caller(message("batch_changed"))
                 fatal = list(failures)
             if fatal:
                 raise error if any(failure.rank == self._ranks.rank for failure in fatal) else fatal[0].as_error()

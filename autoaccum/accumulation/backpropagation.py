@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
@@ -22,6 +21,7 @@ from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
+from autoaccum.messages import Message, message
 from autoaccum.sources.batches import batch_size, join_batches, move_batch
 from autoaccum.sources.objective import Objective, Reduction, Weights, match_weights
 from autoaccum.sources.pytree import tensors
@@ -199,7 +199,7 @@ class Backpropagation:
         """Return the context in which all parts of an update run."""
         return nullcontext()
 
-    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[Message]:
         """Return warnings about BatchNorm among `modules`, which are all there are.
 
         There are none unless the step `accumulates` several parts.
@@ -215,7 +215,7 @@ class Backpropagation:
             self._check_loss, self._has_checked_loss = False, True
             self.compares_samples = compares_samples(loss, self.model, part)
             if self.compares_samples:
-                warn_caller(COMPARES_SAMPLES)
+                warn_caller(message("compares_samples"))
         self.on_phase("backward")
         self.backward(loss)
 

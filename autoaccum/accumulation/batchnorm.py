@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.backpropagation import Backpropagation, named_modules
-from autoaccum.accumulation.coupling import NOT_FULL, list_names
 from autoaccum.accumulation.transaction import is_plain_tensor
-from autoaccum.checks import join_words
+from autoaccum.checks import join_words, list_names
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message, message
 from autoaccum.spec import BatchNormMode
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -187,13 +187,13 @@ class _StatisticsRecorder:
 class MicroBackpropagation(Backpropagation):
     """Normalises each part by itself, as PyTorch does."""
 
-    _consequence = f'{NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics'
+    _mode: str = "micro"
 
-    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[Message]:
         """Return a warning that names the BatchNorms, if the step `accumulates` several parts."""
         is_concerned = accumulates and any(map(normalises_by_batch, modules))
         names = batchnorm_names(self.model, self.criterion) if is_concerned else []
-        return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
+        return [message("batchnorm_of_parts", modules=names, mode=self._mode)] if names else []
 
 
 class RunningBackpropagation(MicroBackpropagation):
@@ -203,7 +203,7 @@ class RunningBackpropagation(MicroBackpropagation):
     statistics. torch.compile is off meanwhile: code compiled before ignores hooks that were registered later.
     """
 
-    _consequence = f'only running statistics are exact, {NOT_FULL}; batchnorm="exact" corrects that'
+    _mode = "running"
     _recorders: Sequence[_StatisticsRecorder]
 
     @contextmanager
@@ -255,17 +255,14 @@ class FrozenBackpropagation(Backpropagation):
                 module.training = True
         self._is_first = False
 
-    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[Message]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
         norms: list[Any] = list(find_batchnorms(self.model, self.criterion)) if self._is_first else []
         held = [norm for norm in norms if norm.running_mean is not None and is_plain_tensor(norm.running_mean)]
         read = [norm for norm in held if not norm.running_mean.is_meta]
         if not read or any(bool(norm.running_mean.any() or (norm.running_var != 1).any()) for norm in read):
             return []
-        return [
-            'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
-            " load trained weights, or begin with another mode"
-        ]
+        return [message("statistics_unset")]
 
     def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         for module in self._frozen:

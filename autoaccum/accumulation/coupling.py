@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from autoaccum.checks import join_words
-
-WHOLE_MODEL = "the model itself"
-
-NOT_FULL = "the gradient is not the full batch's"
-"""What warnings of coupling say; a semicolon and what cures it follow."""
-
-_AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it of the whole batch"
-COMPARES_SAMPLES = (
-    "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time:"
-    f" {NOT_FULL}; {_AS_ONE}, and `autoaccum verify` proves it"
-)
-"""The warning for a loss that is computed from a table of samples by samples."""
-
-_MIXES = (
-    "the loss mixes the samples of a batch (a contrastive loss?), or adds to a sum what does not grow with the batch"
-    f" (weight decay?): {NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
-)
-
-MIXES_INPUTS = "the loss mixes samples before it calls the model (mixup, CutMix?), but sees one micro-batch at a time"
-MIX_BEFORE = (
-    "mix in batch(size) or collate_fn, before the batch is split, and put the mixed inputs and both targets (or soft"
-    " targets) into the batch, one row per sample"
-)
-"""What is seen of a loss that gives the model mixed inputs, which no mode can cure, and what to do."""
-
-_SHOWN = 5
+from autoaccum.messages import Message, message
 
 
 @dataclass(frozen=True)
@@ -62,7 +36,7 @@ class Coupling:
         """Return the finding without the modules `names`, whose coupling is exact in micro-batches too."""
         return dataclasses.replace(self, modules=tuple(name for name in self.modules if name not in names))
 
-    def warnings(self, covered: Collection[str] = (), *, is_joint: bool = False) -> tuple[str, ...]:
+    def warnings(self, covered: Collection[str] = (), *, is_joint: bool = False) -> tuple[Message, ...]:
         """Return the warnings for an update in several micro-batches.
 
         Args:
@@ -70,40 +44,11 @@ class Coupling:
             is_joint: The loss is computed once, of the outputs of the whole batch.
         """
         names = [name for name in self.modules if name not in {*covered, *self.pairs}]
-        messages = [COMPARES_SAMPLES] if self.pairs else []
+        messages = [message("compares_samples")] if self.pairs else []
         if names:
-            messages.append(
-                f"the output of {describe_modules(names)} for a sample depends on the others of its micro-batch, so"
-                " that the gradient is not the full batch's: let it compute from autoaccum.whole_batch(x), or use a"
-                " layer that looks at one sample at a time (GroupNorm)"
-            )
+            messages.append(message("module_mixes_samples", modules=names))
         if self.inputs:
-            messages.append(f"{MIXES_INPUTS}: {NOT_FULL}; {MIX_BEFORE}")
+            messages.append(message("loss_mixes_inputs"))
         elif self.loss and not is_joint:
-            messages.append(_MIXES)
+            messages.append(message("loss_mixes_samples"))
         return tuple(messages)
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Join the first names to a list in words, and add how many more there are.
-
-    >>> list_names(["a", "b"]), list_names([f"layer{index}" for index in range(7)])
-    ('a and b', 'layer0, layer1, layer2, layer3, layer4 and 2 more')
-    """
-    shown, more = list(names[:_SHOWN]), len(names) - _SHOWN
-    if more > 0:
-        shown.append(f"{more} more")
-    return join_words(shown)
-
-
-def describe_modules(names: Sequence[str]) -> str:
-    """Return the names of modules in words.
-
-    >>> describe_modules(["0"]), describe_modules(["0", "2"])
-    ('module 0', 'modules 0 and 2')
-    """
-    inner = [name for name in names if name != WHOLE_MODEL]
-    if not inner:
-        return WHOLE_MODEL
-    outer = f", and {WHOLE_MODEL}" if len(inner) < len(names) else ""
-    return f"module{'s' * (len(inner) > 1)} {list_names(inner)}{outer}"

@@ -23,11 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
-from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.random_draws import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
 from autoaccum.errors import describe_error
+from autoaccum.messages import WHOLE_MODEL
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch, split_batch
 from autoaccum.sources.model_copies import (

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch, uncompiled
-from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.gradients import rounding_warning
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.accumulation.reachable_objects import all_modules, find_reachable
@@ -22,19 +21,15 @@ from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
 from autoaccum.accumulation.transaction import StateCopy
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
+from autoaccum.messages import Message, message
 from autoaccum.sources.batches import batch_size, join_batches, split_batch
 from autoaccum.sources.model_loss import balances_experts
 from autoaccum.sources.objective import AS_ONE_MODULE, Objective
 from autoaccum.sources.weight_candidates import ignored_labels_warning
-from autoaccum.sources.weight_check import Advice, LossComparison, Unchecked, explain_mismatch
+from autoaccum.sources.weight_check import LossComparison, explain_mismatch, suggests_weight
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts
-
-_BALANCES_EXPERTS = (
-    "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
-    " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
-)
 
 
 class FirstSteps:
@@ -83,11 +78,11 @@ class FirstSteps:
         self._has_warned, self._is_first = self._has_warned or bool(messages), False
         if accumulates_first:
             self._has_accumulated = True
-            messages += [_BALANCES_EXPERTS] if balances_experts(model) else []
+            messages += [message("experts_of_parts")] if balances_experts(model) else []
             messages += _written(versions)
             messages += [] if buffers is None or not buffers.rounds else [rounding_warning(trained)]
-        for text in messages:
-            warn_caller(text)
+        for warning in messages:
+            warn_caller(warning)
         self._weighting.tell(backpropagation, update.parts, is_split=is_split)
 
 
@@ -113,16 +108,10 @@ def _buffer_versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
     }
 
 
-def _written(versions: Mapping[str, tuple[Tensor, int]]) -> list[str]:
+def _written(versions: Mapping[str, tuple[Tensor, int]]) -> list[Message]:
     """Return a warning that names the buffers that forward has written to; it may replace one, such as a table."""
     names = [name for name, (buffer, version) in versions.items() if buffer._version != version]
-    if not names:
-        return []
-    return [
-        f"forward updates the buffers {list_names(names)}, once per micro-batch instead of once per update: where"
-        " outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with eval()"
-        " on these modules"
-    ]
+    return [message("buffers_written", buffers=names)] if names else []
 
 
 _UPDATES, _SAMPLES = 64, 5
@@ -145,7 +134,7 @@ class WeightingCheck:
         self._is_over = mode == "off" or is_known or objective.coupled
         self._updates, self._each = 0, multiple_of
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
-        self._found: list[str] = []
+        self._found: list[Message] = []
 
     def look(
         self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
@@ -168,15 +157,15 @@ class WeightingCheck:
         """Warn of what was found, or raise it as a WorkloadError, after `parts` have run."""
         found, self._found = self._found, []
         if found and (backpropagation.compares_samples or balances_experts(backpropagation.model)):  # Warned of.
-            found = [text for text in found if isinstance(text, Advice)]
+            found = [warning for warning in found if suggests_weight(warning)]
         if found and self._is_strict:
-            raise WorkloadError("; ".join(found))
+            raise WorkloadError("; ".join(map(str, found)))
         if is_split and not (self._is_told or self._is_checked):
-            text = ignored_labels_warning(backpropagation.objective, backpropagation.model, parts)
-            found = [] if text is None else [text]
+            warning = ignored_labels_warning(backpropagation.objective, backpropagation.model, parts)
+            found = [] if warning is None else [warning]
         self._is_told = self._is_told or is_split
-        for text in found:
-            warn_caller(text, WeightingWarning)
+        for warning in found:
+            warn_caller(warning, WeightingWarning)
 
     def _compare(
         self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
@@ -203,7 +192,7 @@ class WeightingCheck:
             found = explain_mismatch(comparison, coupled=False)
             if random_digest() != before or any(module.training for module in modules):
                 return True
-        self._found = [text for text in found if not isinstance(text, Unchecked)]
+        self._found = [warning for warning in found if warning.code == "weight_mismatch"]
         one, other = comparison.weights
         # Where weights are those of samples, the samples may just be alike in what else the loss divides by.
         is_proved = objective.reduction == "sum" or any(one[name] * sizes[1] != other[name] * sizes[0] for name in one)

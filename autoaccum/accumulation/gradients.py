@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoaccum.accumulation.sharded_tensors import is_sharded, local_part
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message, message
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -134,14 +135,10 @@ def needs_buffers(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.requires_grad and parameter.dtype in HALF_DTYPES for parameter in parameters)
 
 
-def rounding_warning(parameters: Iterable[Tensor]) -> str:
+def rounding_warning(parameters: Iterable[Tensor]) -> Message:
     """Return a warning about the rounding of sums in half precision."""
     half = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters if parameter.dtype in HALF_DTYPES}
-    return (
-        f'gradients are summed in {" and ".join(sorted(half))}, as accumulate_in="parameters" asks: each part is'
-        " rounded, and the gradient is the full batch's only to that (after 256 micro-batches in bfloat16 1.6 % off,"
-        ' 0.1 % with accumulate_in="fp32")'
-    )
+    return message("sums_rounded", dtypes=sorted(half))
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -6,9 +6,9 @@ the largest size only would silently train another batch size (64 // 24 = 2 micr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import isqrt
 from operator import index
 from typing import TypeVar
@@ -213,39 +213,15 @@ def slices(counts: Iterable[int]) -> list[slice]:
     return [slice(one, two) for one, two in pairwise(accumulate(counts, initial=0))]
 
 
-def format_parts(parts: Sequence[int]) -> str:
-    """Write parts as a sum, in which equal ones are counted if there are more than four parts.
+def fewer_parts(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> Schedule | None:
+    """Return the schedule of uneven parts if equal ones need at least twice as many micro-batches, else None.
 
-    >>> format_parts((86, 85, 85))
-    '86 + 85 + 85'
-    >>> format_parts((3,) * 86 + (2,))
-    '86 x 3 + 2'
-    """
-    if len(parts) <= 4:
-        return " + ".join(str(part) for part in parts)
-    runs = [(len(list(equal)), part) for part, equal in groupby(parts)]
-    return " + ".join(f"{count} x {part}" if count > 1 else f"{part}" for count, part in runs)
-
-
-def equal_parts_cost(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> str | None:
-    """Return a sentence on the cost of equal parts, or None if they need less than twice as many micro-batches.
-
-    >>> print(equal_parts_cost(make_schedule(257, 100, equal=True), 100))
-    equal parts of 257 take 257 micro-batches per update where uneven ones take 3: a target batch of 258 is 3 x 86, and\
- 257 in uneven parts (without --equal or --for) is 86 + 86 + 85
-    >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
+    >>> fewer_parts(make_schedule(257, 100, equal=True), 100).micro_batches
+    (86, 86, 85)
+    >>> fewer_parts(make_schedule(256, 100, equal=True), 100)
     """
     uneven = make_schedule(schedule.target_batch, largest_fit, world_size=schedule.world_size, multiple_of=multiple_of)
-    if schedule.iter_size < 2 * uneven.iter_size:
-        return None
-    rank_samples, even = sum(schedule.micro_batches), uneven.iter_size * uneven.micro_batch
-    each = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
-    return (
-        f"equal parts of {rank_samples} take {schedule.iter_size} micro-batches per update where uneven ones take"
-        f" {uneven.iter_size}: a target batch of {even * schedule.world_size} is {uneven.iter_size} x"
-        f" {uneven.micro_batch}{each}, and {rank_samples} in uneven parts (without --equal or --for) is"
-        f" {format_parts(uneven.micro_batches)}"
-    )
+    return uneven if schedule.iter_size >= 2 * uneven.iter_size else None
 
 
 def _count_units(most: int, multiple_of: int) -> int:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from autoaccum.errors import NonFiniteError
+from autoaccum.messages import Message
 
 StepPhase: TypeAlias = Literal["batch", "forward", "backward", "clip", "update"]
 """`batch`: split, weight and move the batch. `clip`: unscale gradients, measure the norm, read the loss. `update`:
@@ -157,17 +158,25 @@ class Progress:
 
 
 class AccumulationWarning(UserWarning):
-    """A warning that accumulation differs from the full batch here, given once for each Accumulator."""
+    """A warning that accumulation differs from the full batch here, given once for each Accumulator.
+
+    Attributes:
+        message: Its code and facts.
+    """
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(str(message))
+        self.message = message
 
 
 class WeightingWarning(AccumulationWarning):
     """A warning that the parts' weights probably differ from the number that the loss divides by."""
 
 
-def warn_caller(message: str, category: type[AccumulationWarning] = AccumulationWarning) -> None:
+def warn_caller(message: Message, category: type[AccumulationWarning] = AccumulationWarning) -> None:
     """Warn at the nearest frame outside this package, so that Python's warning filters see the caller's line."""
     level, frame = 1, inspect.currentframe()
     # A context manager of this package is left through contextlib.
     while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("autoaccum", "contextlib"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(category(message), stacklevel=level)

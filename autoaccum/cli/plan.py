@@ -138,7 +138,7 @@ def command(
     finally:  # The trials took their time: what they found is shown even where it cannot be kept.
         if as_json:
             for warning in found.warnings:
-                print_labelled(stderr, "warning", warning, "yellow")
+                print_labelled(stderr, "warning", str(warning), "yellow")
             click.echo(found.to_json(), nl=False)
         else:
             if not quiet:

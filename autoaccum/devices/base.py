@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.messages import Message
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.source import Source
@@ -141,12 +142,12 @@ class Inspection:
     update_samples: int = 0
     sample_bytes: int | None = None
     parallel: Parallel | None = None
-    found_multiple: str | None = None
+    found_multiple: Message | None = None
     coupling: Coupling | None = None
-    warnings: tuple[str, ...] = ()
-    accumulation_warnings: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
+    accumulation_warnings: tuple[Message, ...] = ()
+    cautions: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
 
     @property
     def multiple_of(self) -> int:
@@ -167,8 +168,8 @@ class Prediction:
 
     min_budget_bytes: int
     uncertainty_bytes: int
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +183,8 @@ class Forecast:
     """
 
     peak_bytes: Callable[[int], int | None] | None = None
-    notes: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
+    notes: tuple[Message, ...] = ()
+    alone: tuple[Message, ...] = ()
 
 
 ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]

@@ -12,6 +12,7 @@ from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers
 from autoaccum.errors import AutoaccumError, UsageError, first_line
+from autoaccum.messages import message
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -196,7 +197,7 @@ class CudaDevice(ChildDevice):
                     return Forecast(peak_bytes=card.forecast().peak_bytes)
         except AutoaccumError as error:
             why = error.message
-        return Forecast(notes=(f"the search began without a simulation of the card ({first_line(why)})",))
+        return Forecast(notes=(message("not_simulated", error=first_line(why)),))
 
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoaccum.messages import Message
 from autoaccum.simulation.trace_records import Category, Phase
 
 
@@ -138,5 +139,5 @@ class MemoryReport:
     explanation: Explanation
     timeline: Timeline
     curve: tuple[CurvePoint, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[Message, ...] = field(default=())
     holdings: tuple[Holding, ...] = ()

@@ -26,16 +26,17 @@ from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.sharded_tensors import model_class
-from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
 from autoaccum.sources.step_recipe import describe_recipe
-from autoaccum.sources.weight_check import Advice, check_weighting
+from autoaccum.sources.weight_check import check_weighting, suggests_weight
 from autoaccum.sources.workload import Workload
 from autoaccum.spec import WorkloadFacts
 
@@ -106,10 +107,10 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     if workload.batchnorm == "exact":
         coupling = coupling.without(batchnorms)
     coupled = coupling.warnings(covered=batchnorms, is_joint=bool(workload.coupled))
-    # Of the weighting, `check_weighting` knows more.
-    said = [sentence for sentence in said if not isinstance(sentence, Advice)]
+    said = [warning for warning in said if warning.code not in ("weight_mismatch", "labels_ignored")]
     whole_batch = accumulator.whole_batch
-    # A coupled loss has no weights, and a part's values of whole_batch(x) are not those of training.
+    # `check_weighting` knows more of the weighting. A coupled loss has no weights, and a part's values of
+    # whole_batch(x) are not those of training.
     weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or whole_batch))
     recipe = dataclasses.replace(facts.recipe, misweighted=find_advice(weighting))
     return Inspection(
@@ -178,7 +179,7 @@ def probe_size(workload: Workload, count: int, share: int) -> int:
     return min(-(-count // each) * each, share)
 
 
-def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, str | None]:
+def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, Message | None]:
     """Return `workload` with `multiple_of=2` if 2 and 4 samples run while 1 and 3 raise, and a note on that.
 
     A workload that sets `multiple_of` stays as it is. BatchNorm refuses 1 sample, but runs 3.
@@ -188,9 +189,7 @@ def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[W
     raised = _run(workload, model, 1)
     if raised is None or _run(workload, model, 4) is not None:
         return workload, None
-    return dataclasses.replace(workload, multiple_of=2), (
-        f"micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({first_line(raised)})"
-    )
+    return dataclasses.replace(workload, multiple_of=2), (message("multiple_found", error=first_line(raised)))
 
 
 def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
@@ -209,26 +208,21 @@ def name_loss(workload: Workload) -> Literal["loss", "criterion", "model"]:
     return "loss" if workload.criterion is None else "criterion"
 
 
-def find_advice(sentences: Iterable[str]) -> str | None:
-    """Return the advice on what the loss divides by instead, if there is one."""
-    return next((sentence for sentence in sentences if isinstance(sentence, Advice)), None)
+def find_advice(warnings: Iterable[Message]) -> Message | None:
+    """Return the warning that says what the loss divides by instead, if there is one."""
+    return next(filter(suggests_weight, warnings), None)
 
 
 @contextmanager
-def collect_warnings() -> Iterator[list[str]]:
-    """Collect the Accumulator's warnings for the plan; other warnings are shown at the end.
-
-    Its warnings about the weighting are collected as `Advice`.
-    """
-    said: list[str] = []
+def collect_warnings() -> Iterator[list[Message]]:
+    """Collect the Accumulator's warnings for the plan; other warnings are shown at the end."""
+    said: list[Message] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AccumulationWarning)
         yield said
     for warning in caught:
-        if issubclass(warning.category, WeightingWarning):
-            said.append(Advice(warning.message))
-        elif issubclass(warning.category, AccumulationWarning):
-            said.append(str(warning.message))
+        if isinstance(warning.message, AccumulationWarning):
+            said.append(warning.message.message)
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
@@ -264,7 +258,7 @@ def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int
     return (large - small) // size if large > small else None
 
 
-def note_random_memory(workload: Workload, model: nn.Module, size: int) -> tuple[str, ...]:
+def note_random_memory(workload: Workload, model: nn.Module, size: int) -> tuple[Message, ...]:
     """Return a note for the plan if forward of `size` samples holds other memory with other random numbers."""
     batch, held = workload.build_batch(size), set[int]()
     with suppress(Exception):  # A model that cannot be observed can still train.
@@ -273,10 +267,7 @@ def note_random_memory(workload: Workload, model: nn.Module, size: int) -> tuple
             held.add(_held_bytes(workload, model, batch))
     if len(held) < 2:
         return ()
-    return (
-        "random numbers drawn on the host decide what runs, as where layers are skipped: an update that skips less than"
-        " those of the trials takes more memory",
-    )
+    return (message("random_memory"),)
 
 
 def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:

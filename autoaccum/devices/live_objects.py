@@ -24,6 +24,7 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_mem
 from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import (
@@ -39,7 +40,6 @@ from autoaccum.sources.objective import read_coupled_loss, resolve_objective
 from autoaccum.sources.optimizers import OptimizerLike
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
-from autoaccum.units import format_bytes
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
 _MORE = f"return as many as asked, or {_SAMPLE}"
@@ -233,10 +233,9 @@ class LiveTensors:
         return cls(list(storages.values()))
 
     @property
-    def note(self) -> str:
+    def note(self) -> Message:
         """What a plan says of them."""
-        total = format_bytes(sum(storage.nbytes() for storage in self.storages))
-        return f"your model and optimizer ({total}) waited in host memory while trials had the card"
+        return message("objects_on_host", bytes=sum(storage.nbytes() for storage in self.storages))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

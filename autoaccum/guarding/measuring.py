@@ -114,7 +114,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         phase=account.explanation.phase,
         holdings=account.holdings,
         environment={**versions, **described["allocator"], **variables},
-        warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
+        warnings=tuple(map(str, dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings)))),
     )
 
 

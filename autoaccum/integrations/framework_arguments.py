@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.accumulation.schedule import format_parts, make_schedule, part_sizes
-from autoaccum.checks import check_word, join_words
+from autoaccum.accumulation.schedule import make_schedule, part_sizes
+from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message, message
 from autoaccum.options import mesh_word
 from autoaccum.spec import AUTO, TrainingSpec, WorkloadFacts
-from autoaccum.units import format_bytes
+from autoaccum.units import format_parts
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_record import Plan
@@ -125,36 +126,21 @@ def for_framework(plan: Plan, framework: str) -> Plan:
     return dataclasses.replace(plan, arguments=arguments, notes=(*framework_notes(plan, framework), *plan.notes))
 
 
-def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
+def framework_notes(plan: Plan, framework: str) -> tuple[Message, ...]:
     """Return the notes on what a framework does otherwise than the plan's trials, the most important first."""
-    name, workload, notes = _name(framework), plan.workload, list[str]()
+    name, workload, notes = _name(framework), plan.workload, list[Message]()
     recipe, in_parts = workload.recipe, plan.iter_size > 1
     if framework in _AVERAGING and in_parts and recipe.divisor in ("weight", "class weights"):
-        notes.append(
-            f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload.weight}: where"
-            " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
-        )
+        notes.append(message("framework_means", name=name, divisor=workload.weight))
     if framework == "transformers" and in_parts and recipe.ignores_items:
-        notes.append(
-            f"{workload.model} ignores num_items_in_batch, so that a Trainer of transformers without a"
-            f" compute_loss_func adds up the means of {plan.iter_size} micro-batches: {plan.iter_size} times the"
-            " batch's gradient. Set loss_is_scaled_for_ga = False in the Trainer's class, or take"
-            " autoaccum.integrations.transformers.AccumulatorTrainer"
-        )
+        notes.append(message("framework_adds_means", model=workload.model, iter_size=plan.iter_size))
     if plan.parallel == "fsdp2" and framework in _SHARDING:
-        notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
+        settings = _SHARDING[framework].format(ranks=plan.world_size)
+        notes.append(message("framework_shards", name=name, settings=settings))
     elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework in _REPLICATING:
-        notes.append(
-            f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to"
-            f" {format_bytes(workload.parameter_bytes or 0)}, which the trials did not: leave room for it (--reserve),"
-            " or set its gradient_as_bucket_view"
-        )
+        notes.append(message("framework_copies_gradients", name=name, bytes=workload.parameter_bytes or 0))
     if in_parts and recipe.half and plan.spec.accumulate_in == "fp32":
-        kinds = join_words(recipe.half)
-        notes.append(
-            f"{name} sums the gradients of {kinds} parameters in {kinds}, which takes less memory than the trials, in"
-            " fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
-        )
+        notes.append(message("framework_rounds", name=name, dtypes=list(recipe.half)))
     return tuple(notes)
 
 

@@ -18,6 +18,7 @@ from autoaccum.checks import check_alone, check_word
 from autoaccum.devices.base import Device
 from autoaccum.devices.device_choice import make_fleet
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 _ALL_SAVERS: Final = ("all", ("all",), ["all"])
 """In place of savers: sets of them are compared."""
-_SHARES_TRACES = (
-    "planned from traces that cards share: `autoaccum plan --gpu NAME` traces the parts of this plan itself"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class ComparisonRow:
         message: Why nothing fits.
         update_seconds: The estimated time of an update, without what ranks exchange; None: not estimated.
         price_per_hour: The price of an hour of one card; None: not given.
-        warnings: Those of the plan, and sentences on savers that cannot be used.
+        warnings: Those of the plan, and those on savers that cannot be used.
     """
 
     card: str
@@ -63,7 +61,7 @@ class ComparisonRow:
     message: str | None = None
     update_seconds: float | None = None
     price_per_hour: float | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -418,7 +416,9 @@ def _row_without_plan(setup: PlanSetup, request: PlanRequest, card: str, error: 
 def _note_shared_traces(row: ComparisonRow) -> ComparisonRow:
     if row.plan is None:
         return row
-    return dataclasses.replace(row, plan=dataclasses.replace(row.plan, notes=(*row.plan.notes, _SHARES_TRACES)))
+    return dataclasses.replace(
+        row, plan=dataclasses.replace(row.plan, notes=(*row.plan.notes, message("shared_traces")))
+    )
 
 
 def _estimate(device: Device, plan: Plan) -> float | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import MemoryReport
+from autoaccum.messages import Message
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class SaversTried:
 
 @dataclass(frozen=True)
 class TracedAlone:
-    """The search will take longer: every size is traced by itself, and `reason` says why, as a sentence."""
+    """The search will take longer: every size is traced by itself, and `reason` says why."""
 
-    reason: str
+    reason: Message
 
 
 @dataclass(frozen=True)

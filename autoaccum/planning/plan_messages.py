@@ -1,4 +1,4 @@
-"""The sentences of a plan: errors of failed trials, warnings and notes."""
+"""What a plan has to say: errors of failed trials, warnings and notes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, format_parts
+from autoaccum.accumulation.schedule import Schedule, fewer_parts
 from autoaccum.devices.base import Device, Inspection, Prediction, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message, message
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import format_bytes
@@ -51,15 +52,9 @@ def trial_error(trial: Trial) -> AutoaccumError:
     return NotMeasuredError(message)
 
 
-def refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:
+def refuted_by(trial: Trial, larger: int, *, predicted: bool) -> Message:
     """Return the warning about parts whose trial failed, or was tight, although `larger` ones had run."""
-    tried = f"{format_parts(trial.parts)} {'{}'} ({trial.outcome}), although {larger} "
-    if predicted:
-        return tried.format("was traced and does not fit") + "does by traces of other sizes"
-    return (
-        tried.format("did not run again from a clean state")
-        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
-    )
+    return message("refuted", parts=list(trial.parts), outcome=trial.outcome, larger=larger, predicted=predicted)
 
 
 def too_small_error(
@@ -116,26 +111,14 @@ def uncertain_oom_error(trial: Trial) -> NotMeasuredError:
     )
 
 
-def tight_warning(largest_fit: int, *, predicted: bool) -> str:
-    """Return the warning about a largest size that runs only with the allocator's retries."""
-    how = "fits only if" if predicted else "ran only because"
-    return f"micro-batch {largest_fit} {how} the allocator released its cache and tried again, which is slow"
-
-
-def stop_warning(limit: str, largest_fit: int, first_fail: int | None) -> str:
-    """Return the warning about a search that `limit` ended early."""
-    fails = "" if first_fail in (None, largest_fit + 1) else f" and below {first_fail}"
-    return f"{limit} ended the search: no size above {largest_fit}{fails} was tried to its end, larger ones may fit"
-
-
 def peak_bytes(trial: Trial) -> int | None:
     """Return the peak that counts against a limit: reserved where it is known, else allocated; None: not measured."""
     return trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
 
 
 def all_warnings(
-    inspection: Inspection, schedule: Schedule, of_sizes: Iterable[str], prediction: Prediction | None
-) -> tuple[str, ...]:
+    inspection: Inspection, schedule: Schedule, of_sizes: Iterable[Message], prediction: Prediction | None
+) -> tuple[Message, ...]:
     """Return every warning of a plan once, the most severe first, since only the first are shown.
 
     The order: what makes the gradient differ from the full batch's (`warnings` of the inspection and the prediction),
@@ -147,63 +130,52 @@ def all_warnings(
     return tuple(dict.fromkeys((*inspection.warnings, *of_parts, *of_prediction, *of_sizes, *inspection.cautions)))
 
 
-def ranks_notes(device: Device, *, holds_own: bool) -> list[str]:
+def ranks_notes(device: Device, *, holds_own: bool) -> list[Message]:
     """Return what several ranks take and trials did not.
 
     With `holds_own`, trials held the outputs of one rank, where each will hold those of all for a coupled loss.
     """
-    notes = []
-    if device.describe()["kind"] == "cuda":
-        notes.append(
-            "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the trials"
-        )
-    if holds_own:
-        notes.append(
-            "each rank computes the coupled loss of all ranks' outputs, and trials in lock step held those of one"
-        )
-    return [f"{note}: leave room for it (--reserve)" for note in notes]
+    notes = [message("nccl_memory")] if device.describe()["kind"] == "cuda" else []
+    return [*notes, message("outputs_of_ranks")] if holds_own else notes
 
 
 def all_notes(
     inspection: Inspection,
     schedule: Schedule,
     request: PlanRequest,
-    ceiling: int,
+    largest_fit: int,
     prediction: Prediction | None,
-    more: Iterable[str],
-) -> tuple[str, ...]:
+    more: Iterable[Message],
+) -> tuple[Message, ...]:
     """Return every note of a plan, the most important first, since only the first are shown."""
-    notes, facts = list[str](), inspection.workload
+    notes, facts = list[Message](), inspection.workload
     of_prediction = () if prediction is None else prediction.notes
-    if schedule.iter_size > 1 and inspection.coupling is None:
-        notes.append("gradient equivalence was not checked: run `autoaccum verify`")
-    if facts.assumes_weight and inspection.coupling is None:
-        notes.append(
-            f"the divisor of the loss, {facts.weight}, was taken from the model's class, since nothing was"
-            " computed: `autoaccum verify` checks it"
-        )
+    if inspection.coupling is None:
+        notes += [message("not_verified")] if schedule.iter_size > 1 else []
+        notes += [message("weight_assumed", divisor=facts.weight)] if facts.assumes_weight else []
     notes += of_prediction[:1]
     notes += inspection.notes
-    idle = sum(1 for parts in schedule.ranks if not sum(parts))
-    if idle:
+    if idle := sum(1 for parts in schedule.ranks if not sum(parts)):
+        notes.append(message("idle_ranks", idle=idle, world_size=schedule.world_size))
+    if request.options.equal and (uneven := fewer_parts(schedule, largest_fit, request.multiple_of)):
+        samples = sum(schedule.micro_batches)
         notes.append(
-            f"{idle} of {schedule.world_size} ranks have no samples of their own: the target is smaller than the world"
+            message(
+                "equal_parts",
+                samples=samples,
+                iter_size=schedule.iter_size,
+                uneven=list(uneven.micro_batches),
+                world_size=schedule.world_size,
+            )
         )
-    if request.options.equal and (cost := equal_parts_cost(schedule, ceiling, request.multiple_of)):
-        notes.append(cost)
     if inspection.found_multiple is not None:
         notes.append(inspection.found_multiple)
     if facts.modules:
-        sizes = ", ".join(f"{name} ({format_bytes(size)})" for name, size in facts.modules.items())
-        notes.append(f"modules outside the model that are on its device too: {sizes}")
-    return (*notes, learning_rate_note(schedule, facts.reduction), *of_prediction[1:], *more)
-
-
-def learning_rate_note(schedule: Schedule, reduction: str) -> str:
-    """Return the note on the learning rate: it stays the same, since the gradient is the full batch's."""
-    rate = f"keep the learning rate of a batch of {schedule.target_batch}"
-    if schedule.iter_size == 1:
-        return f"{rate}: one micro-batch is the whole update"
-    if reduction == "sum":
-        return f"{rate}: the loss is a sum, and the parts' losses are added up"
-    return f"{rate}: each part counts by its share of that"
+        notes.append(message("modules_beside", sizes=dict(facts.modules)))
+    rate = message(
+        "learning_rate",
+        target_batch=schedule.target_batch,
+        iter_size=schedule.iter_size,
+        reduction=facts.reduction,
+    )
+    return (*notes, rate, *of_prediction[1:], *more)

@@ -18,6 +18,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
+from autoaccum.messages import Message
 from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
@@ -64,8 +65,8 @@ class Plan:
         spec: How its updates were run, and how `fit` and an Accumulator run them by this plan.
         trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
             schedule's, from a clean state.
-        warnings: Sentences on what could make the plan fail or mislead.
-        notes: Sentences on what is good to know, such as the learning rate.
+        warnings: Messages on what could make the plan fail or mislead.
+        notes: Messages on what is good to know, such as the learning rate.
         coupling: Batch coupling: whether samples depend on others of their micro-batch; None: not examined.
         explanation: The memory at the peak by purpose and module, simulated; None unless requested.
         learning_rate: The tuned rate of the first parameter group, used by `fit` but not by an Accumulator, which
@@ -105,8 +106,8 @@ class Plan:
     workload: WorkloadFacts
     spec: TrainingSpec = TrainingSpec()
     trials: tuple[Trial, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
     coupling: Coupling | None = None
     explanation: Explanation | None = None
     learning_rate: float | None = None

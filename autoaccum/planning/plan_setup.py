@@ -15,6 +15,7 @@ from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.device_choice import make_device
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.sources.source import FileSource, Source
@@ -42,7 +43,7 @@ class PlanSetup:
     files: ExitStack = field(default_factory=ExitStack)
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Message, ...]:
         """What the plan says of the caller's objects."""
         return () if self.live is None else (self.live.note,)
 

@@ -14,6 +14,7 @@ from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.base import Forecast, Inspection, Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.options import GradSync
 from autoaccum.planning.plan_events import Doing, Explained, Inspected, Listener, TracedAlone
 from autoaccum.planning.plan_messages import (
@@ -23,7 +24,7 @@ from autoaccum.planning.plan_messages import (
     does_not_fit_error,
     peak_bytes,
     ranks_notes,
-    refuted_warning,
+    refuted_by,
     too_small_error,
     trial_error,
 )
@@ -178,10 +179,10 @@ class _Planner:
             known = self._estimate_speeds(sizes) if self.predicts else self.runner.time_updates(sizes)
         except (SearchStopped, DoesNotFitError, NotMeasuredError) as error:
             doing = "estimated" if self.predicts else "timed"
-            kept = f"updates were not {doing}, and the plan has the largest micro-batch, not the fastest"
-            return dataclasses.replace(largest, warnings=(*largest.warnings, f"{kept}: {first_line(error)}")), None
+            warning = message("not_timed", done=doing, error=first_line(error))
+            return dataclasses.replace(largest, warnings=(*largest.warnings, warning)), None
         result = largest if known.knee == largest.size else self._prove(known.knee, largest)
-        return dataclasses.replace(result, notes=(known.describe_knee(), *result.notes)), known
+        return dataclasses.replace(result, notes=(known.note, *result.notes)), known
 
     def agree(self, result: SearchResult, ranks: Ranks) -> SearchResult:
         """Take the least of what the ranks have found; those with more run that schedule as well.
@@ -208,10 +209,10 @@ class _Planner:
         try:
             tried = self.runner.try_parts(parts)
         except SearchStopped as stopped:
-            why = f'{stopped} ended before grad_sync="last" was tried'
+            why = message("grad_sync_untried", limit=str(stopped))
         else:
             if tried.outcome == "error":
-                why = f'grad_sync="last" cannot be used: {first_line(tried.message or "")}'
+                why = message("grad_sync_unusable", error=first_line(tried.message or ""))
             else:
                 peaks["last"] = peak_bytes(tried) or 0
             if tried.outcome == "ok":
@@ -339,7 +340,7 @@ class _Planner:
         if not below:
             raise does_not_fit_error(trial, self.setup.device.limit_bytes, self._memory_needs)
         found = self._search(below)
-        refuted = refuted_warning(trial, larger.largest_fit, predicted=self.predicts)
+        refuted = refuted_by(trial, larger.largest_fit, predicted=self.predicts)
         return dataclasses.replace(
             found,
             capped=False,
@@ -384,7 +385,7 @@ def _use_savers(setup: PlanSetup, trials: SaverTrials, refuted: Collection[Words
 
 def explain_memory(
     setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], limits: SearchLimits, notify: Listener
-) -> tuple[Explanation | None, tuple[str, ...]]:
+) -> tuple[Explanation | None, tuple[Message, ...]]:
     """Return the explanation of the memory of `parts`, if requested, and notes on what is missing.
 
     Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
@@ -397,10 +398,10 @@ def explain_memory(
         seconds = limits.seconds_left()
         account = setup.device.explain(parts, limit_seconds=seconds, changes=changes, curve=curve)
     except SearchStopped as stopped:
-        return None, (f"where the memory goes was not traced: {stopped} was over",)
+        return None, (message("not_explained_in_time", limit=str(stopped)),)
     except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.
-        return None, ("where the memory goes is not known (it was interrupted)",)
+        return None, (message("not_explained", error="it was interrupted"),)
     except (WorkloadError, UsageError, NotMeasuredError) as error:
-        return None, (f"where the memory goes is not known ({first_line(error.message)})",)
+        return None, (message("not_explained", error=first_line(error.message)),)
     notify(Explained(account))
     return (account.explanation, account.notes) if request.explain else (None, ())

@@ -8,10 +8,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
@@ -44,7 +46,7 @@ class SaverTrials:
         inspection: The inspection of the workload without savers.
         size: The size that has to fit, in samples.
         runner: Runs trials, which nobody is told of.
-        remarks: Sentences on savers that cannot be used.
+        remarks: Notes on savers that cannot be used.
 
     Args:
         device: The device of the plan.
@@ -58,7 +60,7 @@ class SaverTrials:
     """
 
     def __init__(self, device: Device, request: PlanRequest, limits: SearchLimits, notify: Listener) -> None:
-        self._limits, self._notify, self.remarks = limits, notify, list[str]()
+        self._limits, self._notify, self.remarks = limits, notify, list[Message]()
         self._tried: dict[Words, Trial] = {}
         self._costs: dict[Words, UpdateCost | None] = {}
         self.device = device.simulation()
@@ -108,22 +110,21 @@ class SaverTrials:
         sets = list_sets(offloads, blocks if recomputes else 0, self.fits)
         return [words for words in sets if self._count(words) is not None]
 
-    def notes(self, chosen: Words, parts: Parts) -> tuple[str, ...]:
+    def notes(self, chosen: Words, parts: Parts) -> tuple[Message, ...]:
         """Return notes for a plan of `parts` per update on a rank: why these savers, and what they cost."""
         if not chosen:
-            return (f"no savers are needed: micro-batch {self.size} fits without", *self.remarks)
-        peak = self._peak(self._tried[()])
-        would = "ran out of memory" if peak is None else f"would take {format_bytes(peak)}"
-        why = f"{format_savers(chosen)} chosen, since micro-batch {self.size} {would} without savers"
+            return message("savers_not_needed", size=self.size), *self.remarks
         cost, without = self._costs.get(chosen), self._costs.get(())
-        if cost is None or without is None:
-            return f"{why}; only recompute was tried: on this device its memory alone can be compared", *self.remarks
-        more = cost.flops.of(parts) / max(1.0, without.flops.of(parts)) - 1
-        moved = cost.moved_bytes.of(parts) - without.moved_bytes.of(parts)
-        seconds = self.estimate(chosen, parts) / self.estimate((), parts) - 1
-        costs = [f"{more:.0%} more FLOPs"] if more else []
-        costs += [f"{format_bytes(int(moved))} moved between card and host per update"] if moved > 0 else []
-        return f"{why}; it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}", *self.remarks
+        more: dict[str, Any] = {"flops": None, "moved_bytes": 0, "seconds": 0.0}
+        if cost is not None and without is not None:
+            more = {
+                "flops": cost.flops.of(parts) / max(1.0, without.flops.of(parts)) - 1,
+                "moved_bytes": int(cost.moved_bytes.of(parts) - without.moved_bytes.of(parts)),
+                "seconds": self.estimate(chosen, parts) / self.estimate((), parts) - 1,
+            }
+        peak = self._peak(self._tried[()])
+        why = message("savers_chosen", savers=format_savers(chosen), size=self.size, peak_bytes=peak, **more)
+        return why, *self.remarks
 
     def fits(self, words: Words) -> bool:
         """Return whether the size fits with these savers, by a trial of them if there was none."""
@@ -196,7 +197,7 @@ class SaverTrials:
             return None
 
     def _remark(self, words: Words, why: str) -> None:
-        remark = f"{format_savers(words)} cannot be used: {first_line(why)}"
+        remark = message("saver_unusable", savers=format_savers(words), error=first_line(why))
         if remark not in self.remarks:
             self.remarks.append(remark)
 

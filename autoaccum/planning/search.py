@@ -10,14 +10,13 @@ from typing import Literal, Protocol
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError
+from autoaccum.messages import Message, message
 from autoaccum.planning.next_size import CorrectedForecast, Estimate, Predict, choose_size, estimate_from_peaks
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,
     peak_bytes,
-    refuted_warning,
-    stop_warning,
-    tight_warning,
+    refuted_by,
     trial_error,
     uncertain_oom_error,
 )
@@ -61,8 +60,8 @@ class SearchResult:
         first_fail: The smallest larger size that failed (or ran only with retries); None if none did.
         capped: The search ended because the largest size worth trying ran, not because memory ran out.
         trials: All trials, in the order they ran.
-        warnings: Sentences for the plan.
-        notes: Sentences of those who asked for the search.
+        warnings: Warnings for the plan.
+        notes: Notes of those who asked for the search.
         stopped: The limit that ended the search early; sizes between `largest_fit` and `first_fail` may fit.
     """
 
@@ -72,8 +71,8 @@ class SearchResult:
     first_fail: int | None
     capped: bool
     trials: tuple[Trial, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
     stopped: Stop | None = None
 
     def proved_by(self, trial: Trial) -> SearchResult:
@@ -149,7 +148,7 @@ class _Search:
 
     def find_largest(self) -> SearchResult:
         """Return the result of `search`."""
-        sizes, refuted = self.sizes, list[str]()
+        sizes, refuted = self.sizes, list[Message]()
         while True:
             try:
                 if self.stop is None:
@@ -170,19 +169,19 @@ class _Search:
                 return self.result(size, confirmed, refuted)
             final = self.run(size, fresh=True, unlimited=True)
             if not self.fits(final):
-                refuted.append(refuted_warning(final, largest, predicted=self.needs.predicted))
+                refuted.append(refuted_by(final, largest, predicted=self.needs.predicted))
                 self.refute(final)
             elif uncertain is not None and self.uncertain_failure is not None:
                 raise uncertain_oom_error(uncertain)
 
-    def result(self, size: int, confirmed: Trial, refuted: Sequence[str]) -> SearchResult:
+    def result(self, size: int, confirmed: Trial, refuted: Sequence[Message]) -> SearchResult:
         largest, first_fail, stop = self.largest_fit, self.first_fail, self.stop
         capped = largest == self.sizes[-1]
         warnings = [*refuted]
         if any(t.outcome == "tight" and t.micro_batch == largest for t in self.trials):
-            warnings.append(tight_warning(largest, predicted=self.needs.predicted))
+            warnings.append(message("tight", size=largest, predicted=self.needs.predicted))
         if stop is not None and not capped:
-            warnings.append(stop_warning(str(stop), largest, first_fail))
+            warnings.append(message("stopped", limit=str(stop), largest_fit=largest, first_fail=first_fail))
         return SearchResult(
             size=size,
             trial=confirmed,

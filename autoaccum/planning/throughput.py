@@ -10,9 +10,9 @@ from functools import partial
 from typing import Final, Literal
 
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.messages import Message, message
 from autoaccum.simulation.cards import CardRates
 from autoaccum.simulation.trace_records import Amount, UpdateCost
-from autoaccum.units import percent
 
 KNEE_SHARE = 0.02
 """The share of the highest throughput that the knee may lose."""
@@ -104,26 +104,20 @@ class Throughput:
         near = zip(self._known, rates, strict=True)
         return next(speed for speed, rate in near if rate >= max(rates) * (1 - KNEE_SHARE))
 
-    def describe_knee(self) -> str:
-        """Return a sentence on the choice of the knee, and on how sure it is."""
+    @property
+    def note(self) -> Message:
+        """The note on the choice of the knee, and on how sure it is."""
         speeds = {speed.micro_batch: speed for speed in self._known}
-        rates = {size: f"{format_rate(speed.samples_per_second)} samples/s" for size, speed in speeds.items()}
-        if self.knee == self.fastest:
-            words = f"micro-batch {self.knee} makes the most, {rates[self.knee]}"
-        else:
-            words = (
-                f"micro-batch {self.knee} makes {rates[self.knee]}, within {100 * KNEE_SHARE:g} % of the fastest,"
-                f" {self.fastest} with {rates[self.fastest]}"
-            )
-        largest = max(speeds)
-        if largest not in (self.knee, self.fastest):
-            words += f"; the largest that fits, {largest}, makes {rates[largest]}"
-        if self.kind == "estimated":
-            return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
-        spread = max(speeds[size].spread for size in (self.knee, self.fastest))
-        if spread > KNEE_SHARE:
-            words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
-        return words
+        return message(
+            "fastest",
+            kind=self.kind,
+            fastest=self.fastest,
+            chosen=self.knee,
+            rates={str(size): speed.samples_per_second for size, speed in speeds.items()},
+            share=KNEE_SHARE,
+            largest=max(speeds),
+            spread=max(speeds[size].spread for size in (self.knee, self.fastest)),
+        )
 
     @property
     def _known(self) -> list[Speed]:
@@ -178,15 +172,6 @@ def _time_sizes(time_update: Callable[[int], float], sizes: Sequence[int]) -> di
         for size in waiting:
             timed[size].append(time_update(size))
     return timed
-
-
-def format_rate(rate: float | None) -> str:
-    """Write samples per second in three digits or more; a dash if they are not known.
-
-    >>> format_rate(1234.5), format_rate(1.2345), format_rate(None)
-    ('1,234', '1.23', '-')
-    """
-    return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def estimate_seconds(cost: UpdateCost, rates: CardRates, parts: Sequence[int], *, precision: str = "fp32") -> float:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted, join_words
+from autoaccum.messages import Message
 from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.planning.throughput import RATIO_BAND
@@ -109,12 +110,12 @@ def row_line(row: ComparisonRow) -> str:
 
 def comparison_warnings(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return each warning of the rows once, with the cards, ranks or savers it is about, unless it is about all."""
-    about: dict[str, list[ComparisonRow]] = {}
+    about: dict[Message, list[ComparisonRow]] = {}
     for row in rows:
-        for text in row.warnings:
-            about.setdefault(text, []).append(row)
+        for warning in row.warnings:
+            about.setdefault(warning, []).append(row)
     count = sum(row.fits for row in rows)
-    return [text if len(some) == count else f"on {_names(some, rows)}: {text}" for text, some in about.items()]
+    return [str(text) if len(some) == count else f"on {_names(some, rows)}: {text}" for text, some in about.items()]
 
 
 def _names(some: Sequence[ComparisonRow], rows: Sequence[ComparisonRow]) -> str:

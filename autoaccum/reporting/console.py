@@ -87,9 +87,10 @@ class Facts:
         return bool(self.rows)
 
     @classmethod
-    def of_messages(cls, warnings: Iterable[str], notes: Iterable[str]) -> Facts:
+    def of_messages(cls, warnings: Iterable[object], notes: Iterable[object]) -> Facts:
         """Return warnings, and then notes."""
-        return cls([*(("warning", Text(text, "yellow")) for text in warnings), *(("note", text) for text in notes)])
+        rows = [("warning", Text(str(warning), "yellow")) for warning in warnings]
+        return cls([*rows, *(("note", str(note)) for note in notes)])
 
 
 class Table(rich.table.Table):

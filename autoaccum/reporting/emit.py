@@ -12,12 +12,11 @@ from typing import Any, TypeAlias
 
 import jinja2
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.spec import StepRecipe, TrainingSpec, WorkloadFacts
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, format_parts
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 """The structure of a batch, as `sources.step_recipe` describes it."""
@@ -120,7 +119,7 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
         stars=_stars(recipe),
         origin=_wrapped(_origin(plan)),
         room=_wrapped("; ".join(room), _ROOM) if room else "",
-        warnings=[_wrapped(warning, "- ", "  ") for warning in plan.warnings],
+        warnings=[_wrapped(str(warning), "- ", "  ") for warning in plan.warnings],
     )
     return text + "\n"
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
 from autoaccum.reporting.console import Block, Table, show
 from autoaccum.serialization import to_plain
-from autoaccum.units import format_bytes, percent, precise_bytes, signed_bytes
+from autoaccum.units import format_bytes, format_parts, percent, precise_bytes, signed_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.recorded_update import (

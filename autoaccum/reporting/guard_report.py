@@ -18,7 +18,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
@@ -34,7 +33,7 @@ from autoaccum.guarding.guard_result import (
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
 from autoaccum.sources.source import FileSource
-from autoaccum.units import percent, precise_bytes, signed_bytes
+from autoaccum.units import format_parts, percent, precise_bytes, signed_bytes
 
 OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "regressed": ("regressed", "bold red"),

@@ -13,6 +13,7 @@ from rich.text import Text
 
 import autoaccum
 from autoaccum.devices.explanation import MemoryReport
+from autoaccum.messages import message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import Block, Facts, Table, clean
 from autoaccum.reporting.explain_report import explanation_blocks
@@ -75,7 +76,7 @@ def plan_page(
     """
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
     if report is None and plan.device.get("kind") == "cpu":
-        notes.append("where memory goes is known for cards: --gpu NAME simulates one")
+        notes.append(message("memory_unknown"))
     timeline: list[Picture] = []
     account: list[Block] = []
     if report is not None:

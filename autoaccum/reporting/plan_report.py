@@ -12,16 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.options import mesh_word
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.throughput import Speed, Throughput, format_rate
+from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, show
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
 from autoaccum.spec import OFFLOADS
-from autoaccum.units import MIB, format_bytes
+from autoaccum.units import MIB, format_bytes, format_parts, format_rate
 
 _MANY_PARTS = 60
 _MODES = {

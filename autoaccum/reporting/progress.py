@@ -172,7 +172,7 @@ class PlanProgress(Progress):
                 self.say(f"micro-batch {_sizes(trial.parts)} with {format_savers(savers)}: {outcome}", "dim")
             case TracedAlone(reason):
                 self.stop()
-                slow = reason.replace("was traced", "is traced")
+                slow = str(reason).replace("was traced", "is traced")
                 self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
             case Explained():
                 self.stop()

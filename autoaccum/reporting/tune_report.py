@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted, join_words
 from autoaccum.reporting.console import Block, Facts, Table, copied
 from autoaccum.reporting.fit_report import format_seconds
@@ -28,7 +27,7 @@ from autoaccum.tuning.tuning_records import (
     StudyOpened,
     Tuning,
 )
-from autoaccum.units import percent
+from autoaccum.units import format_parts, percent
 
 _STYLES: dict[State, str] = {
     "complete": "green",

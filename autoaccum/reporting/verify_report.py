@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.reporting.console import Block, Facts, Table, first_messages
 from autoaccum.reporting.progress import Progress
+from autoaccum.units import format_parts
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from autoaccum.checks import describe_type
 from autoaccum.errors import WorkloadError
+from autoaccum.messages import Message, message
 from autoaccum.sources import pytree
 
 ANY = -1
@@ -38,7 +39,7 @@ class Readings:
     """
 
     def __init__(self, expected: int | None = None) -> None:
-        self.guesses = list[str]()
+        self.guesses = list[Message]()
         self._expected, self._known = expected, dict[Any, bool]()
 
     def wrap(self, batch: Any, size: int | None = None, again: Callable[[int], Any] | None = None) -> Any:
@@ -84,7 +85,7 @@ class Readings:
                 what = f"{key[0]} is {describe_type(node)} of {len(node)} whose tensors all have {len(leaves[0])} rows"
                 if samples in rivals or any(map(_looks_like_image, leaves)):
                     raise WorkloadError(f"{what}: an entry may be one sample, or hold values of all", hint=_WAY_OUT)
-                self.guesses.append(f"{what}: read as {samples} samples; if every entry is one sample, {_WAY_OUT}")
+                self.guesses.append(message("batch_guessed", what=what, samples=samples, way_out=_WAY_OUT))
         self._known |= shown
         return marked
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autoaccum.messages import Message, message
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size
 from autoaccum.sources.model_loss import IGNORED, infer_divisor, label_code, label_mask
@@ -126,7 +127,7 @@ def path_rank(path: str) -> int:
     return next((rank for rank, name in enumerate(names) if name in path.lower()), len(names))
 
 
-def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> str | None:
+def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> Message | None:
     """Return a warning that `parts` of a batch are weighted by samples although some labels are ignored, or None."""
     if objective.divisor_label != "samples" or objective.criterion is not None:
         return None
@@ -139,10 +140,7 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     counts = torch.cat([label_mask(leaf, divisor).flatten(1).sum(1) for place, leaf in labels if place == path])
     if inferred == "samples" and len(set(counts.tolist())) < 2:
         return None
-    return (
-        f"{path} has ignored entries ({IGNORED}), but parts are weighted by samples, not by the entries that count:"
-        f" the likely right weight is: def weight(batch): return {label_code(path, divisor)}"
-    )
+    return message("labels_ignored", labels=path, code=label_code(path, divisor))
 
 
 _KEPT = 2

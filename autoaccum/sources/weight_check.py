@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import WorkloadError
+from autoaccum.messages import Message, message, name_term
 from autoaccum.sources.batches import batch_size, move_batch, split_batch
 from autoaccum.sources.model_copies import cast_batch, copy_workload_model, fixed_seeds
 from autoaccum.sources.objective import Objective, match_weights
@@ -27,15 +28,7 @@ _HALF_TOLERANCE = 2e-2
 """The relative difference up to which two losses count as equal."""
 
 
-class Advice(str):
-    """A warning that says which weight fits the loss."""
-
-
-class Unchecked(str):
-    """A warning that says why the weighting was not checked."""
-
-
-def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
+def check_weighting(workload: Workload, *, coupled: bool = False) -> list[Message]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. If all are equally long, it is
@@ -143,17 +136,20 @@ class LossComparison:
         for name in self._weighted():
             if math.isnan(self.whole[name]):
                 raise WorkloadError(
-                    f"{_name_term(name)} of a batch of {sum(self.sizes)} samples is nan",
+                    f"{name_term(name)} of a batch of {sum(self.sizes)} samples is nan",
                     hint="look for a mean over no elements, the logarithm of zero, or inputs that are not finite",
                 )
 
-    def describe(self, name: str) -> str:
-        """Describe the mismatch of a term, as the start of a sentence."""
-        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.divisor_label}"
-        return (
-            f"the weighting does not match the loss ({_name_term(name)} of {sum(self.sizes)} samples is "
-            f"{self.whole[name]:.6g}; its parts of {' and '.join(map(str, self.sizes))}, {how}, give"
-            f" {self.declared(name):.6g})"
+    def describe(self, name: str, advice: Message | None) -> Message:
+        """Describe the mismatch of a term, with what is to be done about it."""
+        return message(
+            "weight_mismatch",
+            term=name,
+            sizes=list(self.sizes),
+            whole=self.whole[name],
+            combined=self.declared(name),
+            divisor=None if self.objective.reduction == "sum" else self.objective.divisor_label,
+            advice=advice,
         )
 
     def _weighted(self) -> list[str]:
@@ -184,24 +180,31 @@ def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int]) -> LossC
     return LossComparison(model, objective, forward, batch, sizes)
 
 
-def explain_mismatch(comparison: LossComparison, *, coupled: bool) -> list[str]:
+def explain_mismatch(comparison: LossComparison, *, coupled: bool) -> list[Message]:
     """Return what `check_weighting` does for a comparison of a batch with two parts of it."""
     comparison.raise_if_nan()
     wrong = comparison.mismatched()
     if not wrong:
         return []
     if any(not math.isfinite(comparison.whole[name]) for name in wrong):
-        return [Unchecked("the weighting could not be checked, since the loss of a small batch is infinite")]
+        return [message("weight_infinite")]
     if comparison.differs_from_run_to_run():
-        return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
+        return [message("weight_random")]
     weights, samples = find_weights(comparison, wrong)
-    mismatches = [comparison.describe(name) for name in wrong]
     if len(weights) == len(wrong):
         advice = advise(comparison.objective, weights, comparison.whole, samples)
-        return [Advice(f"{mismatches[0]}: {advice}"), *mismatches[1:]]
-    cause = None if coupled else "no usual weight fits: run autoaccum verify to find the cause"
-    causes = [f"it likely divides by {weights[name]}" if name in weights else cause for name in wrong]
-    return [f"{mismatch}: {cause}" for mismatch, cause in zip(mismatches, causes, strict=True) if cause is not None]
+        return [comparison.describe(name, advice if name == wrong[0] else None) for name in wrong]
+    likely = {name: message("divisor_likely", code=code) for name, code in weights.items()}
+    told = wrong if not coupled else likely  # Nothing fits a coupled loss.
+    return [comparison.describe(name, likely.get(name, message("no_weight_fits"))) for name in wrong if name in told]
+
+
+def suggests_weight(warning: Message) -> bool:
+    """Return whether a warning says which weight, or reduction, fits the loss."""
+    advice = warning.facts.get("advice")
+    return warning.code == "labels_ignored" or (
+        isinstance(advice, Message) and advice.code not in ("divisor_likely", "no_weight_fits")
+    )
 
 
 def find_weights(comparison: LossComparison, terms: Sequence[str]) -> tuple[dict[str, str], str]:
@@ -229,8 +232,8 @@ def find_weights(comparison: LossComparison, terms: Sequence[str]) -> tuple[dict
     return weights, next(iter(counted), "len(batch)")
 
 
-def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str) -> str:
-    """Return a sentence that says how to change the workload.
+def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str) -> Message:
+    """Return the advice on how to change the workload.
 
     Args:
         objective: The loss as given.
@@ -240,17 +243,12 @@ def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
-        return 'the loss is a sum; write reduction = "sum"' + (" and no weight" if objective.weight_function else "")
+        return message("write_sum", has_weight=objective.weight_function is not None)
     if "sum" in codes or (objective.reduction == "sum" and not complete):
-        return "some terms of the loss are sums and others are means; make all of them means"
-    removal = "" if objective.reduction == "mean" else ' without reduction = "sum"'
+        return message("make_terms_means")
     code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     if complete and len(codes) == 1:
         code = next(iter(codes))
     elif objective.weight_function is not None:
-        return "; ".join(f"{_name_term(name)} likely divides by {code}" for name, code in found.items())
-    return f"the likely right weight{removal} is: def weight(batch): return {code}"
-
-
-def _name_term(name: str) -> str:
-    return "the loss" if name == "loss" else f"the loss's term {name!r}"
+        return message("divisors_likely", divisors=dict(found))
+    return message("write_weight", code=code, is_sum=objective.reduction == "sum")

@@ -226,7 +226,7 @@ class TrainingSetup:
             # The Accumulator itself warns of BatchNorm layers; exact ones are those of the whole window.
             already_warned = () if components.spec.batchnorm == "frozen" else batchnorm_names(components.model)
             is_joint = bool(components.objective.coupled)
-            notes += map(Notice, plan.coupling.warnings(already_warned, is_joint=is_joint))
+            notes += [Notice(str(text)) for text in plan.coupling.warnings(already_warned, is_joint=is_joint)]
         return notes
 
     def _read_given_plan(self, given: Any) -> Plan:

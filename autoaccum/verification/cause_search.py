@@ -12,13 +12,14 @@ from torch import Tensor
 
 from autoaccum.accumulation.backpropagation import make_loss_factors
 from autoaccum.accumulation.batchnorm import normalises_by_batch
-from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
+from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.random_draws import neutral_rng
-from autoaccum.checks import join_words
+from autoaccum.checks import join_words, list_names
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
+from autoaccum.messages import describe_modules
 from autoaccum.sources.objective import match_weights
 from autoaccum.sources.weight_check import LossComparison, advise, find_weights
 from autoaccum.verification.paired_runs import PairedRuns
@@ -168,8 +169,8 @@ class _Search:
             return None
         return Cause(
             kind="reduction" if objective.reduction == "sum" or SUM in weights.values() else "weight",
-            found="; ".join(comparison.describe(name) for name in wrong),
-            change=advise(objective, weights, comparison.whole, samples),
+            found="; ".join(str(comparison.describe(name, None)) for name in wrong),
+            change=str(advise(objective, weights, comparison.whole, samples)),
             where=tuple(wrong) if len(comparison.whole) > 1 else (),
             proved=proved,
         )

@@ -14,10 +14,9 @@ from typing import Any, cast
 from torch import nn
 
 from autoaccum.accumulation.backpropagation import has_weight
-from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState, preserve_rng_state
-from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
-from autoaccum.checks import check_alone, read_count
+from autoaccum.accumulation.schedule import check_multiple, make_schedule, split_evenly
+from autoaccum.checks import check_alone, list_names, read_count
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.device_choice import check_device
@@ -32,6 +31,7 @@ from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit, user_code
+from autoaccum.units import format_parts
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns

@@ -159,9 +159,8 @@ def predicted(tmp_path: Path, warm_children: None) -> Callable[[str], Plan]:
 def test_a_predicted_plan_counts_a_frozen_model(predicted: Callable[[str], Plan]) -> None:
     found, held = predicted(PREFERENCES), PARAMETERS
     assert found.workload.modules == {"reference": held}
-    assert any(
-        note.startswith("modules outside the model that are on its device too: reference (") for note in found.notes
-    )
+    note = next(note for note in found.notes if note.code == "modules_beside")
+    assert note.facts["sizes"] == {"reference": held}
     assert found.explanation is not None
     bytes_of = found.explanation.categories
     assert PARAMETERS + held <= bytes_of["parameters"] < PARAMETERS + held + 8192

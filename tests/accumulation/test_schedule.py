@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import (
     Schedule,
-    equal_parts_cost,
     even_parts,
-    format_parts,
+    fewer_parts,
     make_schedule,
     split_evenly,
     windows,
 )
 from autoaccum.errors import UsageError
+from autoaccum.units import format_parts
 
 targets = st.integers(1, 3000)
 fits = st.integers(1, 4000)
@@ -94,12 +94,11 @@ def test_a_schedule_checks_itself(ranks: tuple[tuple[int, ...], ...]) -> None:
         Schedule(ranks)
 
 
-def test_the_cost_of_equal_parts_is_named() -> None:
-    assert equal_parts_cost(make_schedule(256, 100, equal=True), 100) is None
-    cost = equal_parts_cost(make_schedule(254, 100, equal=True), 100)
-    assert cost is not None
-    assert "127 micro-batches per update where uneven ones take 3" in cost
-    assert "85 + 85 + 84" in cost
+def test_equal_parts_that_take_twice_as_many_are_told() -> None:
+    assert fewer_parts(make_schedule(256, 100, equal=True), 100) is None
+    uneven = fewer_parts(make_schedule(254, 100, equal=True), 100)
+    assert uneven is not None
+    assert uneven.micro_batches == (85, 85, 84)
 
 
 @settings(deadline=None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import Command
+from factories import codes
 from small_blocks import blocks_source
 from torch import nn
 
@@ -124,7 +125,7 @@ def test_a_workload_made_in_code() -> None:
     )
     table = autoaccum.compare(workload, target_batch=8, gpu="t4,l4")
     assert [row.plan.micro_batch for row in table.rows if row.plan] == [8, 8]
-    assert all(any("traces that cards share" in note for note in row.plan.notes) for row in table.rows if row.plan)
+    assert all("shared_traces" in codes(row.plan.notes) for row in table.rows if row.plan)
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ def test_an_error_comes_after_the_rows_that_are_done(folder: Path, command: Comm
         (["t4", "--world-size", "0..4"], "0 is not in the range x>=1"),
         (
             ["t4,l4", "--fit-micro-batch", "4"],
-            "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are to be",
+            "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are chosen",
         ),
         (["t4,l4", "--sort", "size"], "there is no column 'size': choose card, ranks, micro-batch"),
         (["t4", "--world-size", "1..2", "--sort", "speed"], "speed is estimated for several cards or sets of savers"),

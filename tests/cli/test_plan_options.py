@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Command, Done, autoaccum
+from factories import codes
 from small_blocks import blocks_source
 from small_classifier import LONG, MODEL
 
@@ -122,8 +123,8 @@ def test_a_model_that_reads_values_is_planned_with_those_of_the_cpu(folder: Path
     words = "--target-batch 48 --max-micro-batch 24 --gpu rtx3090"
     plan, _ = planned(folder, command, MASKED, f"{words} --values cpu")
     assert plan.micro_batch == 24
-    note = next(note for note in plan.notes if note.startswith("values were read "))
-    assert "as the batch of 24 samples answered on the CPU" in note
+    note = next(note for note in plan.notes if note.code == "values_read")
+    assert note.facts["samples"] == 24
     refused = command(folder, "plan", "model.py", *words.split())
     assert (refused.returncode, "have the CPU compute them (--values cpu)" in refused.stderr) == (2, True)
 
@@ -151,7 +152,8 @@ def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> Non
     assert plan.micro_batch >= 4
     assert plan.spec.savers
     assert "micro-batch 4 with no savers: does not fit\n" in done.stderr
-    assert any(note.startswith(" + ".join(plan.spec.savers) + " chosen, since") for note in plan.notes)
+    note = next(note for note in plan.notes if note.code == "savers_chosen")
+    assert note.facts["savers"] == " + ".join(plan.spec.savers)
 
 
 def test_what_no_savers_make_fit_is_a_clear_no(folder: Path, command: Command) -> None:
@@ -176,7 +178,7 @@ def test_the_fastest_is_planned_and_told(folder: Path, command: Command) -> None
     lines = [line.split() for line in done.stdout.splitlines() if line]
     assert ["speed"] in [line[:1] for line in lines]
     assert [line[1] for line in lines if line[0] in ("1", "2", "4", "8", "16")] == ["16", "8", "4", "2", "1"]
-    assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
+    assert next(note for note in plan.notes if note.code == "fastest").facts["chosen"] == plan.micro_batch
 
 
 @pytest.mark.slow
@@ -189,7 +191,7 @@ def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder:
     assert plan.spec.savers, "no sample fits without"
     assert plan.throughput is not None
     assert (plan.throughput.kind, plan.throughput.knee) == ("estimated", plan.micro_batch)
-    assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes)
+    assert "fastest" in codes(plan.notes)
 
 
 @pytest.mark.slow
@@ -253,7 +255,7 @@ def test_a_target_with_few_divisors_is_exact_and_a_better_one_is_named(folder: P
     words = "--memory 200MiB -q --for deepspeed --target-batch 257 --max-micro-batch 100"
     plan, _ = planned(folder, command, MODEL, words)
     assert (plan.micro_batch, plan.iter_size, plan.largest_fit) == (1, 257, 100)
-    assert any("a target batch of 258 is 3 x 86" in note for note in plan.notes)
+    assert "equal_parts" in codes(plan.notes)
 
 
 @pytest.mark.parametrize(

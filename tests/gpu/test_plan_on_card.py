@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import codes
 from small_blocks import blocks_source
 from state_digests import state_digest
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ def test_the_fastest_that_fits_and_its_savers_are_timed(
     assert made.micro_batch == made.throughput.knee <= min(made.largest_fit, made.throughput.fastest)
     proof = made.trials[-1]
     assert (proof.parts, proof.fresh, proof.outcome) == (made.schedule.trial_parts, True, "ok")
-    assert ("sets of savers that were timed" in "".join(made.notes[:1])) == bool(options)
+    assert (codes(made.notes[:1]) == ["savers_chosen"]) == bool(options)
 
 
 @pytest.mark.gpu
@@ -129,7 +130,7 @@ def test_a_live_model_leaves_the_card_to_its_trials_and_comes_back(place: torch.
     assert state_digest(model, optimizer) == before
     if place.type == "cuda":
         assert set(held) == {0}, "the card is free while trials run"
-        assert any("waited in host memory" in note for note in made.notes)
+        assert "objects_on_host" in codes(made.notes)
     else:
         assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
     assert Accumulator(model, optimizer, criterion, micro_batch=8).step(batch(8)).updated

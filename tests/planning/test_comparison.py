@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_plan
+from factories import make_plan, message_at
 from in_process_tracer import InProcessTracer
 from planned import CARD, make_plan_setup, make_request, make_settings, plan_on, simulated_card
 from small_blocks import blocks_source
@@ -102,11 +102,12 @@ def test_what_is_wrong_with_the_workload_ends_it() -> None:
 
 
 def test_a_warning_says_which_rows_it_is_about() -> None:
-    rows = [row_of("t4", world_size=size, warnings=("of all", "close")[: 2 - size // 4]) for size in (1, 2, 4)]
+    a, b = message_at("a"), message_at("b")
+    rows = [row_of("t4", world_size=size, warnings=(a, b)[: 2 - size // 4]) for size in (1, 2, 4)]
     rows.append(row_of("t4", fits=False, world_size=8))
-    assert comparison_warnings(rows) == ["of all", "on 1 rank and 2 ranks: close"]
-    several = [row_of(name, warnings=("close",)) for name in "abcdefg"]
-    assert comparison_warnings([*several, row_of("h")]) == ["on a, b, c, d and 3 others: close"]
+    assert comparison_warnings(rows) == [str(a), f"on 1 rank and 2 ranks: {b}"]
+    several = [row_of(name, warnings=(b,)) for name in "abcdefg"]
+    assert comparison_warnings([*several, row_of("h")]) == [f"on a, b, c, d and 3 others: {b}"]
 
 
 def test_columns_that_do_not_apply_are_left_out_and_rows_sorted_by_what_is_better() -> None:

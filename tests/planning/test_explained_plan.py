@@ -18,6 +18,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Change, MemoryReport
 from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_events import Doing, Event, Explained, TrialFinished
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.planner import explain_memory
@@ -138,9 +139,7 @@ def test_what_differs_from_trace_to_trace_is_no_change() -> None:
     assert plan.explanation is not None
     assert plan.explanation.peak_bytes != plan.peak_bytes
     assert plan.explanation.changes == ()
-    assert plan.notes[-1] == (
-        "what would change the peak is not known: the same micro-batches, traced twice, took other memory"
-    )
+    assert plan.notes[-1] == Message("changes_vary")
 
 
 # --- a plan never fails by it -----------------------------------------------------------------------------------------
@@ -163,13 +162,13 @@ class Measured(ScriptedDevice):
 
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     with simulated_card(SyntheticTracer(), 64) as device:
-        account = replace(device.explain((20, 20)), notes=("said so",))
+        account = replace(device.explain((20, 20)), notes=(Message("changes_vary"),))
     plan = plan_on(Measured(account), 64, explain=True)
     assert plan.kind == "measured"
     assert plan.peak_bytes == plan.trials[-1].peak_reserved_bytes
     assert plan.explanation is not None
     assert plan.explanation.card == "rtx3090 (simulated)"
-    assert plan.notes[-1] == "said so"
+    assert plan.notes[-1] == Message("changes_vary")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
 def test_what_cannot_be_explained_is_said_and_the_plan_kept(error: BaseException, text: str) -> None:
     plan = plan_on(Measured(error), 64, explain=True)
     assert (plan.micro_batch, plan.explanation) == (32, None)
-    assert re.match(rf"where the memory goes is not known \({text}", plan.notes[-1])
+    assert re.match(rf"where the memory goes is not known \({text}", str(plan.notes[-1]))
 
 
 def test_no_time_is_left_for_an_explanation() -> None:
@@ -194,7 +193,7 @@ def test_no_time_is_left_for_an_explanation() -> None:
         limits = SearchLimits(None, 600.0, started=0.0, clock=lambda: 601.0)
         request = make_request(64, explain=True)
         found = explain_memory(make_plan_setup(device), request, (20, 20), limits, told.append)
-    assert found == (None, ("where the memory goes was not traced: the time limit of 600 s was over",))
+    assert found == (None, (Message("not_explained_in_time", {"limit": "the time limit of 600 s"}),))
     assert not any(isinstance(event, Explained) for event in told)
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_plan
+from factories import make_plan, message_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_record import SCHEMA, Plan
 from autoaccum.units import GIB, MIB
 
@@ -19,7 +20,7 @@ from autoaccum.units import GIB, MIB
 @pytest.fixture
 def a_plan() -> Plan:
     environment = {"torch": "2.13.0", "threads": [1, 2], "nested": {"a": [1]}}
-    return make_plan(environment=environment, warnings=("BatchNorm",), notes=("rate",))
+    return make_plan(environment=environment, warnings=(message_at("x"),), notes=(message_at("y"),))
 
 
 @settings(deadline=None)
@@ -27,7 +28,7 @@ def a_plan() -> Plan:
 def test_round_trip(target: int, ceiling: int, world_size: int, text: str) -> None:
     environment = {text: [text, None, True, 1.5, {"a": 2}]}
     size = make_schedule(target, ceiling, world_size=world_size).micro_batch
-    plan = make_plan(target, size, world_size=world_size, environment=environment, warnings=(text,))
+    plan = make_plan(target, size, world_size=world_size, environment=environment, warnings=(message_at(text),))
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.digest() == plan.digest()
@@ -48,7 +49,7 @@ def test_times_and_what_they_decide_do_not_enter_the_digest(a_plan: Plan) -> Non
     later = replace(a_plan, trials=tuple(replace(trial, seconds=99.0) for trial in a_plan.trials))
     assert later != a_plan
     assert later.digest() == a_plan.digest()
-    assert replace(a_plan, warnings=("what an experiment found that had time for it",)).digest() == a_plan.digest()
+    assert replace(a_plan, warnings=(Message("random_memory"),)).digest() == a_plan.digest()
     assert replace(a_plan, limit_bytes=GIB - 1).digest() != a_plan.digest()
 
 

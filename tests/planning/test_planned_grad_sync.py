@@ -12,6 +12,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.trial_requests import PartsRequest
 from autoaccum.errors import DoesNotFitError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import accumulator_line, answer_rows
@@ -64,14 +65,16 @@ def test_each_part_sums_where_the_last_would_take_too_much() -> None:
     assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["grad_sync"]
     assert (made.trials[-1].parts, made.min_budget_bytes) == (alone.trials[-1].parts, alone.min_budget_bytes)
     assert "grad_sync=" not in accumulator_line(made)
-    assert not any("without --gpu" in note for note in made.notes), "trials on a card would run the whole model"
-    assert any("without --gpu" in note for note in alone.notes)
+    assert not next(note for note in made.notes if note.code == "predicted").facts["measurable"], (
+        "trials on a card would run the whole model"
+    )
+    assert next(note for note in alone.notes if note.code == "predicted").facts["measurable"]
 
 
 def test_what_the_last_part_cannot_sum_is_noted() -> None:
     made = plan(ShardedTracer(WorkloadError("gradients are added up in bfloat16")))
     assert (made.grad_sync, [*made.grad_sync_peaks]) == ("each", ["each"])
-    assert 'grad_sync="last" cannot be used: gradients are added up in bfloat16' in made.notes
+    assert Message("grad_sync_unusable", {"error": "gradients are added up in bfloat16"}) in made.notes
 
 
 def test_one_part_sums_once() -> None:

@@ -69,7 +69,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
     assert inspect_workload(workload, share=8).least_size == (2 if mode in ("micro", "running") else 1)
     assert plan.spec.batchnorm == mode
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
-    said = " ".join(plan.warnings)
+    said = " ".join(map(str, plan.warnings))
     assert ('batchnorm="exact" corrects that' in said) is (mode in ("micro", "running"))
     assert ("the gradient is not" in said) is (mode in ("micro", "running"))
     assert ("never estimated" in said) is (mode == "frozen")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import FEATURES, Classifier, labelled_rows
+from factories import FEATURES, Classifier, codes, labelled_rows
 from torch import nn
 
 import autoaccum
@@ -67,7 +67,7 @@ def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(
     assert [trial.parts for trial in plan.trials] == [(3, 3, 3)] * len(plan.trials)
     assert plan.workload.whole_batch == whole_batch
     assert plan.spec.coupled == workload.coupled
-    assert not any("full batch's" in said for said in plan.warnings), plan.warnings
+    assert not plan.warnings
     assert plan.host_bytes is None  # On the CPU the peak has it.
     again = Plan.from_json(plan.to_json())
     assert (again, again.digest()) == (plan, plan.digest())
@@ -80,7 +80,7 @@ def test_trials_for_several_ranks_hold_the_outputs_of_all_in_two_passes() -> Non
     assert coupled.micro_batches == (3, 3, 3)
     assert {trial.parts for trial in coupled.trials} == {(3, 3, 3, 3, 3, 2)}
     assert {trial.parts for trial in (*exact.trials, *coupled_exact.trials)} == {(3, 3, 3)}
-    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (coupled, exact, coupled_exact)]
+    told = ["outputs_of_ranks" in codes(plan.notes) for plan in (coupled, exact, coupled_exact)]
     assert told == [False, False, True]
 
 
@@ -117,7 +117,7 @@ def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
 )
 def test_a_warning_names_the_cure(workload: autoaccum.Workload, cure: str) -> None:
     said = inspect_workload(workload, share=8).accumulation_warnings
-    assert any(cure in sentence for sentence in said), said
+    assert any(cure in str(sentence) for sentence in said), said
 
 
 class Centred(nn.Module):

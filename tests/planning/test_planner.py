@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from factories import codes
 from planned import make_request
 from planned import plan_on as run
 from scripted_device import ScriptedDevice
@@ -11,6 +12,7 @@ from scripted_device import ScriptedDevice
 from autoaccum.api import plan
 from autoaccum.devices.base import TrialSettings
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.planning import plan_setup
 from autoaccum.planning.plan_events import Doing, Event, Inspected, TrialFinished, TrialStarted
 from autoaccum.units import MIB, parse_size
@@ -83,14 +85,14 @@ def test_the_longest_share_decides() -> None:
     assert found.ranks == ((65, 64), (64, 64))
     assert found.micro_batches == (65, 64)
     assert device.asked[-1] == ((65, 64), True)
-    assert run(ScriptedDevice(), 3, world_size=4).notes[0].startswith("1 of 4 ranks have no samples")
+    assert run(ScriptedDevice(), 3, world_size=4).notes[0] == Message("idle_ranks", {"idle": 1, "world_size": 4})
 
 
 def test_equal_parts_and_their_cost() -> None:
     found = run(ScriptedDevice(), 254, equal=True, exact_max=True)
     assert found.micro_batches == (2,) * 127
-    assert any("255 is 3 x 85, and 254 in uneven parts (without --equal" in note for note in found.notes)
-    assert not any("--equal" in note for note in run(ScriptedDevice(), 256, equal=True).notes)
+    assert "equal_parts" in codes(found.notes)
+    assert "equal_parts" not in codes(run(ScriptedDevice(), 256, equal=True).notes)
 
 
 @pytest.mark.parametrize(
@@ -102,23 +104,25 @@ def test_equal_parts_and_their_cost() -> None:
     ],
 )
 def test_the_learning_rate(target: int, reduction: str, text: str) -> None:
-    assert text in run(ScriptedDevice(reduction=reduction), target).notes[-1]
+    assert text in str(run(ScriptedDevice(reduction=reduction), target).notes[-1])
+
+
+NORMED = Message("batchnorm_of_parts", {"modules": ["bn1"], "mode": "micro"})
+WEIGHTED, COMPILED = Message("weight_random"), Message("compiled")
 
 
 def test_batchnorm_is_no_concern_of_a_single_micro_batch() -> None:
-    device = ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",))
-    assert run(device).warnings == ("BatchNorm in bn1",)
-    assert run(ScriptedDevice(accumulation_warnings=("BatchNorm in bn1",)), 64).warnings == ()
+    device = ScriptedDevice(accumulation_warnings=(NORMED,))
+    assert run(device).warnings == (NORMED,)
+    assert run(ScriptedDevice(accumulation_warnings=(NORMED,)), 64).warnings == ()
 
 
 def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
-    device = ScriptedDevice(
-        warnings=("the weighting",), accumulation_warnings=("BatchNorm in bn1",), cautions=("weak",)
-    )
+    device = ScriptedDevice(warnings=(WEIGHTED,), accumulation_warnings=(NORMED,), cautions=(COMPILED,))
     warnings = run(device, max_trials=3).warnings
-    assert warnings[:2] == ("the weighting", "BatchNorm in bn1")
-    assert "the limit of 3 trials" in warnings[2]
-    assert warnings[3:] == ("weak",)
+    assert warnings[:2] == (WEIGHTED, NORMED)
+    assert warnings[2].code == "stopped"
+    assert warnings[3:] == (COMPILED,)
 
 
 def test_tells_what_it_does() -> None:
@@ -142,7 +146,7 @@ def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
     assert found.largest_fit == max(trial.micro_batch for trial in found.trials[:3] if trial.ran)
     assert found.micro_batch <= found.largest_fit
     assert device.proofs[-1] == found.schedule.trial_parts
-    assert "the limit of 3 trials ended the search" in found.warnings[0]
+    assert (found.warnings[0].code, found.warnings[0].facts["limit"]) == ("stopped", "the limit of 3 trials")
 
 
 def test_time_is_kept_for_the_confirmation() -> None:
@@ -154,7 +158,7 @@ def test_time_is_kept_for_the_confirmation() -> None:
     *limits, last = device.limits
     assert last is None, "the confirmation is never cut short"
     assert all(seconds is not None and 0 < seconds <= 1.0 for seconds in limits)
-    assert "the time limit of 1 s ended the search" in found.warnings[0]
+    assert found.warnings[0].facts["limit"] == "the time limit of 1 s"
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from factories import codes
 from planned import plan_on, plan_simulated
 from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.devices.base import ChooseParts, Forecast
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_events import Event, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
@@ -39,7 +41,7 @@ def test_a_predicted_plan() -> None:
     assert plan.device["kind"] == "simulated"
     assert set(plan.trials[-1].parts) == {plan.micro_batch, min(plan.micro_batches)}
     assert plan.trials[-1].fresh
-    assert any("nothing ran on a card" in note for note in plan.notes)
+    assert "predicted" in codes(plan.notes)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -82,7 +84,7 @@ def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: in
 def test_every_size_is_traced_where_memory_is_not_affine() -> None:
     plan = predict(SyntheticTracer(lambda size: 100_000 * size * size))
     assert all(trial.fresh for trial in plan.trials)
-    assert any("every size was traced by itself" in note for note in plan.notes)
+    assert "not_extrapolated" in codes(plan.notes)
     assert plan.trials[-1].outcome == "ok"
 
 
@@ -90,8 +92,8 @@ def test_a_confirmation_that_contradicts_goes_down_and_says_so() -> None:
     plan = predict(SyntheticTracer(change=lambda parts: linear(12 * MIB) if max(parts) > 20 else None))
     assert plan.trials[-1].fresh
     assert plan.trials[-1].outcome == "ok"
-    assert any("was traced and does not fit (oom), although" in warning for warning in plan.warnings)
-    assert any("differs from the one that was extrapolated from sizes 2, 3, 5:" in warning for warning in plan.warnings)
+    assert "refuted" in codes(plan.warnings)
+    assert "trace_differs" in codes(plan.warnings)
 
 
 def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins_again_by_traces() -> None:
@@ -107,7 +109,7 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
     assert plan.largest_fit % 8 == 0
     assert plan.trials[-1].outcome == "ok"
     assert len(tracer.traced) <= 20
-    assert any("differs from the one that was extrapolated from sizes 2, 3, 5:" in warning for warning in plan.warnings)
+    assert "trace_differs" in codes(plan.warnings)
 
 
 def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
@@ -163,7 +165,7 @@ def test_a_measured_plan_needs_few_trials(error: float) -> None:
 
 
 def test_without_a_forecast_the_answer_is_the_same_and_a_note_says_why() -> None:
-    note = "the search began without a simulation of the card (no reason)"
+    note = Message("not_simulated", {"error": "no reason"})
     plan, trials = measure(Forecast(notes=(note,)), exact_max=True)
     assert plan.largest_fit == 93
     assert note in plan.notes
@@ -198,7 +200,7 @@ def test_a_time_limit_ends_a_trace_of_a_forecast_and_leaves_the_least_size() -> 
     plan = predict(tracer, time_limit=0.5, gib=20.0)
     assert (plan.micro_batch, plan.largest_fit, plan.stopped) == (1, 1, "time")
     assert {trial.micro_batch for trial in plan.trials if trial.ran} == {1}
-    assert "the time limit of 0.5 s ended the search: no size above 1 was tried to its end" in plan.warnings[0]
+    assert (plan.warnings[0].code, plan.warnings[0].facts["largest_fit"]) == ("stopped", 1)
     assert tracer.closed <= 1, "no process is started after the limit"
 
 
@@ -208,4 +210,4 @@ def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
     names = [type(event).__name__ for event in events]
     assert names.index("TracedAlone") < names.index("TrialStarted")
     (alone,) = (event for event in events if isinstance(event, TracedAlone))
-    assert "every size was traced by itself, since memory is not affine in the batch" in alone.reason
+    assert alone.reason.code == "not_extrapolated"

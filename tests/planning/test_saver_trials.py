@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from factories import change_facts
+from factories import change_facts, codes
 from planned import plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
@@ -17,6 +17,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_events import SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.trace_records import Amount, UpdateCost
@@ -72,7 +73,7 @@ def test_no_savers_are_taken_where_one_sample_fits() -> None:
     made, without = plan(SavingTracer(), 2 * GIB, savers="auto"), plan(SavingTracer(), 2 * GIB)
     assert chosen(made) == ()
     assert (made.micro_batches, made.peak_bytes) == (without.micro_batches, without.peak_bytes)
-    assert "no savers are needed: micro-batch 1 fits without" in made.notes
+    assert Message("savers_not_needed", {"size": 1}) in made.notes
 
 
 @pytest.mark.parametrize("size", [16, 32])
@@ -89,7 +90,7 @@ def test_the_micro_batch_that_is_asked_for_fits_by_the_fewest_blocks(size: int) 
     assert chosen(made) == fitting[0] != ()
     asked_for = plan(SavingTracer(fitting[0]), memory, savers=fitting[0])
     assert (made.micro_batches, made.peak_bytes) == (asked_for.micro_batches, asked_for.peak_bytes)
-    note = next(note for note in made.notes if "chosen" in note)
+    note = next(str(note) for note in made.notes if note.code == "savers_chosen")
     assert f"{fitting[0][0]} chosen, since micro-batch {size} would take" in note
     assert f"it costs {recomputed(fitting[0]) / 18:.0%} more FLOPs and an estimated " in note
 
@@ -128,7 +129,7 @@ def test_a_saver_that_cannot_be_used_is_noted_and_left_out() -> None:
     made = plan(RefusingTracer(), 1400 * MIB, savers="auto", fit_micro_batch=16)
     assert set(chosen(made)) <= set(OFFLOADS)
     assert chosen(made)
-    assert made.notes.count("recompute=6 cannot be used: the blocks have BatchNorms") == 1
+    assert codes(made.notes).count("saver_unusable") == 1
 
 
 @pytest.mark.parametrize("size", [0, 65])

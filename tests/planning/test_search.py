@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autoaccum.accumulation.schedule import part_sizes
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.planning.next_size import CorrectedForecast
 from autoaccum.planning.plan_messages import MemoryNeeds, does_not_fit_error
 from autoaccum.planning.search import RunTrial, SearchResult, SearchStopped, search
@@ -273,7 +274,7 @@ def test_tight_is_chosen_only_where_nothing_else_runs() -> None:
     assert result.warnings == (), "what was not chosen is nothing to warn of"
     result = search(scripted(lambda n: "tight" if n <= 3 else "oom"), range(1, 257), limit_bytes=LIMIT)
     assert (result.size, result.first_fail) == (3, 4)
-    assert "ran only because the allocator" in result.warnings[0]
+    assert result.warnings[0].code == "tight"
 
 
 def uncertain_trials(from_size: int, *, later: Outcome = "ok") -> RunTrial:
@@ -351,7 +352,7 @@ def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() ->
 
     result = search(trial, part_sizes(80, 80), limit_bytes=LIMIT)
     assert (result.size, result.trial.fresh) == (27, True)
-    assert result.warnings[0].startswith("40 did not run again from a clean state (oom), although 40 ran before")
+    assert result.warnings[0] == Message("refuted", {"parts": [40], "outcome": "oom", "larger": 40, "predicted": False})
 
 
 # --- limits on the search -------------------------------------------------------------------------------------------
@@ -379,8 +380,10 @@ def test_a_stopped_search_confirms_the_largest_that_ran(ceiling: int, after: int
     assert len(result.trials) <= after + 1
     if result.stopped is not None:
         assert (result.stopped, result.capped) == ("trials", False)
-        assert f"the limit of {after} trials ended the search" in result.warnings[0]
-        assert f"no size above {result.largest_fit}" in result.warnings[0]
+        stopped = result.warnings[0]
+        assert stopped.code == "stopped"
+        assert stopped.facts["limit"] == f"the limit of {after} trials"
+        assert stopped.facts["largest_fit"] == result.largest_fit
 
 
 @pytest.mark.parametrize(("most", "text"), [(3, "the limit of 3 trials$"), (1, "the limit of 1 trial$")])

@@ -18,6 +18,7 @@ from warm_children import WarmPython
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.api import plan as plan_by_trials
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.sources.source import FileSource
@@ -73,10 +74,10 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "The plan warned" not in found
     assert "    from my_step import train_step" in emit_wrapper(a_plan, module="my_step")
     card = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA H200", "total_bytes": 139 * GIB}
-    warned = dataclasses.replace(a_plan, device=card, warnings=("BatchNorm in bn1: not exact",))
+    warned = dataclasses.replace(a_plan, device=card, warnings=(Message("compares_samples"),))
     text = emit_wrapper(with_recipe(warned, "fp16"))
     assert "on NVIDIA H200" in " ".join(text.split())
-    assert "The plan warned:\n\n- BatchNorm in bn1: not exact\n" in text
+    assert "The plan warned:\n\n- the loss compares samples with each other" in text
     assert 'scaler = torch.amp.GradScaler("cuda")' in text
     assert "gradient, to rounding" not in text
 

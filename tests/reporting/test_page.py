@@ -12,6 +12,7 @@ import pytest
 from pictured_plans import extremes, usual
 
 from autoaccum.devices.explanation import Change, ModuleShare
+from autoaccum.messages import Message
 from autoaccum.reporting.page import plan_page
 from autoaccum.simulation.trace_records import Category
 from autoaccum.units import GIB, MIB, format_bytes
@@ -34,8 +35,8 @@ def pages() -> dict[str, str]:
         Change(name="bf16", what="compute in bf16", message="no kernel"),
     )
     explanation = dataclasses.replace(memory.explanation, modules=modules, changes=changes, module=EVIL)
-    memory = dataclasses.replace(memory, explanation=explanation, notes=("a note of the report",))
-    plan = dataclasses.replace(plan, warnings=("BatchNorm normalises by the micro-batch",), notes=("keep the rate",))
+    memory = dataclasses.replace(memory, explanation=explanation, notes=(Message("changes_vary"),))
+    plan = dataclasses.replace(plan, warnings=(Message("compares_samples"),), notes=(Message("random_memory"),))
     measured = dataclasses.replace(extremes()["measured on a CPU"][0], device={"name": "cpu", "kind": "cpu"})
     return {"card": plan_page(plan, memory, 12.5, f"autoaccum plan {EVIL}"), "cpu": plan_page(measured, None)}
 
@@ -75,9 +76,9 @@ def test_a_page_loads_nothing_and_takes_no_name_for_markup(name: str) -> None:
 def test_it_holds_what_the_plan_and_its_report_hold() -> None:
     plan, report = usual()
     parsed = Parsed(pages()["card"])
-    for said in (str(plan.micro_batch), "iter_size", format_bytes(plan.limit_bytes), "BatchNorm normalises",
-                 "keep the rate", "a note of the report", "(no module)", "-3.00 GiB", "not simulated (no kernel)",
-                 "planning took 12.5 s", "Memory over one update"):  # fmt: skip
+    for said in (str(plan.micro_batch), "iter_size", format_bytes(plan.limit_bytes), "compares samples",
+                 "numbers drawn on the host", "took other memory", "(no module)", "-3.00 GiB",
+                 "not simulated (no kernel)", "planning took 12.5 s", "Memory over one update"):  # fmt: skip
         assert said in parsed.text, said
     for category, held in report.explanation.categories.items():
         assert not held or f" {category.replace('_', ' ')} {format_bytes(held)} " in parsed.text

@@ -6,7 +6,7 @@ from typing import Any
 
 import factories
 import pytest
-from factories import change_facts
+from factories import change_facts, message_at
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.planning.plan_record import Plan
@@ -69,11 +69,12 @@ def test_says_all_that_is_known_where_it_is_requested() -> None:
 
 
 def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None:
-    many = make_plan(warnings=("first", "second"), notes=("third", "fourth", "fifth"))
-    assert draw(many).removeprefix(ANSWER) == (
-        "warning      first\nwarning      second\nnote         third\n-v shows 2 more\n"
-    )
-    assert "note         fifth\n" in draw(many, verbose=True)
+    messages = [message_at(name) for name in "abcde"]
+    many = make_plan(warnings=tuple(messages[:2]), notes=tuple(messages[2:]))
+    lines = draw(many).removeprefix(ANSWER).splitlines()
+    assert [line.split()[0] for line in lines] == ["warning", "warning", "note", "-v"]
+    assert lines[:1] == ["warning      the check at a was assumed to pass"]
+    assert "note         the check at e was assumed to pass\n" in draw(many, verbose=True)
     assert "more" not in draw(many, verbose=True)
 
 
@@ -124,12 +125,12 @@ def test_shows_what_was_planned_along() -> None:
 
 def test_what_others_named_stays_on_its_line() -> None:
     odd = make_plan(
-        notes=("a\nnote\x1b[31m",),
-        warnings=("[red]careful[/red] :smile:",),
+        notes=(message_at("a\nnote\x1b[31m"),),
+        warnings=(message_at("[red]careful[/red] :smile:"),),
         device={"name": "cpu\x1b[2J", "kind": "cpu"},
     )
     text = draw(odd)
-    assert "note         a note\\x1b[31m\n" in text
+    assert "note         the check at a note\\x1b[31m was" in text
     assert "[red]careful[/red] :smile:" in text, "no markup"
     assert all(line.isprintable() for line in text.splitlines())
 

@@ -8,6 +8,7 @@ import pytest
 from factories import change_facts, make_inspection
 
 from autoaccum.devices.base import Trial
+from autoaccum.messages import Message
 from autoaccum.planning.plan_events import (
     Doing,
     Inspected,
@@ -75,7 +76,7 @@ def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: s
 def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
-        seen = replace(INSPECTION, cautions=("values are read",))
+        seen = replace(INSPECTION, cautions=(Message("compiled"),))
         progress.notify(Inspected(seen, "rtx3090 (simulated)", GIB, 256, predicted=True))
         progress.notify(Doing("tracing"))
         progress.notify(TrialStarted(1, OOM.parts))
@@ -83,7 +84,7 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
         progress.notify(TrialStarted(2, PROOF.parts))
         progress.notify(TrialFinished(2, PROOF))
     text = file.getvalue()
-    assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\nwarning: values are read\n" in text
+    assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\nwarning: the model is" in text
     assert "tracing small sizes ..." in text
     assert "predicting micro-batch 128 ..." in text
     assert "        128  no fit     500 MiB     0.5 s  in backward\n" in text

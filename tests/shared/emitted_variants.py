@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from factories import change_facts, make_plan
+from factories import change_facts, make_plan, message_at
 from torch import Tensor, nn
 
 from autoaccum.devices.inspection import describe_model
+from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.step_recipe import describe_recipe
@@ -75,7 +76,10 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "one part", emit_wrapper(dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
     named = change_facts(plan, name='we"ir\\d', digest="")
-    yield "nasty", emit_wrapper(dataclasses.replace(named, warnings=("Careful.", nasty)))
+    yield (
+        "nasty",
+        emit_wrapper(dataclasses.replace(named, warnings=(Message("compiled"), message_at(nasty)))),
+    )
 
 
 def write_variants(folder: Path) -> None:

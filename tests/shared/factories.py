@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Trial
+from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.spec import SPEC_FIELDS, TrainingSpec, WorkloadFacts
 from autoaccum.units import GIB, MIB
@@ -195,3 +196,13 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.seconds
+
+
+def codes(messages: Iterable[Message]) -> list[str]:
+    """Return the codes of messages, in order."""
+    return [message.code for message in messages]
+
+
+def message_at(place: str) -> Message:
+    """Return a message that names a place: `the check at <place> was assumed to pass`."""
+    return Message("check_assumed", {"place": place})

@@ -20,6 +20,7 @@ from autoaccum.accumulation.whole_batch.coupled_loss import output_gradients
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, Lockstep, RankMeetings, parts_run
 from autoaccum.errors import UsageError
+from autoaccum.messages import message
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.objective import Weights
@@ -157,10 +158,7 @@ def _warn_of_other_outputs(first: Sequence[Tensor], again: Sequence[Tensor]) -> 
     pairs = [(one, other.detach()) for one, other in zip(first, again, strict=True)]
     pairs = [(one, other) for one, other in pairs if one.is_floating_point() and one.numel() and is_plain_tensor(one)]
     if any((one - other).abs().max() > _ROUNDING * one.abs().max() for one, other in pairs):
-        warn_caller(
-            "the forward of a part gives other outputs when it is repeated, since it changes what it reads, so that the"
-            " gradient is not the full batch's: keep state in buffers (register_buffer)"
-        )
+        warn_caller(message("forward_not_repeated"))
 
 
 def _with_gradients(

@@ -16,6 +16,7 @@ from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak,
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, LabelParts, SuggestChanges, TraceParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.trace_records import LabelledTrace, Phase, Trace
 from autoaccum.units import format_bytes
@@ -111,26 +112,24 @@ class Explainer:
 
     def _all_changes(
         self, trace: Trace, labelled: LabelledTrace, deadline: Deadline
-    ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    ) -> tuple[tuple[Change, ...], tuple[Message, ...]]:
         """Return each change with its saving, the largest first, and a note if some could not be simulated."""
         if labelled.trace != trace:  # The workload's own variation would look like the effect of a change.
-            return (), (
-                "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
-            )
+            return (), (message("changes_vary"),)
         found: list[Change] = []
-        notes: tuple[str, ...] = ()
+        notes: tuple[Message, ...] = ()
         if expanding := self.replayer.expanding():
             found.append(self._with_effect(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
         try:
             suggestions = self.traces.call(SuggestChanges(), deadline.left_seconds)
         except AutoaccumError as error:
-            suggestions, notes = (), (f"what else would change the peak is not known ({first_line(error)})",)
+            suggestions, notes = (), (message("changes_unknown", error=first_line(error)),)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
         for change in suggestions:
             if change.name == CHECKPOINT and recomputes:
                 continue  # The model is checkpointed already.
             if deadline.is_over:
-                notes = (f"the time limit ended before {change.name} was simulated",)
+                notes = (message("change_not_simulated", change=change.name),)
                 break
             request = TraceParts(parts=trace.parts, change=change.name, **self.traces.way)
             try:

@@ -10,14 +10,14 @@ from itertools import accumulate, islice
 from operator import eq
 from typing import Final
 
-from autoaccum.accumulation.schedule import format_parts, make_schedule
+from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import UsageError
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.simulation.allocator.recording import Recording, read_recording
 from autoaccum.sources.module_names import mask_numbers
-from autoaccum.units import KIB
+from autoaccum.units import KIB, format_parts
 
 _UNCERTAINTY_SHARE: Final = 100
 """The hundredth of a peak by which it may be off, beside the workspaces that were not measured."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.accumulation.coupling import COMPARES_SAMPLES
-from autoaccum.checks import counted, join_words
 from autoaccum.devices.base import (
     Capability,
     ChooseParts,
@@ -27,44 +25,23 @@ from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message, message
 from autoaccum.options import GradSync
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
-from autoaccum.simulation.cards import Card, CardRates, ContextMemory, all_cards, card_rates, context_memory
+from autoaccum.simulation.cards import Card, CardRates, all_cards, card_rates, context_memory
 from autoaccum.simulation.trace_records import Trace, UpdateCost
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.breakdown import MemoryBreakdown
-    from autoaccum.simulation.allocator.replay import Replayer, Replays, SizedTrace
+    from autoaccum.simulation.allocator.replay import Replayer, Replays
 
 
 _BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
-_NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
-"""What NCCL allocates for a group of ranks outside PyTorch's allocator. It grows with the number of channels, and not
-with that of ranks beyond two machines (NVIDIA/nccl#864)."""
-
-
-def _uncertainty_causes(context: ContextMemory, sized: SizedTrace, nccl_bytes: int) -> str:
-    """Return what the uncertainty of a prediction covers."""
-    causes = [f"the CUDA context ({format_bytes(context.bytes)} assumed)"]
-    if sized.uncertainty_bytes:
-        rules = ", ".join(rule.replace("_", " ") for rule in sized.guessed) or "libraries"
-        causes.append(f"workspaces that were not measured ({rules}: {format_bytes(sized.uncertainty_bytes)})")
-    if nccl_bytes:
-        causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {_NCCL_SOURCE})")
-    return join_words(causes)
-
-
-def _narrow_fit(room_bytes: int, uncertainty_bytes: int, limit_bytes: int, *, measurable: bool) -> str:
-    """Return the warning of a step that fits by `room_bytes`, less than the uncertainty."""
-    reserve = -(-uncertainty_bytes // (100 * MIB)) * 100
-    ways = ["measure on the card (--device cuda)"] if measurable else []
-    if 2 * reserve * MIB < limit_bytes:
-        ways.append(f"keep more free (--reserve {reserve}MiB)")
-    return (
-        f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
-        f"off by {format_bytes(uncertainty_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
-    )
+_NCCL_BYTES = 688 * MIB
+"""What NCCL allocates for a group of ranks outside PyTorch's allocator, as reported for groups of four A100s with
+NVLink (NVIDIA/nccl#964). It grows with the number of channels, and not with that of ranks beyond two machines
+(NVIDIA/nccl#864)."""
 
 
 class SimulatedDevice(Device):
@@ -222,7 +199,7 @@ class SimulatedDevice(Device):
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
         trace = self._traces.extrapolate(max(2, self._traces.step), limit_seconds=limit_seconds)
-        return None if trace is not None else "; ".join(self._traces.notes) or "there are too few samples"
+        return None if trace is not None else "; ".join(map(str, self._traces.notes)) or "there are too few samples"
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
@@ -231,24 +208,39 @@ class SimulatedDevice(Device):
         sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
         uncertainty_bytes = self._context.uncertainty_bytes + sized.uncertainty_bytes + self._nccl_bytes
         measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
-        measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
-        uncertainty = format_bytes(uncertainty_bytes)
-        assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
-        cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
+        warnings = list[Message]()
+        if self._traces.grows_quadratically and len(parts) > 1:
+            warnings.append(message("compares_samples"))
         if 0 <= (room_bytes := self.limit_bytes - min_budget_bytes) < uncertainty_bytes:
-            cautions.append(_narrow_fit(room_bytes, uncertainty_bytes, self.limit_bytes, measurable=measurable))
+            reserve = -(-uncertainty_bytes // (100 * MIB)) * 100
+            warnings.append(
+                message(
+                    "narrow_fit",
+                    room_bytes=room_bytes,
+                    uncertainty_bytes=uncertainty_bytes,
+                    reserve=f"{reserve}MiB" if 2 * reserve * MIB < self.limit_bytes else None,
+                    measurable=measurable,
+                )
+            )
+        covered = message(
+            "uncertainty",
+            uncertainty_bytes=uncertainty_bytes,
+            context_bytes=self._context.bytes,
+            workspace_bytes=sized.uncertainty_bytes,
+            rules=list(sized.guessed),
+            nccl_bytes=self._nccl_bytes,
+        )
+        card = self._card
         return Prediction(
             min_budget_bytes=min_budget_bytes,
             uncertainty_bytes=uncertainty_bytes,
-            warnings=(*cautions, *self._traces.warnings),
+            warnings=(*warnings, *self._traces.warnings),
             notes=(
-                f"nothing ran on a card: memory is predicted, give or take {uncertainty}{measured}",
+                message("predicted", uncertainty_bytes=uncertainty_bytes, measurable=measurable),
                 *_notes_on_values(traces),
                 *self._traces.notes,
-                *assumed,
-                f"the uncertainty of {uncertainty} covers"
-                f" {_uncertainty_causes(self._context, sized, self._nccl_bytes)}, not other programs on the card or"
-                " batches larger than batch(size)",
+                *(() if card.measured else (message("card_assumed", card=card.title, source=card.source),)),
+                covered,
             ),
         )
 
@@ -346,15 +338,10 @@ def _predict_part(replayer: Replayer, trace: Trace, limit_bytes: int) -> Trial:
     return trial
 
 
-def _notes_on_values(traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence for the plan on values that the step read and the CPU computed."""
+def _notes_on_values(traces: Sequence[Trace]) -> list[Message]:
+    """Return a note for the plan on values that the step read and the CPU computed."""
     trace = max(traces, key=lambda trace: trace.reads)
-    if trace.reads:
-        times, samples = ("once" if trace.reads == 1 else f"{trace.reads} times"), counted(trace.batch, "sample")
-        yield (
-            f"values were read {times}, as the batch of {samples} answered on the CPU: other samples, or random numbers"
-            " of the card, may take another amount"
-        )
+    return [message("values_read", reads=trace.reads, samples=trace.batch)] if trace.reads else []
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, TraceParts, UseCard
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.messages import Message, message
 from autoaccum.options import GradSync
 from autoaccum.simulation.allocator.replay import Replays
 from autoaccum.simulation.cards import Card
@@ -56,8 +57,8 @@ class _Traces:
     made: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     affine: AffineTrace | None = None
     extrapolated: dict[tuple[int, ...], Trace] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[Message] = field(default_factory=list)
+    warnings: list[Message] = field(default_factory=list)
     grows_quadratically: bool = False
 
 
@@ -105,12 +106,12 @@ class TraceCache:
         return self._traces.affine is not None
 
     @property
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Message]:
         """Sentences for the plan on sizes that cannot be extrapolated from small ones."""
         return [note for traces in self._with_these_savers for note in traces.notes]
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Message]:
         """The same, if trials had relied on the extrapolation before."""
         return [warning for traces in self._with_these_savers for warning in traces.warnings]
 
@@ -159,13 +160,9 @@ class TraceCache:
         """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
         self._traces.made[made.parts] = made
         if self._traces.affine is not None and not _agrees(self._traces.affine, made):
-            sizes = ", ".join(map(str, self._traces.affine.sizes))
+            sizes = list(self._traces.affine.sizes)
             self._traces.affine, self._traces.can_extrapolate = None, False
-            self._traces.warnings.append(
-                f"the trace of {' + '.join(map(str, made.parts))} differs from the one that was extrapolated from sizes"
-                f" {sizes}: later sizes were traced one by one, earlier peaks may be"
-                " a little off"
-            )
+            self._traces.warnings.append(message("trace_differs", parts=list(made.parts), sizes=sizes))
 
     def traces_of(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
         """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated.
@@ -214,8 +211,7 @@ class TraceCache:
             return self._extrapolate(affine, *dict.fromkeys(pair))
         except NotAffineError as error:
             self._traces.affine, self._traces.can_extrapolate = None, False
-            reason = f"since memory is not affine in the batch ({error.message})"
-            self._traces.notes.append(f"every size was traced by itself, {reason}")
+            self._traces.notes.append(message("not_extrapolated", error=error.message))
             return None
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:

@@ -13,6 +13,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.accumulation.sharded_tensors import is_sharded
+from autoaccum.messages import Message
 from autoaccum.simulation.operators.registry import WorkspaceObserver
 from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
@@ -71,8 +72,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         lazy: Whether large CPU tensors are made without values too.
-        notices: Sentences on differences between the simulation and a real run.
-        checks: Sentences on checks of values that were assumed to pass.
+        notices: Messages on differences between the simulation and a real run.
+        checks: Messages on checks of values that were assumed to pass.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
@@ -93,8 +94,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
         self.recorder = recorder
         self.lazy = False
-        self.notices: dict[str, None] = {}
-        self.checks: dict[str, None] = {}
+        self.notices: dict[Message, None] = {}
+        self.checks: dict[Message, None] = {}
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from autoaccum.messages import Message, message
 from autoaccum.simulation.unsupported import NotMaterialisedError, UnknownValueError
 from autoaccum.tracebacks import name_line
 
@@ -341,11 +342,11 @@ _INTERNAL_MODULES = (
 
 
 def read_scalar(
-    tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False, computed: bool = False
+    tensor: Tensor, checks: dict[Message, None], *, is_truth: bool = False, computed: bool = False
 ) -> float | int | bool:
     """Return the value of `tensor` if it is known, or the answer to a check for finite losses, gradients and the like.
 
-    Such checks are assumed to pass, and `checks` gets a sentence on each. With `is_truth` the caller asks a yes-or-no
+    Such checks are assumed to pass, and `checks` gets a message on each. With `is_truth` the caller asks a yes-or-no
     question about the tensor, not for its value. Where all values are `computed`, some are assumed all the same:
     a step that overflows is planned too.
 
@@ -362,7 +363,7 @@ def read_scalar(
     if value is None and tensor.device.type != "cpu" and frame is not None:
         value = assumed_check(tensor)
         if value is not None:
-            checks[f"the check at {_locate(frame)} was assumed to pass"] = None
+            checks[message("check_assumed", place=_locate(frame))] = None
     if value is None:
         raise unknown_value_error(tensor)
     if is_float:

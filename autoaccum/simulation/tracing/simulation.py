@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoaccum.messages import Message, message
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.registry import install_kernels
 from autoaccum.simulation.torch_patches import patch_hashes, patched, torch_release
@@ -45,9 +46,6 @@ CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 would run the composite kernel, which allocates temporaries."""
 _METAS: Any = torch._meta_registrations
 _GROUPED_MM = _METAS._meta_grouped_mm_common
-COMPILED = (
-    "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
-)
 _META = torch.device("meta")
 _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
@@ -178,7 +176,7 @@ def _is_of(kind: str, tensor: FakeTensor) -> bool:
     return tensor.device.type == kind
 
 
-def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
+def patch_functions(notices: dict[Message, None], stack: ExitStack) -> None:
     """Patch functions of PyTorch that create, move or read tensors until `stack` is closed."""
     for owner, name, value in (
         (torch.Tensor, "to", _to),
@@ -298,7 +296,7 @@ def _run_wrapped(wrapper: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: An
     return wrapper.module(*on_card[0], **on_card[1])
 
 
-def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
+def _eager(notices: dict[Message, None], model: Any = None, **options: Any) -> Any:
     """Replace `torch.compile`, as a function or a decorator: return the model or function without compiling it.
 
     The notice is given when it first runs, since libraries compile functions on import that are never called.
@@ -307,7 +305,7 @@ def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
         return partial(_eager, notices)
 
     def note(*_: Any) -> None:
-        notices[COMPILED] = None
+        notices[message("compiled")] = None
 
     if isinstance(model, torch.nn.Module):
         model.register_forward_pre_hook(note)

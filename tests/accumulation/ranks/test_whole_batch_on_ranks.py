@@ -18,7 +18,7 @@ from whole_batches import Pairs, Recorded, cross_entropy, rows
 
 import autoaccum
 from autoaccum import Accumulator, whole_batch
-from autoaccum.accumulation.coupling import COMPARES_SAMPLES
+from autoaccum.messages import Message
 
 SAMPLES = 11
 
@@ -271,4 +271,4 @@ def warned_of(samples: int) -> list[str]:
 def test_a_loss_that_compares_samples_of_one_rank_only_is_told_of() -> None:
     assert warned_of(9) == []
     for told in on_ranks(2, warned_of, 9):
-        assert COMPARES_SAMPLES in told
+        assert str(Message("compares_samples")) in told

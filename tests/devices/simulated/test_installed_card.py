@@ -146,8 +146,9 @@ def test_a_card_that_cannot_be_simulated_gives_a_note(tracer: SyntheticTracer, w
     assert forecast.peak_bytes is None
     assert tracer.closed
     (note,) = forecast.notes
-    assert note.startswith(f"the search began without a simulation of the card ({why}")
-    assert "\n" not in note
+    assert note.code == "not_simulated"
+    assert note.facts["error"].startswith(why)
+    assert "\n" not in note.facts["error"]
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 60), (10.0, 10), (500.0, 60)])

@@ -1,0 +1,341 @@
+"""Messages: what autoaccum has to say beside its errors, as a code and facts until somebody reads it.
+
+Code that decides, tests and `--json` take the code and the facts; `str(message)` is the sentence, of which every code
+has one, here. A sentence is a template of `str.format` whose format specifications are those of `_Sentence`, or, where
+it depends on more than the facts' values, a function of the facts. A new message is an entry in `SENTENCES` and one in
+`tests/test_messages.py`.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from autoaccum.checks import counted, join_words, list_names
+from autoaccum.units import format_bytes, format_parts, format_rate, percent
+
+
+@dataclass(frozen=True)
+class Message:
+    """A warning, a note or a finding.
+
+    Attributes:
+        code: What it says; a key of `SENTENCES`.
+        facts: What it says that of: by name, JSON values, or a message that stands within the sentence.
+    """
+
+    code: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, fact in self.facts.items():  # A message in a message, as JSON has it.
+            if isinstance(fact, Mapping) and {"code", "facts"} <= fact.keys():
+                nested = Message(fact["code"], fact["facts"])
+                object.__setattr__(self, "facts", {**self.facts, name: nested})
+
+    def __str__(self) -> str:
+        sentence = SENTENCES[self.code]
+        return sentence(**self.facts) if callable(sentence) else _Sentence().vformat(sentence, (), self.facts)
+
+    def __hash__(self) -> int:
+        return hash((self.code, str(self)))
+
+
+def message(code: str, /, **facts: Any) -> Message:
+    """Return the message with this code and these facts.
+
+    >>> print(message("random_memory"))
+    random numbers drawn on the host decide what runs, as where layers are skipped: an update that skips less than \
+those of the trials takes more memory
+    """
+    assert code in SENTENCES, code
+    return Message(code, facts)
+
+
+class _Sentence(string.Formatter):
+    """Formats facts: `bytes`: a size, `parts`: micro-batches, `names`: a list, `count WORD`: a number of things."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        kind, _, word = format_spec.partition(" ")
+        known: dict[str, Callable[[Any], str]] = {
+            "bytes": format_bytes,
+            "parts": format_parts,
+            "names": list_names,
+            "count": lambda number: counted(number, word),
+        }
+        return known[kind](value) if kind in known else str(super().format_field(value, format_spec))
+
+
+WHOLE_MODEL: Final = "the model itself"
+"""The name of the model among those of its modules."""
+
+_NOT_FULL = "the gradient is not the full batch's"
+_WITHOUT_SUM = ' without reduction = "sum"'
+_AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it of the whole batch"
+
+
+def describe_modules(names: Iterable[str]) -> str:
+    """Return the names of modules in words.
+
+    >>> describe_modules(["0"]), describe_modules(["0", "2"])
+    ('module 0', 'modules 0 and 2')
+    """
+    given = list(names)
+    inner = [name for name in given if name != WHOLE_MODEL]
+    if not inner:
+        return WHOLE_MODEL
+    outer = f", and {WHOLE_MODEL}" if len(inner) < len(given) else ""
+    return f"module{'s' * (len(inner) > 1)} {list_names(inner)}{outer}"
+
+
+def _batchnorm(modules: Iterable[str], mode: str) -> str:
+    cures = {
+        "micro": f'{_NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics',
+        "running": f'only running statistics are exact, {_NOT_FULL}; batchnorm="exact" corrects that',
+    }
+    return f"BatchNorm normalises by the micro-batch in {list_names(modules)}: {cures[mode]}"
+
+
+def name_term(name: str) -> str:
+    """Return a term of the loss in words."""
+    return "the loss" if name == "loss" else f"the loss's term {name!r}"
+
+
+def _mismatch(
+    term: str, sizes: list[int], whole: float, combined: float, divisor: str | None, advice: Message | None
+) -> str:
+    how = "added up" if divisor is None else f"weighted by {divisor}"
+    return (
+        f"the weighting does not match the loss ({name_term(term)} of {sum(sizes)} samples is {whole:.6g}; its parts "
+        f"of {' and '.join(map(str, sizes))}, {how}, give {combined:.6g})" + ("" if advice is None else f": {advice}")
+    )
+
+
+def _learning_rate(target_batch: int, iter_size: int, reduction: str) -> str:
+    if iter_size == 1:
+        why = "one micro-batch is the whole update"
+    elif reduction == "sum":
+        why = "the loss is a sum, and the parts' losses are added up"
+    else:
+        why = "each part counts by its share of that"
+    return f"keep the learning rate of a batch of {target_batch}: {why}"
+
+
+def _equal_parts(samples: int, iter_size: int, uneven: list[int], world_size: int) -> str:
+    each = f" on each of {world_size} ranks" if world_size > 1 else ""
+    return (
+        f"equal parts of {samples} take {iter_size} micro-batches per update where uneven ones take {len(uneven)}: a "
+        f"target batch of {len(uneven) * uneven[0] * world_size} is {len(uneven)} x {uneven[0]}{each}, and {samples} "
+        f"in uneven parts (without --equal or --for) is {format_parts(uneven)}"
+    )
+
+
+def _narrow_fit(room_bytes: int, uncertainty_bytes: int, reserve: str | None, measurable: bool) -> str:
+    ways = ["measure on the card (--device cuda)"] if measurable else []
+    ways += [f"keep more free (--reserve {reserve})"] if reserve else []
+    return (
+        f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be off "
+        f"by {format_bytes(uncertainty_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
+    )
+
+
+def _covered(
+    uncertainty_bytes: int, context_bytes: int, workspace_bytes: int, rules: list[str], nccl_bytes: int
+) -> str:
+    causes = [f"the CUDA context ({format_bytes(context_bytes)} assumed)"]
+    if workspace_bytes:
+        guessed = ", ".join(rule.replace("_", " ") for rule in rules) or "libraries"
+        causes.append(f"workspaces that were not measured ({guessed}: {format_bytes(workspace_bytes)})")
+    if nccl_bytes:
+        source = "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
+        causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {source})")
+    return (
+        f"the uncertainty of {format_bytes(uncertainty_bytes)} covers {join_words(causes)}, not other programs on the "
+        "card or batches larger than batch(size)"
+    )
+
+
+def _speeds(
+    kind: str, fastest: int, chosen: int, rates: Mapping[str, float], share: float, largest: int, spread: float
+) -> str:
+    def rate(size: int) -> str:
+        return f"{format_rate(rates[str(size)])} samples/s"
+
+    words = f"micro-batch {chosen} makes the most, {rate(chosen)}"
+    if chosen != fastest:
+        words = (
+            f"micro-batch {chosen} makes {rate(chosen)}, within {100 * share:g} % of the fastest, {fastest} with "
+            f"{rate(fastest)}"
+        )
+    if largest not in (chosen, fastest):
+        words += f"; the largest that fits, {largest}, makes {rate(largest)}"
+    if kind == "estimated":
+        return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
+    if spread > share:
+        words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
+    return words
+
+
+def _savers_chosen(
+    savers: str, size: int, peak_bytes: int | None, flops: float | None, moved_bytes: int, seconds: float
+) -> str:
+    would = "ran out of memory" if peak_bytes is None else f"would take {format_bytes(peak_bytes)}"
+    why = f"{savers} chosen, since micro-batch {size} {would} without savers"
+    if flops is None:
+        return f"{why}; only recompute was tried: on this device its memory alone can be compared"
+    costs = [f"{flops:.0%} more FLOPs"] if flops else []
+    costs += [f"{format_bytes(moved_bytes)} moved between card and host per update"] if moved_bytes > 0 else []
+    return f"{why}; it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}"
+
+
+def _refuted(parts: list[int], outcome: str, larger: int, predicted: bool) -> str:
+    tried = f"{format_parts(parts)} {{}} ({outcome}), although {larger} "
+    if predicted:
+        return tried.format("was traced and does not fit") + "does by traces of other sizes"
+    return (
+        tried.format("did not run again from a clean state")
+        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
+    )
+
+
+def _stopped(limit: str, largest_fit: int, first_fail: int | None) -> str:
+    fails = "" if first_fail in (None, largest_fit + 1) else f" and below {first_fail}"
+    return f"{limit} ended the search: no size above {largest_fit}{fails} was tried to its end, larger ones may fit"
+
+
+def _modules(sizes: Mapping[str, int]) -> str:
+    named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sizes.items())
+    return f"modules outside the model that are on its device too: {named}"
+
+
+def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
+    measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
+    return f"nothing ran on a card: memory is predicted, give or take {format_bytes(uncertainty_bytes)}{measured}"
+
+
+SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
+    # What makes the gradient of an update in parts differ from the full batch's.
+    "batchnorm_of_parts": _batchnorm,
+    "compares_samples": "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a "
+    f"time: {_NOT_FULL}; {_AS_ONE}, and `autoaccum verify` proves it",
+    "module_mixes_samples": lambda modules: (
+        f"the output of {describe_modules(modules)} for a sample depends on the others of its micro-batch, so that the "
+        "gradient is not the full batch's: let it compute from autoaccum.whole_batch(x), or use a layer that looks at "
+        "one sample at a time (GroupNorm)"
+    ),
+    "loss_mixes_inputs": "the loss mixes samples before it calls the model (mixup, CutMix?), but sees one micro-batch "
+    f"at a time: {_NOT_FULL}; mix in batch(size) or collate_fn, before the batch is split, and put the mixed inputs "
+    "and both targets (or soft targets) into the batch, one row per sample",
+    "loss_mixes_samples": "the loss mixes the samples of a batch (a contrastive loss?), or adds to a sum what does not "
+    f"grow with the batch (weight decay?): {_NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a "
+    "mean over samples",
+    "experts_of_parts": "the loss that balances experts (output_router_logits) is computed from the tokens of a "
+    "micro-batch, not of the effective batch, so that the gradient is not quite the full batch's: "
+    "output_router_logits=False leaves it out",
+    "buffers_written": "forward updates the buffers {buffers:names}, once per micro-batch instead of once per update: "
+    "where outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with eval() "
+    "on these modules",
+    "forward_not_repeated": "the forward of a part gives other outputs when it is repeated, since it changes what it "
+    "reads, so that the gradient is not the full batch's: keep state in buffers (register_buffer)",
+    "statistics_unset": 'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, '
+    "variance 1): load trained weights, or begin with another mode",
+    "sums_rounded": lambda dtypes: (
+        f'gradients are summed in {" and ".join(dtypes)}, as accumulate_in="parameters" asks: each part is rounded, '
+        "and the gradient is the full batch's only to that (after 256 micro-batches in bfloat16 1.6 % off, 0.1 % with "
+        'accumulate_in="fp32")'
+    ),
+    # What the parts of a batch are weighted by.
+    "weight_mismatch": _mismatch,
+    "write_sum": lambda has_weight: f'the loss is a sum; write reduction = "sum"{" and no weight" * has_weight}',
+    "make_terms_means": "some terms of the loss are sums and others are means; make all of them means",
+    "write_weight": lambda code, is_sum: (
+        f"the likely right weight{_WITHOUT_SUM * is_sum} is: def weight(batch): return {code}"
+    ),
+    "divisors_likely": lambda divisors: "; ".join(
+        f"{name_term(name)} likely divides by {code}" for name, code in divisors.items()
+    ),
+    "divisor_likely": "it likely divides by {code}",
+    "no_weight_fits": "no usual weight fits: run autoaccum verify to find the cause",
+    "weight_infinite": "the weighting could not be checked, since the loss of a small batch is infinite",
+    "weight_random": "the weighting could not be checked, since the loss differs from run to run",
+    "labels_ignored": "{labels} has ignored entries (-100), but parts are weighted by samples, not by the entries that "
+    "count: the likely right weight is: def weight(batch): return {code}",
+    "weight_assumed": "the divisor of the loss, {divisor}, was taken from the model's class, since nothing was "
+    "computed: `autoaccum verify` checks it",
+    "batch_guessed": "{what}: read as {samples} samples; if every entry is one sample, {way_out}",
+    # Running out of memory in training.
+    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: nothing was changed, the batch is "
+    "repeated in micro-batches of at most {lowered}, and later ones use no more",
+    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: nothing was changed, the batch is "
+    "repeated with {saver}, and so are later ones",
+    "batch_changed": "memory ran out, and forward has changed the batch in place: it cannot be repeated",
+    # Plans.
+    "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",
+    "random_memory": "random numbers drawn on the host decide what runs, as where layers are skipped: an update that "
+    "skips less than those of the trials takes more memory",
+    "idle_ranks": "{idle} of {world_size} ranks have no samples of their own: the target is smaller than the world",
+    "equal_parts": _equal_parts,
+    "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
+    "modules_beside": _modules,
+    "learning_rate": _learning_rate,
+    "refuted": _refuted,
+    "tight": lambda size, predicted: (
+        f"micro-batch {size} {'fits only if' if predicted else 'ran only because'} the allocator released its cache "
+        "and tried again, which is slow"
+    ),
+    "stopped": _stopped,
+    "nccl_memory": "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the "
+    "trials: leave room for it (--reserve)",
+    "outputs_of_ranks": "each rank computes the coupled loss of all ranks' outputs, and trials in lock step held those "
+    "of one: leave room for it (--reserve)",
+    "objects_on_host": "your model and optimizer ({bytes:bytes}) waited in host memory while trials had the card",
+    "not_timed": "updates were not {done}, and the plan has the largest micro-batch, not the fastest: {error}",
+    "fastest": _speeds,
+    "grad_sync_untried": '{limit} ended before grad_sync="last" was tried',
+    "grad_sync_unusable": 'grad_sync="last" cannot be used: {error}',
+    "savers_not_needed": "no savers are needed: micro-batch {size} fits without",
+    "savers_chosen": _savers_chosen,
+    "saver_unusable": "{savers} cannot be used: {error}",
+    "shared_traces": "planned from traces that cards share: `autoaccum plan --gpu NAME` traces the parts of this plan "
+    "itself",
+    "memory_unknown": "where memory goes is known for cards: --gpu NAME simulates one",
+    # Plans for other frameworks.
+    "framework_means": "{name} counts the mean of each micro-batch alike, and this loss divides by {divisor}: where "
+    "that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is",
+    "framework_adds_means": "{model} ignores num_items_in_batch, so that a Trainer of transformers without a "
+    "compute_loss_func adds up the means of {iter_size} micro-batches: {iter_size} times the batch's gradient. Set "
+    "loss_is_scaled_for_ga = False in the Trainer's class, or take "
+    "autoaccum.integrations.transformers.AccumulatorTrainer",
+    "framework_shards": "to shard the model in {name}: {settings}",
+    "framework_copies_gradients": "DistributedDataParallel, which {name} uses, holds another copy of the gradients, up "
+    "to {bytes:bytes}, which the trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view",
+    "framework_rounds": lambda name, dtypes: (
+        f"{name} sums the gradients of {join_words(dtypes)} parameters in {join_words(dtypes)}, which takes less "
+        "memory than the trials, in fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
+    ),
+    # Simulated cards.
+    "predicted": _predicted,
+    "uncertainty": _covered,
+    "narrow_fit": _narrow_fit,
+    "card_assumed": "properties of {card}: {source}",
+    "compiled": "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes "
+    "less memory",
+    "check_assumed": "the check at {place} was assumed to pass",
+    "values_read": lambda reads, samples: (
+        f"values were read {'once' if reads == 1 else f'{reads} times'}, as the batch of {counted(samples, 'sample')} "
+        "answered on the CPU: other samples, or random numbers of the card, may take another amount"
+    ),
+    "trace_differs": lambda parts, sizes: (
+        f"the trace of {' + '.join(map(str, parts))} differs from the one that was extrapolated from sizes "
+        f"{', '.join(map(str, sizes))}: later sizes were traced one by one, earlier peaks may be a little off"
+    ),
+    "not_extrapolated": "every size was traced by itself, since memory is not affine in the batch ({error})",
+    "not_simulated": "the search began without a simulation of the card ({error})",
+    "not_explained": "where the memory goes is not known ({error})",
+    "not_explained_in_time": "where the memory goes was not traced: {limit} was over",
+    "changes_vary": "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
+    "changes_unknown": "what else would change the peak is not known ({error})",
+    "change_not_simulated": "the time limit ended before {change} was simulated",
+}
