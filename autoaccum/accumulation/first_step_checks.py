@@ -66,7 +66,7 @@ class FirstSteps:
         """
         if is_split:
             self._weighting.look(backpropagation, modules, update.batches, micro_batch)
-        model, messages = backpropagation.model, list[str]()
+        model, messages = backpropagation.model, list[Message]()
         if not self._has_warned:
             messages += backpropagation.warnings(modules, accumulates=is_split)
         accumulates_first = is_split and not self._has_accumulated
