@@ -6,6 +6,8 @@ with its `exit_code` (0: yes, 1: a clear no, 2: bad usage or a bad workload, 3: 
 
 from __future__ import annotations
 
+import re
+
 
 def first_line(error: object) -> str:
     r"""Return the first line of an error's text; empty if it has no text, as for a bare `assert`.
@@ -31,9 +33,18 @@ class AutoaccumError(Exception):
     Args:
         message: What happened and, if there is one, the limit it broke; without a full stop.
         hint: What to do about it; appended to the message after a colon.
+
+    Attributes:
+        code: The name of the class in small letters and without `Error`, such as `does_not_fit`, for programs.
+        exit_code: The exit code of a command that it ends.
     """
 
+    code = "autoaccum"
     exit_code = 3
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.code = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).lower()
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(f"{message}: {hint}" if hint else message)

@@ -1,0 +1,139 @@
+"""Every message has a sentence; `sentences.txt` beside this file shows what people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum import errors
+from autoaccum.messages import SENTENCES, Message
+from autoaccum.serialization import read_record, to_plain
+
+_MISMATCH = {"term": "loss", "sizes": [2, 3], "whole": 0.7, "combined": 0.65}
+_COSTS = {"savers": "recompute=6", "size": 4, "peak_bytes": 30 * 1024**3}
+EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
+    "batchnorm_of_parts": [{"modules": ["bn1"], "mode": mode} for mode in ("micro", "running")],
+    "module_mixes_samples": [{"modules": ["0", "2"]}],
+    "buffers_written": [{"buffers": ["u", "v"]}],
+    "statistics_unset": [{}],
+    "sums_rounded": [{"dtypes": ["bfloat16"]}],
+    "weight_mismatch": [
+        {**_MISMATCH, "divisor": "samples", "advice": Message("no_weight_fits")},
+        {**_MISMATCH, "term": "tokens", "divisor": None, "advice": None},
+    ],
+    "write_sum": [{"has_weight": False}, {"has_weight": True}],
+    "write_weight": [{"code": "len(batch)", "is_sum": False}, {"code": "len(batch)", "is_sum": True}],
+    "divisors_likely": [{"divisors": {"loss": "len(batch)", "tokens": "(batch != 0).sum()"}}],
+    "divisor_likely": [{"code": "len(batch)"}],
+    "labels_ignored": [{"labels": 'batch["labels"]', "code": '(batch["labels"] != -100).sum()'}],
+    "weight_assumed": [{"divisor": "labels[..., 1:] != -100 (LlamaForCausalLM)"}],
+    "batch_guessed": [
+        {"what": "batch[0] is a list of 4 whose tensors all have 4 rows", "samples": 4, "way_out": "say so"}
+    ],
+    "repeated_smaller": [{"phase": "backward", "size": 32, "lowered": 16}],
+    "repeated_with_saver": [{"phase": "backward", "size": 32, "saver": "recompute"}],
+    "idle_ranks": [{"idle": 1, "world_size": 4}],
+    "equal_parts": [{"samples": 254, "iter_size": 127, "uneven": [85, 85, 84], "world_size": size} for size in (1, 2)],
+    "multiple_found": [{"error": "expected an even batch"}],
+    "modules_beside": [{"sizes": {"teacher": 1024**3}}],
+    "learning_rate": [
+        {"target_batch": 256, "iter_size": count, "reduction": reduction}
+        for count, reduction in ((1, "mean"), (4, "mean"), (4, "sum"))
+    ],
+    "refuted": [{"parts": [40, 40], "outcome": "oom", "larger": 48, "predicted": known} for known in (False, True)],
+    "tight": [{"size": 40, "predicted": known} for known in (False, True)],
+    "stopped": [{"limit": "the limit of 3 trials", "largest_fit": 16, "first_fail": fail} for fail in (None, 32)],
+    "objects_on_host": [{"bytes": 3 * 1024**3}],
+    "not_timed": [{"done": "timed", "error": "it ran out of memory"}],
+    "fastest": [
+        {
+            "kind": kind,
+            "fastest": 64,
+            "chosen": chosen,
+            "rates": {"32": 98.0, "64": 100.0, "128": 90.0},
+            "share": 0.02,
+            "largest": 128,
+            "spread": 0.1,
+        }
+        for kind, chosen in (("measured", 32), ("estimated", 64))
+    ],
+    "grad_sync_untried": [{"limit": "the time limit of 60 s"}],
+    "grad_sync_unusable": [{"error": "gradients are added up in bfloat16"}],
+    "savers_not_needed": [{"size": 1}],
+    "savers_chosen": [
+        {**_COSTS, "flops": 0.33, "moved_bytes": 2 * 1024**3, "seconds": 0.28},
+        {**_COSTS, "peak_bytes": None, "flops": None, "moved_bytes": 0, "seconds": 0.0},
+    ],
+    "saver_unusable": [{"savers": "recompute=6", "error": "the blocks have BatchNorms"}],
+    "framework_means": [{"name": "accelerate", "divisor": "the workload's weight()"}],
+    "framework_adds_means": [{"model": "GPT2LMHeadModel", "iter_size": 4}],
+    "framework_shards": [{"name": "DeepSpeed", "settings": "zero_optimization.stage 3"}],
+    "framework_copies_gradients": [{"name": "Lightning", "bytes": 2 * 1024**3}],
+    "framework_rounds": [{"name": "DeepSpeed", "dtypes": ["bfloat16"]}],
+    "predicted": [{"uncertainty_bytes": 500 * 1024**2, "measurable": known} for known in (True, False)],
+    "uncertainty": [
+        {
+            "uncertainty_bytes": 2**30,
+            "context_bytes": 2**28,
+            "workspace_bytes": 2**27,
+            "rules": ["conv_forward"],
+            "nccl_bytes": 2**29,
+        }
+    ],
+    "narrow_fit": [
+        {"room_bytes": 2**27, "uncertainty_bytes": 2**28, "reserve": reserve, "measurable": known}
+        for reserve, known in (("300MiB", True), (None, False))
+    ],
+    "card_assumed": [{"card": "any card of 24 GiB", "source": "assumed: as the RTX 3090"}],
+    "check_assumed": [{"place": "model.py:12"}],
+    "values_read": [{"reads": 1, "samples": 24}, {"reads": 3, "samples": 1}],
+    "trace_differs": [{"parts": [20, 20], "sizes": [2, 3, 5]}],
+    "not_extrapolated": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
+    "not_simulated": [{"error": "aten::foo has no rule"}],
+    "not_explained": [{"error": "it was interrupted"}],
+    "not_explained_in_time": [{"limit": "the time limit of 60 s"}],
+    "changes_unknown": [{"error": "aten::foo has no rule"}],
+    "change_not_simulated": [{"change": "bf16"}],
+}
+"""By code, facts that its sentence needs; a code that is not here needs none."""
+
+
+def messages() -> list[Message]:
+    """Return an example of every message, as its sentence may take other forms several."""
+    return [Message(code, facts) for code in SENTENCES for facts in EXAMPLES.get(code, [{}])]
+
+
+def test_every_code_has_an_example_and_the_snapshot_has_its_sentence() -> None:
+    """After a change: `PYTHONPATH=.:tests python -m test_messages`, and read the difference."""
+    assert EXAMPLES.keys() <= SENTENCES.keys()
+    assert snapshot() == SNAPSHOT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("message", messages(), ids=lambda message: message.code)
+def test_a_message_survives_json_and_is_one_sentence_without_a_full_stop(message: Message) -> None:
+    plain = to_plain(message)
+    assert plain["text"] == str(message)
+    assert read_record(plain, Message) == message
+    assert "\n" not in str(message)
+    assert not str(message).endswith(".")
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    codes = [kind.code for kind in kinds if issubclass(kind, errors.AutoaccumError)]
+    assert len(set(codes)) == len(codes) > 10
+
+
+SNAPSHOT = Path(__file__).with_name("sentences.txt")
+
+
+def snapshot() -> str:
+    """Return all sentences by code."""
+    return "".join(f"{message.code}: {message}\n" for message in messages())
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(snapshot(), encoding="utf-8")
