@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from autoaccum.spec import TrainingSpec, WorkloadFacts
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from autoaccum.devices.child.failures import Failure
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.simulation.cards import CardRates
     from autoaccum.simulation.trace_records import UpdateCost
@@ -80,6 +82,12 @@ class Trial:
     def ran(self) -> bool:
         """Return whether it ran to its end."""
         return self.outcome in ("ok", "tight")
+
+    def failed(self, failure: Failure, phase: Phase | None = None) -> Trial:
+        """Return the record of the same trial if it failed."""
+        fields = {field.name for field in dataclasses.fields(self)}
+        reasons = {name: value for name, value in vars(failure).items() if name in fields}
+        return dataclasses.replace(self, phase=phase, **reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +239,6 @@ class Device(ABC):
             NotMeasuredError: The process died or hung.
         """
 
-    @abstractmethod
     def trial(
         self,
         parts: tuple[int, ...],
@@ -247,7 +254,17 @@ class Device(ABC):
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit.
+
+        Raises:
+            UsageError, WorkloadError, NotMeasuredError: The workload cannot be loaded, or no budget be chosen.
         """
+        budget_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
+        trial = self._run_trial(parts, fresh, budget_bytes, limit_seconds)
+        return dataclasses.replace(trial, limit_bytes=limit_bytes)
+
+    @abstractmethod
+    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+        """Run a trial as `trial` does; the record needs no `limit_bytes`."""
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:
         """Return a context with a process that makes updates: a function from micro-batch to seconds.

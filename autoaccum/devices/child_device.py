@@ -11,25 +11,22 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
-from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
-from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.process import ChildProcess, start_child
-from autoaccum.devices.child.requests import Ready, Reply, Request
+from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
+from autoaccum.devices.child.process import ChildProcess
+from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _LEAVE_SECONDS = 5.0
-_START_SECONDS = 300.0
-"""A short limit on time must not end the import of PyTorch from a cold disk."""
-_LEAST_LOAD_SECONDS = 300.0
-"""Nor must a short limit on trials end the workload's other imports."""
+_MIN_LOAD_SECONDS = 300.0
+"""A short limit on trials must not end the workload's imports."""
 
 
 class LoadedChild:
-    """A child process, started by `start_child`, that has loaded a workload by the request `load`.
+    """A child process that has loaded a workload by the request `load`.
 
     Attributes:
         jobs: The number of jobs it was called for since.
@@ -43,21 +40,12 @@ class LoadedChild:
     """
 
     def __init__(self, settings: TrialSettings, load: LoadWorkload, process: ChildProcess) -> None:
-        self._settings, self._process = settings, process
+        self._limit_seconds, self._process = settings.trial_limit_seconds, process
         self._owner = "the machine" if load.device == "cpu" else load.device
         self.jobs = 0
-        self._call(Ready(), _START_SECONDS)
-        limit = settings.load_limit_seconds or max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
-        loaded = self._call(load, limit)
-        if loaded.refused is not None:
-            self.close()
-            raise UsageError(loaded.refused)
-        self.facts = loaded.facts
-
-    @property
-    def pid(self) -> int:
-        """The id of its process."""
-        return self._process.pid
+        with self._raising_errors():
+            limit = settings.load_limit_seconds or max(self._limit_seconds, _MIN_LOAD_SECONDS)
+            self.facts = process.call(load, limit)
 
     @property
     def alive(self) -> bool:
@@ -72,26 +60,22 @@ class LoadedChild:
             DoesNotFitError: It runs out of memory.
             NotMeasuredError: The process died or took too long.
         """
-        self.jobs += 1
-        return self._call(request, self._seconds(limit_seconds))
+        with self._raising_errors():
+            return self.ask(request, limit_seconds)
 
-    def trial(self, request: RunTrial, limit_seconds: float | None) -> Trial:
-        """Run a trial as `call` does, except that `ChildDied` is raised as it is."""
+    def ask(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Run a job as `call` does, except that JobFailed and ChildDied are raised as they are."""
         self.jobs += 1
-        return self._process.call(request, self._seconds(limit_seconds))
+        return self._process.call(request, min(self._limit_seconds, limit_seconds or math.inf))
 
     def close(self) -> None:
         """End the process; first give it time to exit by itself, so that the workload's `atexit` functions run."""
         self._process.end(grace_seconds=_LEAVE_SECONDS)
 
-    def _seconds(self, limit_seconds: float | None) -> float:
-        return min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
-
-    def _call(self, request: Request[Reply], limit_seconds: float) -> Reply:
+    @contextmanager
+    def _raising_errors(self) -> Iterator[None]:
         try:
-            return self._process.call(request, limit_seconds)
-        except ChildDied as death:
-            raise death_error(death, request.doing, limit_seconds) from None
+            yield
         except JobFailed as failed:
             self.close()
             raise failure_error(failed.failure, self._owner) from None
@@ -107,8 +91,8 @@ class ChildDevice(Device):
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
     they did not free may be missing for later ones (`search` repeats failures that may be due to it). After a failure
-    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the
-    next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
+    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the next fresh child, if
+    the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
 
     _crashes_for_memory = False
@@ -151,32 +135,19 @@ class ChildDevice(Device):
         """As `Device`."""
         self._savers = savers
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-    ) -> Trial:
-        """As `Device.trial`; errors of loading and of choosing the budget are raised."""
+    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
-        is_first = child.jobs == 0
-        request = RunTrial(
-            parts=parts,
-            needs_whole_batch=self._needs_whole_batch,
-            savers=self._savers,
-            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
-        )
+        is_first, whole = child.jobs == 0, self._needs_whole_batch
+        request = RunTrial(parts=parts, needs_whole_batch=whole, savers=self._savers, limit_bytes=limit_bytes)
         try:
-            trial = child.trial(request, limit_seconds)
+            trial = child.ask(request, limit_seconds)
         except ChildDied as death:
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
             child.close()
-        return dataclasses.replace(trial, limit_bytes=limit_bytes, fresh=is_first)
+        return dataclasses.replace(trial, fresh=is_first)
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -217,9 +188,7 @@ class ChildDevice(Device):
         settings = dataclasses.replace(self._settings, options=self._settings.options.with_spec(**given))
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
-        paths = ImportPaths.of(settings.checkout)
-        load = LoadWorkload(device=self.name, paths=paths, **settings.to_request())
-        return LoadedChild(settings, load, process)
+        return LoadedChild(settings, LoadWorkload(device=self.name, **settings.to_request()), process)
 
     def _start_standby(self) -> None:
         """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
@@ -228,9 +197,9 @@ class ChildDevice(Device):
                 self._standby = self._start()
 
     def _start(self, *, measured: bool = True) -> ChildProcess:
+        output, checkout = self._settings.on_output, self._settings.checkout
         handler = "autoaccum.devices.trial_child:TrialChild"
-        settings = self._settings
-        return start_child(handler, settings.on_output, measured=measured, checkout=settings.checkout)
+        return ChildProcess(handler, on_output=output, measured=measured, checkout=checkout)
 
     @property
     def _host_budget_bytes(self) -> int:
@@ -246,18 +215,9 @@ class ChildDevice(Device):
 def record_death(parts: tuple[int, ...], death: ChildDied, *, crashes_for_memory: bool = False) -> Trial:
     """Return the record of a trial of `parts` in which the child died.
 
-    If native code `crashes_for_memory`, a crash is an out-of-memory error that is not certain.
+    If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`).
     """
-    message = f"micro-batch {max(parts)}: the trial's process {death}"
-    crashed = crashes_for_memory and death.number in _CRASHES
-    if death.out_of_memory or crashed:
-        return Trial(parts=parts, outcome="oom", message=message, seconds=death.seconds, is_definite_oom=not crashed)
-    timed_out = death.kind == "limit"
-    return Trial(
-        parts=parts,
-        outcome="error",
-        message=f"{message}: raise --trial-limit" if timed_out else message,
-        fault="measurement",
-        seconds=death.seconds,
-        timed_out=timed_out,
-    )
+    trial = Trial(parts=parts, outcome="error", seconds=death.seconds, timed_out=death.timed_out).failed(death.failure)
+    if crashes_for_memory and death.signal in _CRASHES:
+        return dataclasses.replace(trial, outcome="oom", fault=None, is_definite_oom=False)
+    return trial

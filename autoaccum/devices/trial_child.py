@@ -19,10 +19,11 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_mem
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.requests import Request
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
-from autoaccum.devices.trial_requests import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate
+from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.devices.trial_run import TrialRun, move_model, run_trial, seed_everything, synchronize_device
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
@@ -31,7 +32,7 @@ from autoaccum.sources.source import read_source
 from autoaccum.sources.workload import Workload
 
 
-class TrialChild:
+class TrialChild(Handler):
     """Handles the requests of `trial_requests`, one after the other; `LoadWorkload` comes first."""
 
     _workload: Workload
@@ -49,31 +50,27 @@ class TrialChild:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
     @singledispatchmethod
-    def handle(self, request: Request[Any]) -> Any:
-        """Return the reply to `request`."""
-        raise NotImplementedError(request)
+    def handle(self, request: Any) -> Any:
+        """As `Handler.handle`."""
+        return super().handle(request)
 
     @handle.register
-    def _load(self, request: LoadWorkload) -> Loaded:
+    def _load(self, request: LoadWorkload) -> Mapping[str, Any]:
         """Import the workload and warm PyTorch up; memory that the process holds by then does not count as a trial's.
 
         The workload comes first: a bad file is reported at once, and the warm-up uses its choice of threads and cards.
         """
-        request.paths.use()
         self._meter, self._share = make_meter(request.device), request.share
         seed_everything()
-        self._workload = load_requested(request)
+        self._workload = load_requested(request, self.paths)
         options = make_options(**request.options)
         self._world_size = options.world_size
         if options.world_size > 1 and self._workload.parallelize is not None and options.parallel is None:
-            return Loaded(
-                refused="the workload has parallelize, and trials on a device of this machine run the whole model: plan"
-                " for a simulated card (--gpu NAME), or take --parallel ddp"
+            raise UsageError(
+                "the workload has parallelize, and trials on a device of this machine run the whole model",
+                hint="plan for a simulated card (--gpu NAME), or take --parallel ddp",
             )
-        try:
-            return Loaded(facts=start_meter(self._meter))
-        except UsageError as error:
-            return Loaded(refused=str(error))
+        return start_meter(self._meter)
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection:
@@ -125,10 +122,11 @@ class UpdateTimer:
         return time.perf_counter() - began
 
 
-def load_requested(request: LoadWorkload) -> Workload:
-    """Return the workload of a request, with its options."""
+def load_requested(request: LoadWorkload, paths: ImportPaths | None) -> Workload:
+    """Return the workload of a request, with its options; its modules have to be in `paths`."""
     loaded = read_source(request.source).load()
-    request.paths.check_loaded(loaded.path)
+    if paths is not None:
+        paths.check_loaded(loaded.path)
     return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.options import GradSync
 from autoaccum.sources.source import read_source
@@ -17,19 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The facts that a budget is chosen by (`Meter.begin`), or the reason why the device cannot be used."""
+class LoadWorkload(Request[Mapping[str, Any]]):
+    """Load the workload, and make the device ready; the reply is what a budget is chosen by (`Meter.begin`).
 
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    refused: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadWorkload(Request[Loaded]):
-    """Load the workload, and make the device ready; the fields are those of `TrialSettings`."""
+    The fields are those of `TrialSettings`.
+    """
 
     device: str
-    paths: ImportPaths
     source: Mapping[str, str]
     share: int
     options: Mapping[str, Any]

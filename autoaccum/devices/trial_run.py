@@ -238,7 +238,7 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
         return trial
     doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
     described = describe_failure(failure, doing, at=f"{doing}: ")
-    return replace(trial, phase=trial_run.phase, **vars(described))
+    return trial.failed(described, trial_run.phase)
 
 
 def record_trial(parts: tuple[int, ...], reading: Reading, limit_bytes: int, **fields: Any) -> Trial:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
-from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.failures import JobFailed, failure_error
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import check_device
@@ -27,7 +26,6 @@ _LOAD_SECONDS = 3600.0
 class LoadForTuning(Request[str]):
     """Load the workload; the reply is the digest of its source files."""
 
-    paths: ImportPaths
     reference: str
     options: Mapping[str, Any]
     target_batch: int
@@ -100,8 +98,6 @@ class TrialProcesses:
         try:
             with self._loaded() as process:
                 facts = process.call(Describe(), _LOAD_SECONDS)
-        except ChildDied as death:
-            raise death_error(death, LoadForTuning.doing, _LOAD_SECONDS) from None
         except JobFailed as failed:
             raise failure_error(failed.failure, "the machine") from None
         self._digest = facts.digest
@@ -131,8 +127,6 @@ class TrialProcesses:
                 return progress.outcome
         except JobFailed as failed:
             return Outcome.of_failure(failed.failure)
-        except ChildDied as death:
-            return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=f"its process {death}")
 
     def check_unchanged(self, digest: str) -> None:
         """Raise WorkloadError if the digest of the loaded source files is not that of the study."""
@@ -146,12 +140,12 @@ class TrialProcesses:
     def _loaded(self) -> Iterator[ChildProcess]:
         """Yield a new process that has loaded the workload; end it afterwards."""
         load = LoadForTuning(
-            paths=ImportPaths.of(),
             reference=self.request.reference,
             options=self.request.options.to_record(),
             target_batch=self.request.target_batches[-1],
         )
-        process = ChildProcess("autoaccum.tuning.trial_training", on_output=self._on_output, measured=False)
+        handler = "autoaccum.tuning.trial_training:TuningChild"
+        process = ChildProcess(handler, on_output=self._on_output, measured=False)
         try:
             self.check_unchanged(process.call(load, _LOAD_SECONDS))
             yield process

@@ -1,14 +1,13 @@
 """The child that describes a workload and trains it as `autoaccum fit` would within a budget.
 
-`python -m autoaccum.tuning.trial_training CONNECTION PARENT`: a training is a conversation, in which the child replies
-with its loss at each milestone, and waits for whether to continue.
+A training is a conversation, in which the child replies with its loss at each milestone, and waits for whether to
+continue.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.data import Subset
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.child.requests import ParentConnection, Request, read_request, serve
+from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options, make_options
@@ -199,32 +198,25 @@ def _count_samples(data: Any) -> int | None:
     return len(data) if by_index and hasattr(data, "__len__") else None
 
 
-class TuningChild:
+class TuningChild(Handler):
     """Handles the requests of `trial_processes`, `LoadForTuning` first."""
 
     _workload: Workload
     _load: LoadForTuning
 
-    def __init__(self, connection: ParentConnection) -> None:
-        self._connection = connection
-
-    def handle(self, request: Request[Any]) -> Any:
-        """Return the reply to `request`, or a `Failure`."""
-        try:
-            if isinstance(request, LoadForTuning):
-                return self._load_workload(request)
-            device = make_options(**self._load.options).device
-            if isinstance(request, Describe):
-                return describe_workload(self._workload, device, self._load.target_batch)
-            assert isinstance(request, Train)
-            settings = vars(request) | {"device": device, "should_continue": self._ask}
-            return TrainingProgress(outcome=train_setting(self._workload, **settings))
-        except BaseException as error:
-            return describe_failure(error, request.doing)
+    def handle(self, request: Any) -> Any:
+        """Return the reply to `request`."""
+        if isinstance(request, LoadForTuning):
+            return self._load_workload(request)
+        device = make_options(**self._load.options).device
+        if isinstance(request, Describe):
+            return describe_workload(self._workload, device, self._load.target_batch)
+        assert isinstance(request, Train)
+        settings = vars(request) | {"device": device, "should_continue": self._ask}
+        return TrainingProgress(outcome=train_setting(self._workload, **settings))
 
     def _load_workload(self, request: LoadForTuning) -> str:
         """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""
-        request.paths.use()
         seed_everything()
         self._load = request
         self._workload = replace_fields(FileSource(request.reference).load(), **make_options(**request.options).spec)
@@ -232,15 +224,9 @@ class TuningChild:
 
     def _ask(self, percent: int, loss: float) -> bool:
         """Reply with the loss at a milestone; return whether to continue."""
-        self._connection.reply(TrainingProgress(percent=percent, loss=loss))
-        message = self._connection.read()
-        if message is None:  # The parent has gone.
+        self.connection.reply(TrainingProgress(percent=percent, loss=loss))
+        answer = self.connection.read()
+        if answer is None:  # The parent has gone.
             raise SystemExit(0)
-        answer = read_request(message)
         assert isinstance(answer, ContinueTraining)
         return answer.should_continue
-
-
-if __name__ == "__main__":
-    connection = ParentConnection(sys.argv[1:])
-    serve(connection, TuningChild(connection).handle)

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from autoaccum.accumulation.random_draws import RandomCallMode, ReplayMismatch, RngRecording, neutral_rng
 from autoaccum.accumulation.schedule import even_parts, slices
 from autoaccum.devices.budget import Deadline
-from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed, death_error, describe_failure, failure_error
+from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
 from autoaccum.devices.child.pickling import pack_whole
-from autoaccum.devices.child.process import ChildProcess, start_child
-from autoaccum.devices.child.requests import Request
+from autoaccum.devices.child.process import ChildProcess
+from autoaccum.devices.child.requests import Handler, Request
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.sources.batches import split_batch
 from autoaccum.verification.fixture import Fixture
@@ -87,7 +87,7 @@ class RankTask:
     parts_by_rank: tuple[int, ...]
 
 
-class RankChild:
+class RankChild(Handler):
     """The process of one rank: it makes updates with its own parts, together with the others."""
 
     @staticmethod
@@ -95,29 +95,25 @@ class RankChild:
         """Have PyTorch import what it puts off until the first optimizer."""
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
-    def handle(self, request: RunOnRank) -> Failure | None:
-        """Make the update, or return why it failed."""
+    def handle(self, request: RunOnRank) -> None:
+        """Make the update."""
         folder = Path(request.folder)
-        try:
-            if not dist.is_initialized():
-                # Ranks share the processors; threads that spin for one another take a hundred times as long.
-                torch.set_num_threads(max(1, torch.get_num_threads() // request.size))
-                dist.init_process_group(
-                    "gloo",
-                    init_method=f"file://{folder / 'meeting'}",
-                    rank=request.rank,
-                    world_size=request.size,
-                    timeout=_PATIENCE,
-                )
-            task: RankTask = pickle.loads((folder / request.task).read_bytes())
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = _make_update(task, request.rank)
-            if request.rank == request.size - 1:
-                (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
-        except BaseException as error:
-            return describe_failure(error, request.doing)
-        return None
+        if not dist.is_initialized():
+            # Ranks share the processors; threads that spin for one another take a hundred times as long.
+            torch.set_num_threads(max(1, torch.get_num_threads() // request.size))
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'meeting'}",
+                rank=request.rank,
+                world_size=request.size,
+                timeout=_PATIENCE,
+            )
+        task: RankTask = pickle.loads((folder / request.task).read_bytes())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = _make_update(task, request.rank)
+        if request.rank == request.size - 1:
+            (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
 
 
 def _make_update(task: RankTask, rank: int) -> UpdateResult:
@@ -163,7 +159,7 @@ class RankTeam:
         if not self._children:
             (folder / "meeting").unlink(missing_ok=True)
             self._children = [
-                start_child("autoaccum.verification.rank_team:RankChild", measured=False) for _ in range(self.size)
+                ChildProcess("autoaccum.verification.rank_team:RankChild", measured=False) for _ in range(self.size)
             ]
         self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)], left)
         result: UpdateResult = pickle.loads((folder / f"{name}-result").read_bytes())
@@ -185,8 +181,6 @@ class RankTeam:
                     os.killpg(child.pid, signal.SIGKILL)
         self._end()
         error = min((error for answer in ended if (error := answer.exception())), key=_rank_of_reason)
-        if isinstance(error, ChildDied):
-            raise death_error(error, requests[0].doing, limit)
         raise failure_error(error.failure, "this machine") if isinstance(error, JobFailed) else error
 
     def _end(self) -> None:

@@ -61,8 +61,8 @@ def test_a_model_that_ranks_would_shard_is_refused_and_replicated_on_request(wri
         ("return torch.randn(3, 64), torch.randn(3, 64)", WorkloadError, r"^batch\(2\) returned 3 samples"),
         ("return 1 / 0", WorkloadError, r"^an update from a small batch raised ZeroDivisionError"),
         (
-            "return 1\n\nfrom autoaccum.devices.child.process import ChildProcess\nChildProcess('json.tool')",
-            WorkloadError,
+            "return 1\n\nfrom autoaccum.devices.child.process import ChildProcess\nChildProcess('json:tool')",
+            UsageError,
             "a workload starts trials while it is being loaded",
         ),
         ("pass\n\nos._exit(3)", NotMeasuredError, "^loading .*: its process left with exit status 3"),

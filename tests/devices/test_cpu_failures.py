@@ -73,20 +73,21 @@ def device(write_workload: Any, lines: list[str]) -> Iterator[CpuDevice]:
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (4, "micro-batch 4: the trial's process left with exit status 7"),
-        (6, "micro-batch 6: the trial's process was ended after 3 s: raise --trial-limit"),
+        (4, "micro-batch 4: its process left with exit status 7"),
+        (6, "micro-batch 6 took longer than 3 s, and was ended: look for what does not end there, or raise --time"),
     ],
 )
 def test_a_death_is_recorded_for_what_it_is(device: CpuDevice, size: int, message: str) -> None:
     trial = device.trial((size, size))
-    assert (trial.outcome, trial.fault, trial.message) == ("error", "measurement", message)
+    assert (trial.outcome, trial.fault) == ("error", "measurement")
+    assert str(trial.message).startswith(message)
     assert trial.seconds > 0
 
 
 def test_a_crash_may_be_out_of_memory(device: CpuDevice) -> None:
     trial = device.trial((13, 13))
     assert (trial.outcome, trial.is_definite_oom, trial.fault, trial.peak_reserved_bytes) == ("oom", False, None, None)
-    assert trial.message == "micro-batch 13: the trial's process was ended by SIGSEGV"
+    assert trial.message == "micro-batch 13: its process was ended by SIGSEGV"
 
 
 def test_a_copy_that_the_workload_forks_does_not_answer(write_workload: Any) -> None:
@@ -111,7 +112,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.sources.source import FileSource
 device = CpuDevice(TrialSettings(source=FileSource({write_workload(MISBEHAVING)!r}), share=20))
 device.trial((1, 1))
-print(device._child.pid, flush=True)
+print(device._child._process.pid, flush=True)
 device.trial((6, 6))
 """
     parent = subprocess.Popen(

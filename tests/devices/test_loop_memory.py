@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_copied_has_no_average() -> None:
         made.lock = threading.Lock()
         return made
 
-    with pytest.raises(WorkloadError, match='Net, cannot be copied for its average .*leave "ema" out of keeps'):
+    with pytest.raises(WorkloadError, match="Net, cannot be copied for its average .*train without ema"):
         TrialRun(make(model=model, ema=True), 4).run((2, 2))
 
 

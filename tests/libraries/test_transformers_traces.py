@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tiny_transformers import llama
 
-from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
 from autoaccum.simulation.cards import find_card
@@ -57,12 +56,8 @@ MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2}
 def trace(path: Path, **options: Any) -> Trace:
     child, card = SimulatedChild(), find_card("rtx3090")
     try:
-        paths = ImportPaths.of()
-        child.handle(
-            LoadOnCard(
-                card=card, device="", paths=paths, source=FileSource(str(path)).to_record(), share=8, options=options
-            )
-        )
+        source = FileSource(str(path)).to_record()
+        child.handle(LoadOnCard(card=card, device="", source=source, share=8, options=options))
         made = child.handle(TraceParts(parts=(2, 2)))
     finally:
         child.close()

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.requests import (
-    Reply,
-    Request,
-    read_reply,
-    read_request,
-    request_message,
-    to_json,
-)
+from autoaccum.devices.child.requests import Reply, Request, read_request, reply_to_json
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, Tracer
 from autoaccum.errors import WorkloadError
@@ -26,13 +16,13 @@ class InProcessTracer(Tracer):
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
         self._child = SimulatedChild()
-        self.call(LoadOnCard(card=card, device=card.name, paths=ImportPaths.of(), **settings.to_request()))
+        self.call(LoadOnCard(card=card, device=card.name, **settings.to_request()))
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        reply = self._child.handle(read_request(json.loads(to_json(request_message(request)))))
+        reply = self._child.handle(read_request(request.to_json()))
         if isinstance(reply, Failure):
             raise WorkloadError(f"{request.doing}: {reply.message}\n{reply.traceback}")
-        return read_reply(json.loads(to_json({"reply": reply})), request)
+        return request.read_reply(reply_to_json(reply))
 
     def close(self) -> None:
         self._child.close()

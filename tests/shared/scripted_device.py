@@ -65,14 +65,7 @@ class ScriptedDevice(Device):
             raise self._fails
         return self._inspection
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-    ) -> Trial:
+    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append(limit_seconds)
         time.sleep(self._seconds)

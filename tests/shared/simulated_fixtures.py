@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.explanation import Explanation
@@ -56,7 +55,6 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
         load = LoadOnCard(
             card=card,
             device=card.name,
-            paths=ImportPaths.of(),
             source=FileSource(str(path)).to_record(),
             share=256,
             options=options.to_record(),

@@ -71,7 +71,7 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialP
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_a_failed_trial(processes: TrialProcesses) -> None:
     killed = train(processes, 7.0)
-    assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
+    assert (killed.state, killed.reason) == ("failed", "training: its process was ended by SIGKILL")
 
 
 def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:

@@ -18,13 +18,17 @@ _USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORE
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as a record; `devices.base.Trial` describes the fields."""
+    """An exception, or the death of a child, as a record; `devices.base.Trial` describes most fields.
+
+    `is_usage`: whether it is to be raised as a `UsageError`.
+    """
 
     outcome: Outcome
     message: str
     traceback: str | None = None
     is_definite_oom: bool = True
     fault: Literal["user", "measurement"] | None = None
+    is_usage: bool = False
 
 
 class JobFailed(Exception):
@@ -35,25 +39,18 @@ class JobFailed(Exception):
         self.failure = failure
 
 
-Death = Literal["signal", "exit", "limit", "pipe"]
-
-
-class ChildDied(Exception):
-    """A child died or was ended during a call; the text is a predicate ("was ended by SIGSEGV").
+class ChildDied(JobFailed):
+    """A child died or was ended during a job.
 
     Attributes:
-        kind: "signal" or "exit": it ended by itself; "limit": it took too long and was ended; "pipe": it closed its
-            connection and was ended.
-        out_of_memory: True if it died by SIGKILL while the kernel's count of kills for lack of memory rose.
-        number: The signal, if the kind is "signal".
+        signal: The signal that ended it; None if none did.
+        timed_out: Whether it took too long.
         seconds: The time from the request until its end was noticed.
     """
 
-    def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False, number: int | None = None) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.out_of_memory = out_of_memory
-        self.number = number
+    def __init__(self, failure: Failure, *, signal: int | None = None, timed_out: bool = False) -> None:
+        super().__init__(failure)
+        self.signal, self.timed_out = signal, timed_out
         self.seconds = 0.0
 
 
@@ -107,20 +104,9 @@ def failure_error(failure: Failure, owner: str) -> AutoaccumError:
     """Return the error for a failure before any trial; `owner` is the machine or card whose memory ran out."""
     if failure.outcome == "oom":
         return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
+    if failure.is_usage:
+        return UsageError(failure.message)
     if failure.fault == "user":
         return WorkloadError(failure.message, user_traceback=failure.traceback)
     detail = f"\n{failure.traceback}" if failure.traceback else ""
     return NotMeasuredError(failure.message + detail)
-
-
-def death_error(death: ChildDied, doing: str, limit_seconds: float) -> AutoaccumError:
-    """Return the error for the death of a child before any trial; `doing` names its job (`Request.doing`)."""
-    if death.kind == "limit":
-        return NotMeasuredError(
-            f"{doing} took longer than {round(limit_seconds, 1):g} s, and was ended",
-            hint="look for what does not end there, or raise --time-limit or --trial-limit",
-        )
-    message = f"{doing}: its process {death}"
-    if death.out_of_memory:
-        return DoesNotFitError(message, hint="it needs more memory than the machine has free")
-    return NotMeasuredError(message)

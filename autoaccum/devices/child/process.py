@@ -7,7 +7,6 @@ parent, which then ends the child's whole process group.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import autoaccum
-from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed
+from autoaccum.devices.child.failures import ChildDied, Failure
 from autoaccum.devices.child.import_paths import Checkout, ImportPaths
-from autoaccum.devices.child.requests import Prepare, Reply, Request, read_reply, request_message, to_json
+from autoaccum.devices.child.requests import Prepare, Reply, Request
 from autoaccum.devices.host_memory import count_oom_kills
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
 PACKAGE_ROOT = Path(autoaccum.__file__).resolve().parents[1]
@@ -43,7 +41,12 @@ _OF_RANKS = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|P
 start_process: Callable[..., Any] = subprocess.Popen
 """Starts the process of every child; tests set one that copies a process which has imported PyTorch."""
 
+_MODULE = "autoaccum.devices.child"
 _STDERR = 2
+_START_SECONDS = 300.0
+"""A short limit on time must not end the import of PyTorch from a cold disk."""
+_TOO_LONG_HINT = "look for what does not end there, or raise --time-limit or --trial-limit"
+_SIGNAL_NAMES = {int(known): known.name for known in signal.Signals}
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
 _KILL_SECONDS = 10.0
@@ -66,18 +69,30 @@ def child_environment(*, measured: bool = True) -> dict[str, str]:
 
 
 class ChildProcess:
-    """A child started as `python -m MODULE CONNECTION PARENT`: the descriptor it replies on, and its parent's pid.
+    """A child started as `python -m autoaccum.devices.child`, which imports what its handler needs meanwhile.
 
-    Every message is a JSON object. stdin is empty; stdout and stderr go to this process's stderr, or line by line to
-    `on_output`. A child that is not `measured` is faster (`child_environment`). The kernel ends a child together with
-    the *thread* that started it, so that thread has to live on.
+    stdin is empty; stdout and stderr go to this process's stderr, or line by line to `on_output`. The kernel ends a
+    child together with the *thread* that started it, so that thread has to live on.
+
+    Args:
+        handler: The class that handles its requests, as `package.module:Name` (`requests.Handler`).
+        on_output: Gets each line that it prints.
+        measured: Whether its memory is measured; one that is not is faster (`child_environment`).
+        checkout: Where its modules are, as of `ImportPaths.of`.
 
     Raises:
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
 
-    def __init__(self, module: str, *, on_output: Callable[[str], None] | None = None, measured: bool = True) -> None:
+    def __init__(
+        self,
+        handler: str,
+        *,
+        on_output: Callable[[str], None] | None = None,
+        measured: bool = True,
+        checkout: Checkout | None = None,
+    ) -> None:
         if _INSIDE in os.environ:
             raise UsageError(
                 "a workload starts trials while it is being loaded or tried",
@@ -89,7 +104,7 @@ class ChildProcess:
         self._connection, theirs = Pipe()
         try:
             self._process = start_process(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if on_output else _STDERR,
                 stderr=subprocess.STDOUT,
@@ -108,6 +123,9 @@ class ChildProcess:
         if self._process.stdout is not None:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._watched.append(self._process.stdout)
+        paths = ImportPaths.of(checkout)
+        self._preparing: Prepare | None = Prepare(handler=handler, paths=paths, measured=measured)
+        self._send(self._preparing)
 
     @property
     def pid(self) -> int:
@@ -120,31 +138,17 @@ class ChildProcess:
         return not self._ended
 
     def call(self, request: Request[Reply], limit_seconds: float) -> Reply:
-        """Send a request and wait for its reply; raise ChildDied as `ask`, or JobFailed: the child can run another."""
-        message = self.ask(request_message(request), limit_seconds)
-        if "failure" in message:
-            raise JobFailed(read_record(message["failure"], Failure))
-        return read_reply(message, request)
+        """Send a request and wait for its reply; the limit on time begins when the child has started.
 
-    def ask(self, message: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-        """Send a message and wait for the answer; without one, end the child and raise ChildDied (see its `kind`)."""
-        kills_before = count_oom_kills()
-        began = time.monotonic()
-        try:
-            self.send(message)
-            return self._receive(limit_seconds, kills_before)
-        except ChildDied as death:
-            self.end()
-            death.seconds = time.monotonic() - began
-            raise
-        except BaseException:
-            self.end()
-            raise
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message and do not wait; a child that has died is noticed at the next `ask`."""
-        with suppress(ConnectionError):
-            self._connection.send_bytes(to_json(message))
+        Raises:
+            JobFailed: The job failed, and the child can run another.
+            ChildDied: It died or took too long, and was ended.
+        """
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None:
+            self._wait_for_reply(preparing, _START_SECONDS)
+        self._send(request)
+        return self._wait_for_reply(request, limit_seconds)
 
     def has_died(self) -> bool:
         """Return whether it has ended, by itself or by `end`."""
@@ -171,23 +175,41 @@ class ChildProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _receive(self, limit_seconds: float, kills_before: int) -> dict[str, Any]:
+    def _send(self, request: Request[Any]) -> None:
+        """Send a request; a child that has died is noticed when its reply is waited for."""
+        self._kills_before = count_oom_kills()
+        with suppress(ConnectionError):
+            self._connection.send_bytes(request.to_json())
+
+    def _wait_for_reply(self, request: Request[Reply], limit_seconds: float) -> Reply:
+        began = time.monotonic()
+        try:
+            message = self._receive(request.doing, limit_seconds)
+        except BaseException as error:
+            self.end()
+            if isinstance(error, ChildDied):
+                error.seconds = time.monotonic() - began
+            raise
+        return request.read_reply(message)
+
+    def _receive(self, doing: str, limit_seconds: float) -> bytes:
         deadline = time.monotonic() + limit_seconds
         while True:
             death = self._death()
             self._pass_output()  # After the check of its death, so that all it wrote is read.
             try:
                 if self._connection.poll():
-                    reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                    reply = self._connection.recv_bytes()
                     self._pass_output()
                     return reply
             except (EOFError, OSError):  # OSError: it died within a reply.
-                raise _describe_death(death or self._death(wait_seconds=2.0), kills_before) from None
+                raise self._describe_death(doing, death or self._death(wait_seconds=2.0)) from None
             if death is not None:
-                raise _describe_death(death, kills_before)
+                raise self._describe_death(doing, death)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChildDied("limit", f"was ended after {limit_seconds:g} s")
+                message = f"{doing} took longer than {round(limit_seconds, 1):g} s, and was ended: {_TOO_LONG_HINT}"
+                raise ChildDied(Failure(outcome="error", message=message, fault="measurement"), timed_out=True)
             wait(self._watched, min(_POLL_SECONDS, left))
 
     def _pass_output(self, *, last: bool = False) -> None:
@@ -217,30 +239,16 @@ class ChildProcess:
                 return death
             time.sleep(_LEAVE_POLL_SECONDS)
 
-
-def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildDied:
-    if death is None:
-        return ChildDied("pipe", "closed the connection it answers on")
-    if death.si_code == os.CLD_EXITED:
-        return ChildDied("exit", f"left with exit status {death.si_status}")
-    number = death.si_status
-    name = {int(known): known.name for known in signal.Signals}.get(number, f"signal {number}")
-    if number == signal.SIGKILL and count_oom_kills() > kills_before:
-        return ChildDied("signal", "was killed by the kernel (SIGKILL) for lack of memory", out_of_memory=True)
-    return ChildDied("signal", f"was ended by {name}", number=number)
-
-
-def start_child(
-    handler: str,
-    on_output: Callable[[str], None] | None = None,
-    *,
-    measured: bool = True,
-    checkout: Checkout | None = None,
-) -> ChildProcess:
-    """Start a child and have it import what its `handler` needs; do not wait for that.
-
-    The arguments are those of `ChildProcess`, `requests.Prepare` and `ImportPaths.of`.
-    """
-    process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=measured)
-    process.send(request_message(Prepare(handler=handler, paths=ImportPaths.of(checkout), measured=measured)))
-    return process
+    def _describe_death(self, doing: str, death: os.waitid_result | None) -> ChildDied:
+        number = None
+        if death is None:
+            text = "closed the connection it answers on"
+        elif death.si_code == os.CLD_EXITED:
+            text = f"left with exit status {death.si_status}"
+        else:
+            number = death.si_status
+            text = f"was ended by {_SIGNAL_NAMES.get(number, f'signal {number}')}"
+        message = f"{doing}: its process {text}"
+        if number == signal.SIGKILL and count_oom_kills() > self._kills_before:
+            return ChildDied(Failure(outcome="oom", message=f"{message}, by the kernel for lack of memory"))
+        return ChildDied(Failure(outcome="error", message=message, fault="measurement"), signal=number)

@@ -1,6 +1,6 @@
 """Requests to a child and their replies, which cross a private connection as JSON; and the child's side of it.
 
-To add a job: a subclass of `Request`, typed with its reply, and a method for it in the class that handles requests.
+To add a job: a subclass of `Request`, typed with its reply, and a method for it in the `Handler` of the child.
 """
 
 from __future__ import annotations
@@ -8,21 +8,23 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, get_args
 
-from autoaccum.devices.child.failures import Failure, describe_failure
+from autoaccum.devices.child.failures import Failure, JobFailed, describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.errors import UsageError
 from autoaccum.serialization import read_record
 
 Reply = TypeVar("Reply")
@@ -38,13 +40,28 @@ class Request(Generic[Reply]):
         """The job as the subject of a message, such as `loading model.py`."""
         raise NotImplementedError
 
+    def to_json(self) -> bytes:
+        """Encode the request for `read_request`."""
+        kind = type(self)
+        return _to_json({"request": f"{kind.__module__}:{kind.__qualname__}", "fields": vars(self)})
+
+    def read_reply(self, message: bytes) -> Reply:
+        """Return the reply in a message that `ParentConnection` sent; raise JobFailed if it is a failure."""
+        answer = json.loads(message)
+        if "failure" in answer:
+            raise JobFailed(read_record(answer["failure"], Failure))
+        base: Any = getattr(type(self), "__orig_bases__")[0]  # noqa: B009
+        (kind,) = get_args(base)
+        reply: Reply = read_record(answer["reply"], kind)
+        return reply
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Request[None]):
-    """Import what every workload needs, before there is one; the only request without a reply.
+    """Import what every workload needs, before there is one; the first request.
 
     Attributes:
-        handler: The class that handles all later requests, as `package.module:Name`.
+        handler: The subclass of `Handler` for all later requests, as `package.module:Name`.
         paths: Where its modules are.
         measured: Whether the child measures its own memory.
     """
@@ -53,44 +70,51 @@ class Prepare(Request[None]):
     paths: ImportPaths
     measured: bool
 
-
-@dataclass(frozen=True)
-class Ready(Request[None]):
-    """Reply once the child has started."""
-
-    doing = "starting"
+    doing = "starting a process"
 
 
-def to_json(message: Any) -> bytes:
-    """Encode a request or a reply; records become objects with their fields."""
+def reply_to_json(reply: Any) -> bytes:
+    """Encode a reply, or a `Failure`, for `Request.read_reply`; records become objects with their fields."""
+    return _to_json({"failure" if isinstance(reply, Failure) else "reply": reply})
+
+
+def _to_json(message: Any) -> bytes:
     return json.dumps(
         message, default=lambda record: dict(record) if isinstance(record, Mapping) else vars(record)
     ).encode()
 
 
-def request_message(request: Request[Any]) -> dict[str, Any]:
-    """Return the message that `read_request` reads."""
-    kind = type(request)
-    return {"request": f"{kind.__module__}:{kind.__qualname__}", "fields": vars(request)}
-
-
-def read_request(message: Mapping[str, Any]) -> Request[Any]:
+def read_request(message: bytes) -> Request[Any]:
     """Return the request in a message; its class is imported here."""
-    request: Request[Any] = read_record(message["fields"], find_class(message["request"]))
+    plain = json.loads(message)
+    request: Request[Any] = read_record(plain["fields"], _find_class(plain["request"]))
     return request
 
 
-def find_class(name: str) -> Any:
+def _find_class(name: str) -> Any:
     """Import the class that is called `package.module:Name`."""
     module, _, kind = name.partition(":")
     return getattr(importlib.import_module(module), kind)
 
 
-def read_reply(message: Mapping[str, Any], request: Request[Reply]) -> Reply:
-    """Return the reply to `request` in a message."""
-    base: Any = getattr(type(request), "__orig_bases__")[0]  # noqa: B009
-    (kind,) = get_args(base)
-    return cast("Reply", read_record(message["reply"], kind))
+class Handler:
+    """What runs the jobs of a child, one after the other.
+
+    Attributes:
+        paths: Where the modules of a child are; None: it is none.
+        connection: The connection to the parent, for a job that is a conversation; its last reply is made by `serve`.
+    """
+
+    paths: ImportPaths | None = None
+    connection: ParentConnection
+
+    @staticmethod
+    def prepare() -> None:
+        """Import what every workload needs."""
+
+    def handle(self, request: Any) -> Any:
+        """Return the reply to a request, or a `Failure`; what it raises becomes one."""
+        raise NotImplementedError(request)
 
 
 class ParentConnection:
@@ -119,13 +143,13 @@ class ParentConnection:
         self._pid = os.getpid()
         self._connection: Connection[Any, Any] = Connection(descriptor)
 
-    def read(self) -> Mapping[str, Any] | None:
-        """Wait for the next message; return None if the parent has closed its end."""
+    def read(self) -> Request[Any] | None:
+        """Wait for the next request; return None if the parent has closed its end."""
         try:
-            request: Mapping[str, Any] = json.loads(self._connection.recv_bytes())
+            message = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
             return None
-        return request
+        return read_request(message)
 
     def reply(self, reply: Any) -> None:
         """Reply to a request, by a `Failure` where its job failed."""
@@ -133,20 +157,46 @@ class ParentConnection:
             os._exit(0)
         _flush()
         try:
-            self._connection.send_bytes(to_json({"failure" if isinstance(reply, Failure) else "reply": reply}))
+            self._connection.send_bytes(reply_to_json(reply))
         except ConnectionError:  # The parent has been ended, and nobody waits for the answer.
             os._exit(1)
 
 
-def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -> None:
-    """Reply to requests until the parent closes its end, by what `handle` returns, or by a `Failure` if it raises."""
-    while (message := connection.read()) is not None:
-        request = read_request(message)
+def serve(connection: ParentConnection) -> None:
+    """Reply to requests until the parent closes its end; the first one says which class handles all others."""
+    first = connection.read()
+    if first is None:
+        return
+    assert isinstance(first, Prepare)
+    _prepare(first)
+    connection.reply(None)
+    handler: Handler | None = None
+    while (request := connection.read()) is not None:
         try:
-            reply = handle(request)
+            if handler is None:
+                handler = _find_class(first.handler)()
+                handler.paths, handler.connection = first.paths, connection
+            reply = handler.handle(request)
+        except UsageError as error:
+            reply = Failure(outcome="error", message=str(error), fault="user", is_usage=True)
         except BaseException as error:
             reply = describe_failure(error, request.doing)
         connection.reply(reply)
+
+
+def _prepare(request: Prepare) -> None:
+    """Import what the handler needs; what goes wrong here goes wrong again when the workload is loaded.
+
+    To look for garbage takes a fifth of the time; where no memory is measured, it is never looked for in what is
+    imported here.
+    """
+    request.paths.use()
+    gc.disable()
+    with suppress(Exception):
+        _find_class(request.handler).prepare()
+    if not request.measured:
+        gc.freeze()
+    gc.enable()
 
 
 def _leave() -> None:

@@ -20,7 +20,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
-from autoaccum.devices.child.requests import Request
+from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.inspection import (
     LAYOUT_SAMPLES,
@@ -45,8 +45,9 @@ from autoaccum.devices.simulated.simulation_requests import (
 )
 from autoaccum.devices.simulated.workload_variants import apply_change, simulated_workload, suggest_changes
 from autoaccum.devices.trial_child import load_requested
-from autoaccum.devices.trial_requests import Inspect, Loaded, PartsRequest
+from autoaccum.devices.trial_requests import Inspect, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
+from autoaccum.errors import UsageError
 from autoaccum.options import Options, Parallel, make_options
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
@@ -185,7 +186,7 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     return inspection, trace
 
 
-class SimulatedChild:
+class SimulatedChild(Handler):
     """Handles the requests of `simulation_requests`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
 
     def __init__(self) -> None:
@@ -214,13 +215,12 @@ class SimulatedChild:
         self._stack.close()
 
     @singledispatchmethod
-    def handle(self, request: Request[Any]) -> Any:
-        """Return the reply to `request`, or a `Failure`."""
-        raise NotImplementedError(request)
+    def handle(self, request: Any) -> Any:
+        """As `Handler.handle`."""
+        return super().handle(request)
 
     @handle.register
-    def _load(self, request: LoadOnCard) -> Loaded | Failure:
-        request.paths.use()
+    def _load(self, request: LoadOnCard) -> dict[str, Any] | Failure:
         # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
@@ -235,17 +235,17 @@ class SimulatedChild:
             if self._options.world_size > 1:
                 simulate_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
-            self._workload = load_requested(request)
+            self._workload = load_requested(request, self.paths)
         except BaseException as error:
             return describe_failure(as_workload_error(error, request.doing) or error, request.doing)
         if self._mode.cpu_values is not None and self._mesh is not None:
-            return Loaded(
-                refused="ranks shard the model, and the CPU computes values of a whole one: take --parallel ddp, or"
-                " leave --values out"
+            raise UsageError(
+                "ranks shard the model, and the CPU computes values of a whole one",
+                hint="take --parallel ddp, or leave --values out",
             )
         gc.collect()
         gc.freeze()
-        return Loaded()
+        return {}
 
     @handle.register
     def _use_card(self, request: UseCard) -> bool:

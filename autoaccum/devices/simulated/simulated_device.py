@@ -153,28 +153,18 @@ class SimulatedDevice(Device):
         """As `Device`, by one update of small micro-batches, the second one larger."""
         return self._traces.count_cost(limit_seconds)
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-    ) -> Trial:
+    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began = time.monotonic()
         try:
             traces = self._traces.traces_of(parts, fresh, limit_seconds)
         except (WorkloadError, NotMeasuredError) as error:
-            seconds = time.monotonic() - began
-            return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
-        capacity_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = predict_trial(self._replayer, traces, capacity_bytes)
+            return _failed(error, parts, time.monotonic() - began, limit_seconds)
+        trial = predict_trial(self._replayer, traces, limit_bytes)
         traced = any(self._traces.was_traced(trace) for trace in traces)
         return dataclasses.replace(
             trial,
             parts=parts,
-            limit_bytes=limit_bytes,
             fresh=traced or (fresh and not self._traces.confirms),
             seconds=time.monotonic() - began,
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),

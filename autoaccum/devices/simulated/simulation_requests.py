@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import Final
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.process import start_child
+from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.explanation import Change
@@ -82,8 +81,9 @@ class Tracer(LoadedChild):
 
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
-        process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
+        process = ChildProcess(handler, on_output=settings.on_output, measured=False, checkout=settings.checkout)
         import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
-        paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
-        load = LoadOnCard(card=card, others=others, device=device, paths=paths, **settings.to_request())
-        super().__init__(settings, load, process)
+        device = f"the simulated {card.name}"
+        super().__init__(
+            settings, LoadOnCard(card=card, others=others, device=device, **settings.to_request()), process
+        )

@@ -42,17 +42,18 @@ def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
     assert (trial.outcome, trial.phase) == ("oom", "update")
 
 
+DEATH = ChildDied(Failure(outcome="error", message="its process died", fault="measurement"), signal=11)
+
+
 @pytest.mark.parametrize(
-    ("death", "outcome", "timed_out"),
-    [
-        (ChildDied("limit", "was ended after 3 s"), "error", True),
-        (ChildDied("exit", "left with exit status 3"), "error", False),
-        (ChildDied("signal", "was killed by the kernel", out_of_memory=True), "oom", False),
-    ],
+    ("crashes_for_memory", "outcome", "fault"), [(False, "error", "measurement"), (True, "oom", None)]
 )
-def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
-    trial = record_death((8, 8), death)
-    assert (trial.outcome, trial.timed_out, trial.parts) == (outcome, timed_out, (8, 8))
+def test_a_crash_of_native_code_may_be_for_lack_of_memory(
+    crashes_for_memory: bool, outcome: str, fault: str | None
+) -> None:
+    trial = record_death((8, 8), DEATH, crashes_for_memory=crashes_for_memory)
+    assert (trial.outcome, trial.fault, trial.is_definite_oom) == (outcome, fault, not crashes_for_memory)
+    assert (trial.parts, trial.timed_out, trial.message) == ((8, 8), False, "its process died")
 
 
 def raised(function: Callable[[], object]) -> BaseException:

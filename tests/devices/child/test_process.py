@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,28 +19,54 @@ from autoaccum.devices.child.failures import ChildDied
 from autoaccum.devices.child.process import PACKAGE_ROOT, ChildProcess, child_environment
 from autoaccum.errors import UsageError
 
-PREAMBLE = """
+HANDLER = """
 import os, signal, subprocess, sys, time
-from autoaccum.devices.child.requests import ParentConnection
-lifeline = ParentConnection(sys.argv[1:])
-def answer(**reply): lifeline.reply(reply)
-while (request := lifeline.read()) is not None:
-"""
+from dataclasses import dataclass
+from autoaccum.devices.child.requests import Handler, Request
 
-Start = Callable[..., ChildProcess]
+@dataclass(frozen=True)
+class Job(Request[dict[str, int | str]]):
+    numbers: tuple[int, ...] = ()
+    doing = "a job"
+
+class Worker(Handler):
+    def handle(self, request):
+        answer = {}
+"""
+NAME = "small_child"
+
+
+class Child(ChildProcess):
+    """A child that runs lines of Python for every job; what they put into `answer` is the reply."""
+
+    def __init__(self, folder: Path, lines: str, on_output: Callable[[str], None] | None = None) -> None:
+        write_handler(folder, lines)
+        super().__init__(f"{NAME}:Worker", on_output=on_output)
+
+    def job(self, *numbers: int, seconds: float = 20) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call(importlib.import_module(NAME).Job(numbers), seconds)
+        return reply
+
+
+def write_handler(folder: Path, lines: str) -> None:
+    body = textwrap.indent(textwrap.dedent(lines), " " * 8)
+    (folder / f"{NAME}.py").write_text(f"{HANDLER}{body}\n        return answer\n")
+
+
+Start = Callable[..., Child]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """A child that runs `body` for every request."""
-    children: list[ChildProcess] = []
+    """Start a child that runs lines of Python."""
+    children: list[Child] = []
 
-    def start_child(body: str, on_output: Callable[[str], None] | None = None) -> ChildProcess:
-        (tmp_path / "small_child.py").write_text(PREAMBLE + textwrap.indent(textwrap.dedent(body), "    "))
-        children.append(ChildProcess("small_child", on_output=on_output))
+    def start_child(lines: str, on_output: Callable[[str], None] | None = None) -> Child:
+        children.append(Child(tmp_path, lines, on_output))
         return children[-1]
 
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
     yield start_child
     for child in children:
         child.end()
@@ -60,10 +88,9 @@ def wait_until_gone(pid: int) -> bool:
 
 
 def test_answers_and_leaves(start: Start) -> None:
-    child = start("answer(pid=os.getpid(), parent=os.getppid(), sum=sum(request['numbers']))")
-    reply = child.ask({"numbers": [1, 2, 3]}, 10)["reply"]
-    assert reply == {"pid": child.pid, "parent": os.getpid(), "sum": 6}
-    assert child.ask({"numbers": []}, 10)["reply"]["sum"] == 0
+    child = start("answer.update(pid=os.getpid(), parent=os.getppid(), sum=sum(request.numbers))")
+    assert child.job(1, 2, 3) == {"pid": child.pid, "parent": os.getpid(), "sum": 6}
+    assert child.job()["sum"] == 0
     assert child.alive
     child.end(grace_seconds=5)
     child.end()
@@ -73,20 +100,21 @@ def test_answers_and_leaves(start: Start) -> None:
 
 def test_passes_what_the_child_prints_line_by_line(start: Start) -> None:
     lines: list[str] = []
-    child = start("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half'); answer()", lines.append)
-    child.ask({}, 10)
+    child = start("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half')", lines.append)
+    child.job()
     deadline = time.monotonic() + 5
     while len(lines) < 2 and time.monotonic() < deadline:
-        child.ask({}, 10)
+        child.job()
     assert lines[:2] == ["to stdout", "to � stderr"]
     child.end()
     assert lines[-1] == "and half"
 
 
 def test_without_a_listener_the_child_prints_to_stderr(tmp_path: Path) -> None:
-    (tmp_path / "small_child.py").write_text(PREAMBLE + "    print('from the child', flush=True); answer()")
+    write_handler(tmp_path, "print('from the child', flush=True)")
     script = (
-        "from autoaccum.devices.child.process import ChildProcess as C; c = C('small_child'); c.ask({}, 10); c.end()"
+        "from autoaccum.devices.child.process import ChildProcess as C; import small_child as s;"
+        " c = C('small_child:Worker'); c.call(s.Job(), 10); c.end()"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PACKAGE_ROOT}"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
@@ -95,48 +123,49 @@ def test_without_a_listener_the_child_prints_to_stderr(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "kind", "text"),
+    ("lines", "number", "text"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal", "was ended by SIGSEGV"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "signal", "was ended by SIGKILL"),
-        ("os.kill(os.getpid(), 35)", "signal", "was ended by signal 35"),
-        ("sys.exit(0)", "exit", "left with exit status 0"),
-        ("os.closerange(3, 64); time.sleep(60)", "pipe", "closed the connection"),
-        ("subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(9)", "exit", "left with exit status 9"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", signal.SIGSEGV, "was ended by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", signal.SIGKILL, "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 35)", 35, "was ended by signal 35"),
+        ("os._exit(0)", None, "left with exit status 0"),
+        ("os.closerange(3, 64); time.sleep(60)", None, "closed the connection it answers on"),
+        ("subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(9)", None, "left with exit status 9"),
     ],
 )
-def test_notices_every_way_of_dying(start: Start, body: str, kind: str, text: str) -> None:
-    child = start(body)
-    with pytest.raises(ChildDied, match=text) as caught:
-        child.ask({}, 20)
-    assert caught.value.kind == kind
-    assert not caught.value.out_of_memory
+def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str) -> None:
+    child = start(lines)
+    with pytest.raises(ChildDied, match=f"^a job: its process {text}$") as death:
+        child.job()
+    assert (death.value.signal, death.value.timed_out) == (number, False)
+    assert (death.value.failure.outcome, death.value.failure.fault) == ("error", "measurement")
     assert not child.alive
     assert wait_until_gone(child.pid)
 
 
 def test_a_child_that_hangs_is_ended(start: Start) -> None:
     child = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)")
-    with pytest.raises(ChildDied, match=r"was ended after 0\.5 s") as caught:
-        child.ask({}, 0.5)
-    assert caught.value.kind == "limit"
+    with pytest.raises(ChildDied, match=r"^a job took longer than 0\.5 s, and was ended: look for") as death:
+        child.job(seconds=0.5)
+    assert death.value.timed_out
+    assert death.value.seconds >= 0.5
     assert wait_until_gone(child.pid)
 
 
 def test_a_kill_counts_as_out_of_memory_only_when_the_kernel_counted_one(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    child = start("os.kill(os.getpid(), signal.SIGKILL)")
     counts = iter([3, 4])
     monkeypatch.setattr(process, "count_oom_kills", lambda: next(counts))
-    child = start("os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(ChildDied, match="for lack of memory") as caught:
-        child.ask({}, 10)
-    assert caught.value.out_of_memory
+    with pytest.raises(ChildDied, match="for lack of memory") as death:
+        child.job()
+    assert death.value.failure.outcome == "oom"
 
 
 def test_grandchildren_are_ended_too(start: Start) -> None:
-    child = start("answer(pid=subprocess.Popen(['sleep', '60']).pid)")
-    grandchild = child.ask({}, 10)["reply"]["pid"]
+    child = start("answer['pid'] = subprocess.Popen(['sleep', '60']).pid")
+    grandchild = child.job()["pid"]
     assert is_running(grandchild)
     child.end(grace_seconds=5)
     assert wait_until_gone(grandchild)
@@ -146,7 +175,7 @@ def test_an_interrupt_ends_the_child_and_goes_on(start: Start) -> None:
     child = start("time.sleep(60)")
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        child.ask({}, 30)
+        child.job()
     assert wait_until_gone(child.pid)
 
 
@@ -154,11 +183,11 @@ def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
     child = start("""
         from autoaccum.devices.child.process import ChildProcess
         try:
-            ChildProcess("small_child")
+            ChildProcess("small_child:Worker")
         except Exception as error:
-            answer(kind=type(error).__name__, text=str(error))
+            answer.update(kind=type(error).__name__, text=str(error))
     """)
-    reply = child.ask({}, 20)["reply"]
+    reply = child.job()
     assert reply["kind"] == UsageError.__name__
     assert '__name__ == "__main__"' in reply["text"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard, TraceParts
-from autoaccum.devices.trial_requests import Inspect, Loaded
+from autoaccum.devices.trial_requests import Inspect
+from autoaccum.errors import UsageError
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
@@ -127,18 +128,7 @@ def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
     )
     child, card = SimulatedChild(), find_card("rtx3090")
     asked = {"values": "cpu", "world_size": 2, "parallel": "fsdp2"}
-    try:
-        loaded = child.handle(
-            LoadOnCard(
-                card=card,
-                device="",
-                paths=ImportPaths.of(),
-                source=FileSource(str(path)).to_record(),
-                share=8,
-                options=asked,
-            )
-        )
-    finally:
-        child.close()
-    assert isinstance(loaded, Loaded), loaded
-    assert str(loaded.refused).startswith("ranks shard the model, and the CPU computes values of a whole one")
+    source = FileSource(str(path)).to_record()
+    refused = pytest.raises(UsageError, match="^ranks shard the model, and the CPU computes values of a whole one")
+    with closing(child), refused:
+        child.handle(LoadOnCard(card=card, device="", source=source, share=8, options=asked))

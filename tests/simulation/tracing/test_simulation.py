@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.child.requests import to_json
+from autoaccum.devices.child.requests import reply_to_json
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
+from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.trial_requests import Inspect
-from autoaccum.serialization import read_record
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import UnknownValueError, UnsupportedError
@@ -94,7 +92,7 @@ def test_a_trace_begins_with_what_is_alive(mode: FakeCudaMode) -> None:
     trace = mode.recorder.trace((1,))
     assert (trace.events, trace.last_update, trace.phases) == ((0, 1, ~0), 3, ((0, "model"),))
     del newer
-    assert read_record(json.loads(to_json(trace)), Trace) == trace
+    assert TraceParts(parts=(2, 2)).read_reply(reply_to_json(trace)) == trace
 
 
 @pytest.mark.usefixtures("mode")
