@@ -1,9 +1,9 @@
-"""Temporary patches of PyTorch's attributes, hashes and optimizers; versions of PyTorch and cuDNN."""
+"""Temporary patches of PyTorch's attributes, kernels, hashes and optimizers; versions of PyTorch and cuDNN."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -17,7 +17,6 @@ from torch.utils import _foreach_utils
 
 from autoaccum.errors import UsageError
 
-_MISSING = object()
 _Lists: TypeAlias = list[list[Tensor | None]]
 _Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[_Lists, list[int]]]
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -25,32 +24,32 @@ CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
 """cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
 
-class patched:  # noqa: N801  # A context manager that is called like a function.
-    """Set attribute `name` of `owner` to `value`, and restore the old value at the end.
+def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set attribute `name` of `owner` to `value` until `stack` is closed.
 
     Raises:
         UsageError: `owner` has no such attribute, so this version of PyTorch cannot be patched there.
     """
+    if not hasattr(owner, name):
+        owner_name = getattr(owner, "__name__", owner)
+        raise UsageError(
+            f"torch {torch.__version__} has no {owner_name}.{name}, which the simulated card replaces",
+            hint="upgrade autoaccum, or install torch 2.11 to 2.15",
+        )
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self._owner, self._name, self._value = owner, name, value
-        self._before: Any = _MISSING
 
-    def __enter__(self) -> None:
-        if not hasattr(self._owner, self._name):
-            owner_name = getattr(self._owner, "__name__", self._owner)
-            raise UsageError(
-                f"torch {torch.__version__} has no {owner_name}.{self._name}, which the simulated card replaces",
-                hint="upgrade autoaccum, or install torch 2.11 to 2.15",
-            )
-        self._before = vars(self._owner).get(self._name, _MISSING)
-        setattr(self._owner, self._name, self._value)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is _MISSING:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._before)
+def register_missing(library: torch.library.Library, kernels: Mapping[str, Callable[..., Any]], key: str) -> None:
+    """Register the kernels of operators that this PyTorch has, and for which it has none under a dispatch key."""
+    register: Any = library.impl
+    for name, kernel in kernels.items():
+        is_known = hasattr(torch.ops.aten, name.partition(".")[0])
+        if is_known and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            register(name, kernel, key)
 
 
 class ObjectNumbers:
@@ -94,7 +93,7 @@ def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
         return numbering.number_of(thing)
 
     for kind in (torch.Tensor, torch.nn.Module):
-        stack.enter_context(patched(kind, "__hash__", number_of))
+        patch(stack, kind, "__hash__", number_of)
 
 
 def patch_optimizers(library: torch.library.Library, stack: ExitStack) -> None:
@@ -103,24 +102,12 @@ def patch_optimizers(library: torch.library.Library, stack: ExitStack) -> None:
     `torch/optim/optimizer.py` and `torch/utils/_foreach_utils.py` compare the exact type of a tensor, which is
     FakeTensor here, and C++ groups tensors by device, which is `meta` to it.
     """
-    register: Any = library.impl
     for module in (optimizer, _foreach_utils):
-        known = module._foreach_supported_types
-        stack.enter_context(patched(module, "_foreach_supported_types", [*known, FakeTensor]))
-    stack.enter_context(patched(torch._C, "_group_tensors_by_device_and_dtype", _group_tensors))
-    for name in _fused_without_meta():
-        register(name, lambda *_, **__: None, "Meta")
-
-
-def _fused_without_meta() -> list[str]:
-    """Return the names of fused in-place updates that PyTorch cannot run on tensors without values."""
-    names = [
-        f"{name}.{overload}" if overload != "default" else name
-        for name in _FUSED
-        for overload in getattr(torch.ops.aten, name).overloads()
-        if overload != "out"
-    ]
-    return [name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta")]
+        patch(stack, module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+    patch(stack, torch._C, "_group_tensors_by_device_and_dtype", _group_tensors)
+    overloads = [(name, overload) for name in _FUSED for overload in getattr(torch.ops.aten, name).overloads()]
+    in_place = [f"{name}.{overload}".removesuffix(".default") for name, overload in overloads if overload != "out"]
+    register_missing(library, dict.fromkeys(in_place, lambda *_, **__: None), "Meta")
 
 
 def _group_tensors(lists: Sequence[Sequence[Tensor | None]], with_indices: bool = False) -> _Groups:

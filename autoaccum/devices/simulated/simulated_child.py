@@ -109,8 +109,7 @@ class TracedTrial:
         mode.library_tensors.clear()
         gc.collect()
         mode.numbering.restart()
-        if mode.cpu_values is not None:
-            mode.cpu_values.numbers = torch.Generator().get_state()
+        mode.values.restart()
         mode.recorder.begin(lambda: run.phase, watcher)
         with manual_garbage_collection():
             try:
@@ -118,7 +117,7 @@ class TracedTrial:
             finally:
                 mode.phase = run.phase
                 trace = mode.recorder.trace(self._parts)
-        batch = 0 if mode.cpu_values is None else self._samples
+        batch = self._samples if mode.values.computed else 0
         return replace(trace, host_bytes=run.host_bytes, batch=batch)
 
     def label(self) -> LabelledTrace:
@@ -230,7 +229,7 @@ class SimulatedChild(Handler):
                 prepare_ranks()
             self._mode = self._stack.enter_context(simulate(self._in_use))
             if self._options.values is not None:
-                self._mode.compute_values()
+                self._mode.values.computed = True
                 self._lazy = ()
             if self._options.world_size > 1:
                 simulate_ranks(self._options.world_size, self._mode, self._stack)
@@ -238,7 +237,7 @@ class SimulatedChild(Handler):
             self._workload = load_requested(request, self.paths)
         except BaseException as error:
             return describe_failure(as_workload_error(error, request.doing) or error, request.doing)
-        if self._mode.cpu_values is not None and self._mesh is not None:
+        if self._mode.values.computed and self._mesh is not None:
             raise UsageError(
                 "ranks shard the model, and the CPU computes values of a whole one",
                 hint="take --parallel ddp, or leave --values out",
@@ -347,5 +346,5 @@ class SimulatedChild(Handler):
             self._mode.recorder.forget_all_but(live)
             return self._run(job, about, silent=silent)
         doing = f"{about}, in {self._mode.phase}"
-        lost = self._mode.cpu_values.lost if self._mode.cpu_values is not None else None
+        lost = self._mode.values.lost if self._mode.values.computed else None
         return describe_failure(as_workload_error(failure, doing, lost=lost) or failure, doing)

@@ -23,7 +23,7 @@ from autoaccum.devices.simulated.simulation_requests import CHECKPOINT
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.simulation.tracing.known_values import mark_not_materialised
+from autoaccum.simulation.tracing.values import mark_not_materialised
 from autoaccum.sources.optimizers import call_factory
 from autoaccum.sources.pytree import tensors
 from autoaccum.sources.workload import Workload

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -219,12 +218,6 @@ def choose_attention(
     return next((kernel for kernel in order if kernel in enabled and _CAN[kernel](call)), None)
 
 
-def install(library: torch.library.Library, stack: ExitStack) -> None:
-    """Run encoders in evaluation as in training, because their fast path reads the values of masks."""
-    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-    torch.backends.mha.set_fastpath_enabled(False)
-
-
 def _enabled() -> list[Kernel]:
     flags: dict[Kernel, bool] = {
         "flash": torch._C._get_flash_sdp_enabled(),
@@ -380,7 +373,7 @@ def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
     batch, heads, queries, size = query.shape
     workspaces = before_outputs(_copies_of_rows(call["grad_out"], call["out"]))
     workspaces.append(Workspace("flash_row_sums", (batch, heads, queries)))
-    workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(call.strictly_deterministic))))
+    workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(is_strictly_deterministic()))))
     if key.shape[1] != heads:
         workspaces += [Workspace("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
     return workspaces
@@ -396,7 +389,7 @@ def _efficient_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
     """The row sums of output times gradient come first if no kernel sums them; the rest is freed again."""
     query, key, value = call["query"], call["key"], call["value"]
     batch, heads, queries, size = query.shape
-    flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(call.strictly_deterministic))
+    flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(is_strictly_deterministic()))
     numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
     names = ("cast", "cast", "product", "product_sums")
     products = [Workspace(f"efficient_{name}", numbers) for name in names]

@@ -1,14 +1,15 @@
 """Matrix products, convolutions and norms as on a card: the kernels, their memory formats and workspaces.
 
-Layer, group and RMS norm have one kernel each on CUDA, with
-statistics like those of fake tensors. An instance norm is a batch norm.
+Layer, group and RMS norm have one kernel each on CUDA, with statistics like those of fake tensors. An instance norm is
+a batch norm.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -25,7 +26,6 @@ from autoaccum.simulation.operators.workspaces import (
     bytes_of,
     layout_copies,
 )
-from autoaccum.simulation.torch_patches import patched
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
 
 _cudnn: Any = torch.backends.cudnn
@@ -36,36 +36,28 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
 
 
-WITH_BIAS = ("addmm", "_addmm_activation")
-_OTHERS = ("mm", "bmm", "addmm_", "baddbmm_", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm")
-PRODUCTS = (*WITH_BIAS, *_OTHERS)
+_PRODUCTS = ("mm", "bmm", "addmm_", "baddbmm_", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm")
 _UNSET = -1
 
 
-class Cublas:
-    """The way in which cuBLAS takes workspaces, by the environment variable and the PyTorch release.
+def _product(call: OperatorCall, *, with_bias: bool = False) -> list[MemoryStep]:
+    """The workspace of cuBLAS, of the size that an environment variable may set, after copies of its operands.
 
     Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp. Up to 2.14, one workspace is kept for each
     (handle, stream): one for the thread of forward passes, one for autograd's. From 2.15 on, it is allocated for each
     product and freed again. cuBLASLt, which adds a bias, keeps a workspace of its own in 2.11. Later releases let it
     use the one that cuBLAS keeps (pytorch/pytorch#168175). Other environment variables of theirs are taken to be unset.
     """
-
-    def __init__(self, environment: Mapping[str, str], torch_version: tuple[int, int]) -> None:
-        self._keeps, self._shares = keeps_workspace(torch_version), torch_version >= (2, 12)
-        self._bytes = configured_bytes(environment)
-
-    def workspaces(self, args: Sequence[Any], *, with_bias: bool, thread: int) -> list[MemoryStep]:
-        """Return the workspaces of a product on a thread (0 forward, 1 backward)."""
-        copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]
-        uses_lt = with_bias and _uses_cublaslt(args)
-        if self._keeps:
-            kept = [Workspace("product", (thread, self._bytes))]
-            if uses_lt and not self._shares:
-                kept.append(Workspace("product_with_bias", (thread, _UNSET)))
-            return [*map(Kept, kept), *copies]
-        own = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, self._bytes))
-        return [*copies, own]
+    copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in call.args if _needs_copy(arg)]
+    uses_lt, configured = with_bias and _uses_cublaslt(call.args), configured_bytes(os.environ)
+    if not keeps_workspace(call.torch_version):
+        workspace = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, configured))
+        return [*copies, workspace]
+    in_backward = int(torch._C._current_autograd_node() is not None)
+    kept = [Workspace("product", (in_backward, configured))]
+    if uses_lt and call.torch_version < (2, 12):
+        kept.append(Workspace("product_with_bias", (in_backward, _UNSET)))
+    return [*map(Kept, kept), *copies]
 
 
 def _needs_copy(tensor: Any) -> bool:
@@ -95,11 +87,6 @@ def configured_bytes(environment: Mapping[str, str]) -> int:
 def keeps_workspace(torch_version: tuple[int, int]) -> bool:
     """Return whether a workspace stays allocated after its first use."""
     return torch_version < (2, 15)
-
-
-def install(library: torch.library.Library, stack: ExitStack) -> None:
-    """Return convolutions of fake CUDA tensors in the memory format that cuDNN chooses."""
-    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", convolution_format))
 
 
 def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
@@ -268,6 +255,8 @@ def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
 
 KERNELS: Mapping[str, Callable[..., Any]] = {"_batch_norm_impl_index": _batch_norm}
 WORKSPACES: Mapping[str, Handler] = {
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(("addmm", "_addmm_activation"), partial(_product, with_bias=True)),
     "convolution": _convolution,
     "convolution_backward": _convolution_gradient,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),

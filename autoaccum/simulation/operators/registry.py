@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -14,11 +13,15 @@ from torch import Tensor
 from autoaccum.simulation.cards import CardInUse
 from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn, sparse_gradients
 from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, Signature
-from autoaccum.simulation.torch_patches import is_strictly_deterministic, patch_optimizers
+from autoaccum.simulation.torch_patches import patch, patch_optimizers, register_missing, torch_release
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
 
-_PATCHING = (attention, layers, rnn)
-_WITH_WORKSPACES = (attention, layers, rnn, losses_and_dropout, reductions)
+_HANDLERS: Mapping[Any, Handler] = {
+    getattr(torch.ops.aten, name): handler
+    for family in (attention, layers, rnn, losses_and_dropout, reductions)
+    for name, handler in family.WORKSPACES.items()
+    if hasattr(torch.ops.aten, name)
+}
 
 
 def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
@@ -34,49 +37,38 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
     for name, kernel in kernels.items():
         for key in ("AutogradCUDA", "CUDA"):
             register(name, kernel, key)
-    for family in _PATCHING:
-        family.install(library, stack)
+    for name, kernel in rnn.CUDNN_METAS.items():
+        register(name, kernel, "Meta", allow_override=True)
+    register_missing(library, rnn.CELL_METAS, "Meta")
+    # Weights in one buffer take as much as separate ones, and `flatten_parameters` would compare their addresses.
+    patch(stack, torch.nn.RNNBase, "flatten_parameters", lambda module: None)
+    patch(stack, torch._C, "_conv_determine_backend_memory_format", layers.convolution_format)
     patch_optimizers(library, stack)
+    # Encoders in evaluation run as in training, because their fast path reads the values of masks.
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
-class WorkspaceObserver:
-    """Finds the memory of top-level operators on fake CUDA tensors."""
+def observe_workspaces(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, torch_version: tuple[int, int] | None = None
+) -> Sequence[MemoryStep]:
+    """Return the steps in which a top-level operator on the card takes memory, its outputs `out` included.
 
-    def __init__(self, torch_version: tuple[int, int]) -> None:
-        self._torch_version = torch_version
-        self._cublas = layers.Cublas(os.environ, torch_version)
-        handlers = {name: handler for family in _WITH_WORKSPACES for name, handler in family.WORKSPACES.items()}
-        self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
-        self._products = frozenset(_by_operator(dict.fromkeys(layers.PRODUCTS)))
-        self._with_bias = frozenset(_by_operator(dict.fromkeys(layers.WITH_BIAS)))
-
-    def observe(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool
-    ) -> Sequence[MemoryStep]:
-        """Return the steps in which `func` takes memory, its outputs `out` included; empty for outputs alone."""
-        operator = func.overloadpacket
-        handler = self._handlers.get(operator)
-        if (handler is None and operator not in self._products) or not _on_card(args):
-            return ()
-        steps: Sequence[MemoryStep]
-        if handler is None:
-            steps = self._cublas.workspaces(args, with_bias=operator in self._with_bias, thread=int(in_backward))
-        else:
-            deterministic = torch.are_deterministic_algorithms_enabled(), is_strictly_deterministic()
-            steps = handler(OperatorCall(_signature(func), args, kwargs, out, self._torch_version, *deterministic))
-        says_when = not steps or any(isinstance(step, OutputAllocated) for step in steps)
-        return steps if says_when else [OutputAllocated(), *steps]
+    They are empty for outputs alone. `torch_version` is the release that runs by default.
+    """
+    handler = _HANDLERS.get(func.overloadpacket)
+    if handler is None or not _on_card(args):
+        return ()
+    version = torch_version or torch_release()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    steps = handler(OperatorCall(_signature(func), args, kwargs, out, version, deterministic))
+    says_when = not steps or any(isinstance(step, OutputAllocated) for step in steps)
+    return steps if says_when else [OutputAllocated(), *steps]
 
 
 @cache
 def _signature(func: Any) -> Signature:
     return {each.name: (index, each.default_value) for index, each in enumerate(func._schema.arguments)}
-
-
-def _by_operator(by_name: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the values by operator; names that this PyTorch does not have are left out."""
-    aten = torch.ops.aten
-    return {getattr(aten, name): value for name, value in by_name.items() if hasattr(aten, name)}
 
 
 def _on_card(args: Sequence[Any]) -> bool:

@@ -6,7 +6,6 @@ The size of cuDNN's workspace is in workspace_rules.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, bytes_of
-from autoaccum.simulation.torch_patches import patched
 from autoaccum.simulation.trace_records import Kept, MemoryStep, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 
@@ -33,17 +31,6 @@ second direction, which were not measured; for a plain RNN, which was not measur
 DROPOUT_STATE_BYTES = (2 << 20) + 512
 """The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
 _STATE = "cuDNN's dropout"
-
-
-class RnnOptions(NamedTuple):
-    """Options of a recurrent network, in the order of the parameters of `lstm`, `gru` and the like."""
-
-    has_biases: bool
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool = False
 
 
 class CudnnRnnCall(NamedTuple):
@@ -196,35 +183,26 @@ class _Pack(torch.autograd.Function):
         return grads[0].new_zeros(ctx.shape), None
 
 
-def install(library: torch.library.Library, stack: ExitStack) -> None:
-    """Run recurrent networks of fake CUDA tensors as CUDA does."""
-    register: Any = library.impl
-    register("_cudnn_rnn", _cudnn_rnn, "Meta", allow_override=True)
-    register("_cudnn_rnn_backward", _cudnn_rnn_backward, "Meta", allow_override=True)
-    for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            register(name, kernel, "Meta")
-    # Weights in one buffer take as much as separate ones, and `flatten_parameters` would compare their addresses.
-    stack.enter_context(patched(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
+def _padded(mode: int, input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _run(mode, input, [], *rest)
 
 
-def _padded(mode: int, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
-    return _run(mode, RnnOptions(*form), input, [], hx, params)
-
-
-def _packed(
-    mode: int, data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
-) -> Any:
-    return _run(mode, RnnOptions(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
+def _packed(mode: int, data: Tensor, batch_sizes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _run(mode, data, [int(size) for size in batch_sizes.tolist()], *rest)
 
 
 def _run(
     mode: int,
-    options: RnnOptions,
     data: Tensor,
     batch_sizes: list[int],
     hidden: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
 ) -> tuple[Tensor, ...]:
     """Run `lstm` and `gru` in ATen/native/RNN.cpp and `_cudnn_impl` in cudnn/RNN.cpp."""
     states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
@@ -235,12 +213,12 @@ def _run(
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
-    dropout_state = _dropout_state(options, data)
+    dropout_state = _dropout_state(data, makes_it=train and dropout > 0)
     with torch.no_grad():  # cuDNN reads a copy with the steps first, which is freed afterwards.
-        steps_first = _read(data.transpose(0, 1) if options.batch_first else data)
-    weights_per_layer = (4 if options.has_biases else 2) + (proj_size > 0)
-    form = (options.num_layers, options.batch_first, options.dropout, options.train, options.bidirectional)
-    call = CudnnRnnCall(mode, hidden_size, proj_size, *form, batch_sizes, dropout_state)
+        steps_first = _read(data.transpose(0, 1) if batch_first else data)
+    weights_per_layer = (4 if has_biases else 2) + (proj_size > 0)
+    form = (num_layers, batch_first, dropout, train, bidirectional, batch_sizes, dropout_state)
+    call = CudnnRnnCall(mode, hidden_size, proj_size, *form)
     out = torch.ops.aten._cudnn_rnn(data, list(params), weights_per_layer, _weight_buffer(params), hx, cx, *call)
     del steps_first
     return tuple(out[: 1 + len(states_in)])
@@ -266,10 +244,10 @@ def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
         return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
 
 
-def _dropout_state(options: RnnOptions, data: Tensor) -> Tensor | None:
+def _dropout_state(data: Tensor, *, makes_it: bool) -> Tensor | None:
     """Return the state of `get_dropout_state`, which is made once and kept until the trace ends."""
     kept: dict[str, Tensor] = data.fake_mode.library_tensors  # type: ignore[attr-defined]
-    if options.train and options.dropout > 0 and _STATE not in kept:
+    if makes_it and _STATE not in kept:
         kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
     return kept.get(_STATE)
 
@@ -292,5 +270,10 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "lstm_cell": lstm_cell,
     "gru_cell": gru_cell,
     "_pack_padded_sequence": _pack,
+}
+CUDNN_METAS: Mapping[str, Callable[..., Any]] = {"_cudnn_rnn": _cudnn_rnn, "_cudnn_rnn_backward": _cudnn_rnn_backward}
+CELL_METAS: Mapping[str, Callable[..., Any]] = {
+    "_thnn_fused_gru_cell": _gru_meta,
+    "_thnn_fused_gru_cell_backward": _gru_backward_meta,
 }
 WORKSPACES: Mapping[str, Handler] = dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent)

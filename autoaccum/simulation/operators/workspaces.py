@@ -37,7 +37,6 @@ class OperatorCall:
     out: Any
     torch_version: tuple[int, int]
     deterministic: bool = False
-    strictly_deterministic: bool = False
 
     def __getitem__(self, name: str) -> Any:
         """Return the argument `name`, or its default; None if the overload has no such parameter."""

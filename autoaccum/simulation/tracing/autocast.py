@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.torch_patches import patch
 
 Policy = Literal["lower_precision_fp", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned"]
 
@@ -155,7 +155,7 @@ def install(library: torch.library.Library, stack: ExitStack) -> None:
         cache.clear()
         clear_native()
 
-    stack.enter_context(patched(torch, "clear_autocast_cache", clear))
+    patch(stack, torch, "clear_autocast_cache", clear)
     stack.callback(cache.clear)
     _patch_nesting(stack)
     register: Any = library.impl
@@ -182,8 +182,8 @@ def _patch_nesting(stack: ExitStack) -> None:
         depth[0] += step
         return depth[0]
 
-    stack.enter_context(patched(torch, "autocast_increment_nesting", lambda: count(1, enter)))
-    stack.enter_context(patched(torch, "autocast_decrement_nesting", lambda: count(-1, leave)))
+    patch(stack, torch, "autocast_increment_nesting", lambda: count(1, enter))
+    patch(stack, torch, "autocast_decrement_nesting", lambda: count(-1, leave))
 
 
 @cache

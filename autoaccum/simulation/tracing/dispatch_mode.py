@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.messages import Message
-from autoaccum.simulation.operators.registry import WorkspaceObserver
+from autoaccum.simulation.operators.registry import observe_workspaces
 from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
-from autoaccum.simulation.torch_patches import ObjectNumbers, torch_release
+from autoaccum.simulation.torch_patches import ObjectNumbers
 from autoaccum.simulation.trace_records import MemoryStep, Phase
-from autoaccum.simulation.tracing.cpu_values import CpuValues
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
-from autoaccum.simulation.tracing.known_values import (
-    compute,
-    find_tensors,
-    load_host_copy,
-    propagate_values,
-    read_scalar,
-    reads_for_user,
-    save_host_copy,
-    set_values,
-    values_of,
-)
 from autoaccum.simulation.tracing.operator_cache import OperatorCache
+from autoaccum.simulation.tracing.reads import read_scalar, reads_for_user
 from autoaccum.simulation.tracing.recorder import Recorder
-from autoaccum.simulation.unsupported import UnknownValueError, UnsupportedError
+from autoaccum.simulation.tracing.values import Values, find_tensors, set_values, values_of
+from autoaccum.simulation.unsupported import NotMaterialisedError, UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
@@ -63,6 +52,9 @@ _GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
 _LAZY_ELEMENTS = 1 << 14
 """While a model or a batch is built, floating-point tensors of at least this many elements get no values. Smaller ones
 do, since constructors read them (drop rates, say), and so do integers, since loss weights count them."""
+_FOREACH = "aten::_foreach_"
+_NOT_ELEMENTWISE = ("aten::_foreach_norm", "aten::_foreach_max")
+"""Operators of this name that do not work element by element."""
 
 
 class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -77,7 +69,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
-        cpu_values: Computes the values of all tensors (`compute_values`); None: only some are known.
+        values: The values that are followed; all, once `values.computed` is set.
         beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
     """
 
@@ -100,12 +92,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self.sharded_type: type | None = None
-        self.cpu_values: CpuValues | None = None
-        self._keep_values = propagate_values
+        self.values = Values()
         self._depth = 0
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
-        self._observer = WorkspaceObserver(torch_release())
         self._steps: dict[Any, Sequence[MemoryStep]] = {}
         self._attributes: dict[str, Any] | None = None
 
@@ -118,10 +108,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self.lazy = False
 
-    def compute_values(self) -> None:
-        """From now on, compute the values of all tensors on the CPU."""
-        self.cpu_values = CpuValues()
-        self._keep_values = self.cpu_values.keep
+    def count_read(self) -> None:
+        """Count a read of values, where they are computed."""
+        self.recorder.reads += self.values.computed
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -137,12 +126,11 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
         if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
-            if not kwargs and can_run_on_shards(func, args):
-                return run_on_shards(args, lambda local: self.__torch_dispatch__(func, (), local))
-            return func(*args, **kwargs)
+            lists = None if kwargs else self._lists_of_shards(func, args)
+            return func(*args, **kwargs) if lists is None else self._run_on_shards(func, args, lists)
         if not self._is_simulated(func, args, kwargs):
             return func(*args, **kwargs)
-        if func in _VALUE_DEPENDENT or (self.cpu_values is not None and str(func) == _NMS):
+        if func in _VALUE_DEPENDENT or (self.values.computed and str(func) == _NMS):
             if func in _READS:
                 return self._read(func, args, kwargs)
             if func in _INDEXING:
@@ -151,7 +139,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self.recorder.op = func
                 known = self._run_known(func, args, kwargs)
                 if known is not None:
-                    self._record(None, func, args, kwargs, known)
                     return known
         if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
             self._has_sparse = True
@@ -162,11 +149,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return host_copy
         self.recorder.op = func
         if func is _TO_COPY and _only_moves(args[0], kwargs):
-            moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
-            save_host_copy(moved, args[0])
-            self.recorder.record_outputs(moved)
-            self._keep_values(func, args, kwargs, moved)
-            return moved
+            out: Any = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            self.recorder.record_outputs(out)
+            self.values.keep(func, args, kwargs, out)
+            return out
         key = self._cache.key(func, args, kwargs)
         make_result = self._cache.makers.get(key)
         if make_result is not None:
@@ -176,18 +162,17 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             try:
                 out = self.dispatch(func, types, args, kwargs)
             except Exception:  # Where the result's size follows from values, the CPU's result may still tell it.
-                computes = self.cpu_values is not None and not func._schema.is_mutable
+                computes = self.values.computed and not func._schema.is_mutable
                 out = self._run_known(func, args, kwargs) if computes else None
                 if out is None:
                     raise
-                self._record(None, func, args, kwargs, out)
                 return out
             finally:
                 self._depth = 0
             if key is not None:
                 self._cache.add(key, func, args, kwargs, out)
         self._record(key, func, args, kwargs, out)
-        self._keep_values(func, args, kwargs, out)
+        self.values.keep(func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -195,71 +180,72 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default:
             if reads_for_user():
                 self.count_read()
-            return read_scalar(args[0], self.checks, computed=self.cpu_values is not None)
-        known = compute(func, args, kwargs)
+            return read_scalar(self, args[0])
+        known = self.values.compute(func, args, kwargs)
         self.count_read()
         try:
-            return read_scalar(args[0], self.checks, is_truth=True) if known is None else known
+            return read_scalar(self, args[0], is_truth=True) if known is None else known
         except UnknownValueError as error:
             raise fake_tensor.DataDependentOutputException(func) from error
 
     def _host_copy(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the values of `tensor` for a copy to the host; None if they are not known, or it is no such copy."""
-        if self.cpu_values is None:
-            return load_host_copy(tensor, kwargs)
-        to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
-        values = values_of(tensor) if to_host and isinstance(tensor, FakeTensor) else None
+        if not isinstance(tensor, FakeTensor) or torch.device(kwargs.get("device") or "cuda").type != "cpu":
+            return None
+        try:
+            values = values_of(tensor, for_host=True)
+        except NotMaterialisedError:  # Nothing is read yet.
+            return None
         if values is None:
             return None
         if reads_for_user():
             self.count_read()
         return values.to(kwargs.get("dtype") or values.dtype, copy=True)
 
-    def count_read(self) -> None:
-        """Count a read of values, where they are computed."""
-        self.recorder.reads += self.cpu_values is not None
-
     def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator with a value-dependent shape; None if the values are not known."""
         if func is _aten.masked_select.default and values_of(args[1]) is not None:
             tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
-            return tensor[mask]
-        made = (compute if self.cpu_values is None else self.cpu_values.compute)(func, args, kwargs)
-        if made is None:
-            return None
-        self.count_read()
-        device = next(one.fake_device for one in find_tensors(args) if isinstance(one, FakeTensor))
-        known = []
-        for values in made if isinstance(made, list | tuple) else [made]:
-            known.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
-            set_values(known[-1], values, limited=self.cpu_values is None)
-        return tuple(known) if isinstance(made, list | tuple) else known[0]
+            out: Any = tensor[mask]
+        else:
+            results = self.values.compute(func, args, kwargs)
+            if results is None:
+                return None
+            self.count_read()
+            device = next(one.fake_device for one in find_tensors(args) if isinstance(one, FakeTensor))
+            is_several = isinstance(results, list | tuple)
+            made = []
+            for values in results if is_several else [results]:
+                made.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
+                set_values(made[-1], values)
+            out = tuple(made) if is_several else made[0]
+        self._record(None, func, args, kwargs, out)
+        return out
 
     def _masks_to_indices(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
         """Replace known masks by indices, as `expandTensors` in `IndexingUtils.h` does.
 
         Masks on the card stay where a single number is assigned, since the kernel then uses the mask itself.
         """
-        indices: Sequence[torch.Tensor | None] = args[1]
         needs_indices = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
-        found: list[torch.Tensor | None] = []
-        for index in indices:
+        indices: list[torch.Tensor | None] = []
+        for index in args[1]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
-                found.append(index)
+                indices.append(index)
             elif not isinstance(index, FakeTensor):
-                found.extend(index.nonzero().unbind(1))
+                indices.extend(index.nonzero().unbind(1))
             elif needs_indices and self._depth == 0 and values_of(index) is not None:
                 nonzero = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
-                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (nonzero, 1)))
+                indices.extend(self.__torch_dispatch__(_aten.unbind.int, (), (nonzero, 1)))
             else:
-                found.append(index)
-        return found
+                indices.append(index)
+        return indices
 
     def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         in_backward = torch._C._current_autograd_node() is not None
         steps = None if key is None else self._steps.get((key, in_backward))
         if steps is None:
-            steps = self._observer.observe(func, args, kwargs, out, in_backward=in_backward)
+            steps = observe_workspaces(func, args, kwargs, out)
             if key is not None:
                 self._steps[key, in_backward] = steps
         if steps:
@@ -277,7 +263,11 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         nbytes: int | None = None,
         device: torch.device = DEVICE,
     ) -> FakeTensor:
-        """Make a tensor on `device`, with a storage of `nbytes` if given; or a view of `base`."""
+        """Make a tensor on `device`, with a storage of `nbytes` if given; or a view of `base`.
+
+        C++ need not call Python for the device of one on the card, since the answer would be `meta`, the device that it
+        has; this makes it in a third of the time of `FakeTensor(self, made, DEVICE)`.
+        """
         if base is None:
             made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
@@ -286,13 +276,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             made = torch.empty(0, dtype=dtype, device=_META)
             with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
                 made.set_(base.untyped_storage(), offset, shape, stride)
-        return self._make_fake(made) if device == DEVICE else FakeTensor(self, made, device)
-
-    def _make_fake(self, made: torch.Tensor) -> FakeTensor:
-        """Return `FakeTensor(self, made, DEVICE)`, in a third of its time.
-
-        C++ need not call Python for its device, since the answer would be `meta`, the device that it has.
-        """
+        if device != DEVICE:
+            return FakeTensor(self, made, device)
         if self._attributes is None:
             self._attributes = dict(vars(FakeTensor(self, made, DEVICE)))
         fake: FakeTensor = _MAKE_SUBCLASS(FakeTensor, made, dispatch_device=False, device_for_backend_keys=DEVICE)
@@ -335,6 +320,27 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             device = DEVICE
         return {**kwargs, "device": device}
 
+    def _lists_of_shards(self, func: Any, args: Sequence[Any]) -> list[Any] | None:
+        """Return the lists of DTensors, sharded alike, on which `func` works element by element; otherwise None."""
+        name = func._schema.name
+        if not name.startswith(_FOREACH) or name.startswith(_NOT_ELEMENTWISE):
+            return None
+        lists = [arg for arg in args if _is_list_of_tensors(arg)]
+        if not all(type(tensor) is self.sharded_type for tensors in lists for tensor in tensors):
+            return None
+        layouts = [[(tensor.placements, tensor.device_mesh) for tensor in tensors] for tensors in lists]
+        return lists if lists and all(layout == layouts[0] for layout in layouts) else None
+
+    def _run_on_shards(self, func: Any, args: Sequence[Any], lists: Sequence[Any]) -> Any:
+        """Run an operator on the local parts of DTensors.
+
+        DTensor would first work out how the results are sharded. For a list its time grows with the square of the
+        length, and takes seconds for 300 parameters; here the answer is known.
+        """
+        local = [[one._local_tensor for one in arg] if _is_list_of_tensors(arg) else arg for arg in args]
+        parts = self.__torch_dispatch__(func, (), local)
+        return None if parts is None else [_like_shard(*pair) for pair in zip(lists[0], parts, strict=True)]
+
 
 def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
     """Return the device that C++ code sees: `meta` for a tensor on the card."""
@@ -359,40 +365,10 @@ def _has_fake(values: Any) -> bool:
     return False
 
 
-_FOREACH: Final = "aten::_foreach_"
-_NOT_ELEMENTWISE: Final = ("aten::_foreach_norm", "aten::_foreach_max")
-"""Operators of this name that do not work element by element."""
-
-
-def can_run_on_shards(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether `func` works element by element on lists of DTensors that are sharded alike.
-
-    DTensor first works out how the results of an operator are sharded. For a list its time grows with the square of the
-    length, and takes seconds for 300 parameters; here the answer is known.
-    """
-    name = func._schema.name
-    if not name.startswith(_FOREACH) or name.startswith(_NOT_ELEMENTWISE):
-        return False
-    lists = [arg for arg in args if _is_list_of_tensors(arg)]
-    if not lists or not all(is_sharded(one) for each in lists for one in each):
-        return False
-    first, *others = ([(one.placements, one.device_mesh) for one in each] for each in lists)
-    return all(other == first for other in others)
-
-
-def run_on_shards(args: Sequence[Any], run: Callable[[list[Any]], Any]) -> Any:
-    """Return the result of `run`, which gets the local parts, as DTensors; None for an update in place."""
-    made = run([[one._local_tensor for one in arg] if _is_list_of_tensors(arg) else arg for arg in args])
-    if made is None:
-        return None
-    first = next(arg for arg in args if _is_list_of_tensors(arg))
-    return [_like_shard(one, part) for one, part in zip(first, made, strict=True)]
-
-
 def _is_list_of_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _like_shard(one: Any, part: torch.Tensor) -> Any:
-    meta = one._spec.tensor_meta._replace(dtype=part.dtype)
-    return type(one)(part, one._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)
+def _like_shard(tensor: Any, part: torch.Tensor) -> Any:
+    meta = tensor._spec.tensor_meta._replace(dtype=part.dtype)
+    return type(tensor)(part, tensor._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)

@@ -17,7 +17,7 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.simulation.cards import Card, CardInUse
-from autoaccum.simulation.torch_patches import cudnn_version, patched
+from autoaccum.simulation.torch_patches import cudnn_version, patch
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.unsupported import UnsupportedError
 
@@ -47,22 +47,22 @@ def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> N
     for name, answer in answers.items():
         for owner in (torch.cuda, torch.cuda.memory, *((torch._C,) if name in _EMPTY_CACHE else ())):
             if hasattr(owner, name):
-                stack.enter_context(patched(owner, name, answer))
-    stack.enter_context(patched(torch.cuda, "_initialized", True))
-    stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+                patch(stack, owner, name, answer)
+    patch(stack, torch.cuda, "_initialized", True)
+    patch(stack, torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     of_streams = {name: streams[name] for name in ("current_stream", "set_stream")}
     for name, answer in (_accelerator_answers(card, recorder) | of_streams).items():
         for owner in (torch.accelerator, torch.accelerator.memory):
             if hasattr(owner, name):
-                stack.enter_context(patched(owner, name, answer))
+                patch(stack, owner, name, answer)
     cudnn: Any = torch.backends.cudnn
-    stack.enter_context(patched(cudnn, "is_available", lambda: True))
+    patch(stack, cudnn, "is_available", lambda: True)
     # PyTorch's own refuses the cards that this build's cuDNN has no kernels for.
-    stack.enter_context(patched(cudnn, "version", cudnn_version))
+    patch(stack, cudnn, "version", cudnn_version)
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
-        stack.enter_context(patched(nvtx, name, _do_nothing))
-    stack.enter_context(patched(nvtx, "range", lambda *_, **__: nullcontext()))
+        patch(stack, nvtx, name, _do_nothing)
+    patch(stack, nvtx, "range", lambda *_, **__: nullcontext())
 
 
 def _answers(card: CardInUse, recorder: Recorder) -> dict[str, Any]:

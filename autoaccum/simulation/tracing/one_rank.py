@@ -23,7 +23,7 @@ from autoaccum.accumulation.ranks.launch import move_own
 from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
 from autoaccum.errors import UsageError
-from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.trace_records import Category
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
@@ -83,16 +83,16 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
         ),
         (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1) cannot be traced", "use fully_shard (FSDP2)"),
     ):
-        stack.enter_context(patched(wrapper, "__init__", partial(_refuse, what, hint)))
+        patch(stack, wrapper, "__init__", partial(_refuse, what, hint))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
-        stack.enter_context(patched(DTensor, name, answer))
+        patch(stack, DTensor, name, answer)
     # Numbers are never drawn, and need no state that is alike on all ranks. torch 2.11 asks for a region without asking
     # whether it is enabled.
     tracker = SimpleNamespace(distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext())
-    stack.enter_context(patched(_random, "_rng_tracker", tracker))
-    stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
-    stack.enter_context(patched(_fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states)))
+    patch(stack, _random, "_rng_tracker", tracker)
+    patch(stack, _sharding_prop, "FakeTensorMode", lambda: mode.beside)
+    patch(stack, _fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states))
 
 
 def _refuse(what: str, hint: str, *_: Any, **__: Any) -> NoReturn:
@@ -175,7 +175,7 @@ class RankPurposes:
             finally:
                 self.purpose, self.module = before
 
-        stack.enter_context(patched(owner, name, watch))
+        patch(stack, owner, name, watch)
 
 
 def unsharded_gradients(model: nn.Module) -> Iterable[tuple[Tensor, nn.Module]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.simulation.tracing.known_values import find_tensors
+from autoaccum.simulation.tracing.values import find_tensors
 
 ResultMaker = Callable[[Sequence[Any]], Any]
 """Makes the result of a call from its arguments."""

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autoaccum.simulation.torch_patches import patched
+from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.simulation.unsupported import UnsupportedError
 
@@ -25,9 +25,27 @@ _INITIALISE = "run one sample through the model in model(), before it is returne
 REPLACED_BY = "_autoaccum_replaced_by"
 """The attribute of a tensor with a weak reference to the one that took its place when it was moved."""
 _ZIP = b"PK\x03\x04"
+_MAKE_SUBCLASS: Any = Tensor._make_subclass
+_DATA: Any = torch._C.TensorBase.data
 
 
-def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def patch_placement(stack: ExitStack) -> None:
+    """Patch how modules, files and parameters come to the card, until `stack` is closed.
+
+    A parameter of a class of its own, as of bitsandbytes' packed weights, holds plain attributes beside its memory
+    (scales, a code book), and its own `to` replaces that memory. On the card it is a fake tensor that is an instance of
+    the class as well.
+    """
+    for owner, name, value in (
+        (nn.Module, "_apply", _convert_module),
+        *((owner, "load", partial(_load, torch.load)) for owner in (torch, torch.serialization)),
+        (Tensor, "_make_subclass", staticmethod(_make_subclass)),
+        (FakeTensor, "data", property(_DATA.__get__, _set_data)),
+    ):
+        patch(stack, owner, name, value)
+
+
+def _convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Replace `nn.Module._apply`: a parameter that `fn` turns into a fake tensor becomes a new parameter.
 
     The order is the same. Tied parameters stay tied, and a parameter keeps its attributes and hooks.
@@ -44,25 +62,24 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
     return module
 
 
-def current(tensor: Any) -> Any:
-    """Return the tensor that took the place of `tensor` when it was moved; by default itself."""
+def _replacement(tensor: Any) -> Any:
+    """Return the tensor that took the place of `tensor` when it was moved; None if it was not."""
     reference = vars(tensor).get(REPLACED_BY)
-    newer = None if reference is None else reference()
-    return tensor if newer is None else newer
+    return None if reference is None else reference()
 
 
 def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     if is_lazy(parameter):
         raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
     with torch.no_grad():
-        if (replacement := current(parameter)) is not parameter:
+        if (replacement := _replacement(parameter)) is not None:
             return replacement
         was_meta = parameter.is_meta
         applied = fn(parameter)
         if applied is parameter:
             if was_meta or not parameter.is_meta:
                 return parameter
-            applied = fake_parameter(parameter)
+            applied = _fake_parameter(parameter)
         if not isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):
             parameter.data = applied
             if parameter.grad is not None:
@@ -83,20 +100,13 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
 
 
 def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
-    if (replacement := current(buffer)) is not buffer:
+    if (replacement := _replacement(buffer)) is not None:
         return replacement
     with torch.no_grad():
         applied = fn(buffer)
     if applied is not buffer:
         setattr(buffer, REPLACED_BY, weakref.ref(applied))
     return applied
-
-
-def patch_torch_load(stack: ExitStack) -> None:
-    """Patch `torch.load` until `stack` is closed."""
-    load = partial(_load, torch.load)
-    for owner in (torch, torch.serialization):
-        stack.enter_context(patched(owner, "load", load))
 
 
 def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
@@ -133,21 +143,7 @@ def _can_be_mapped(f: Any) -> bool:
         return file.read(len(_ZIP)) == _ZIP
 
 
-_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
-_DATA: Any = torch._C.TensorBase.data
-
-
-def patch_parameter_classes(stack: ExitStack) -> None:
-    """Let code make parameters of a class of their own from fake tensors, until `stack` is closed.
-
-    Such a class, as of bitsandbytes' packed weights, holds plain attributes beside its memory (scales, a code book),
-    and its own `to` replaces that memory. On the card it is a fake tensor that is an instance of the class as well.
-    """
-    stack.enter_context(patched(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)))
-    stack.enter_context(patched(FakeTensor, "data", property(_DATA.__get__, _set_data)))
-
-
-def fake_parameter(parameter: nn.Parameter) -> FakeTensor:
+def _fake_parameter(parameter: nn.Parameter) -> FakeTensor:
     """Return a fake parameter for a real one whose own `to` has put fake memory of the card into it."""
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with torch._C._DisableTorchDispatch():

@@ -7,12 +7,11 @@ supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, thread, wait
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -25,23 +24,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autoaccum.messages import Message, message
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.registry import install_kernels
-from autoaccum.simulation.torch_patches import patch_hashes, patched, torch_release
+from autoaccum.simulation.torch_patches import patch, patch_hashes, register_missing, torch_release
 from autoaccum.simulation.tracing import autocast
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
-from autoaccum.simulation.tracing.known_values import (
-    calling_torch_module,
-    find_tensors,
-    forget_values,
-    read_array,
-    read_list,
-    unknown_value_error,
-)
-from autoaccum.simulation.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
+from autoaccum.simulation.tracing.placement import patch_placement
+from autoaccum.simulation.tracing.reads import calling_torch_module, read_array, read_list, unknown_value_error
 from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.values import find_tensors, forget_values
 from autoaccum.simulation.unsupported import UnsupportedError
 
-CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
+_CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 """Operators with a CUDA kernel and a composite kernel for other devices (native_functions.yaml). A build without CUDA
 would run the composite kernel, which allocates temporaries."""
 _METAS: Any = torch._meta_registrations
@@ -52,23 +45,6 @@ _NATIVE_GENERATOR: Any = torch.Generator
 _WAIT_SECONDS = 1.0
 """Long enough to load a tensor in another thread; work that waits for its caller goes on afterwards."""
 _Thread: Any = threading.Thread
-
-
-def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
-    """Register CUDA kernels, which are never called, so that their operators are not decomposed."""
-    register: Any = library.impl
-    for name in _lacking_cuda_kernels():
-        register(name, _never_called, "CUDA")
-    if torch_release() < (2, 15):
-        stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
-
-
-@cache
-def _lacking_cuda_kernels() -> list[str]:
-    """Return those of `CUDA_KERNELS` that this PyTorch knows and has no kernel of; to ask takes 50 ms."""
-    known = set(torch._C._dispatch_get_all_op_names())
-    here = [name for name in CUDA_KERNELS if f"aten::{name}" in known]
-    return [name for name in here if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")]
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,27 +67,18 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         _patch_device_queries(stack)
         _hide_fake_tensors(stack)
         patch_torch_cuda(in_use, mode.recorder, stack)
-        patch_functions(mode.notices, stack)
-        _hear_resizes(mode.recorder, stack)
-        patch_torch_load(stack)
-        _patch_triton(stack)
-        patch_parameter_classes(stack)
+        _patch_functions(mode, stack)
+        patch_placement(stack)
         patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
-        _register_cuda_kernels(library, stack)
+        # They are never called, but without them their operators would be decomposed.
+        register_missing(library, dict.fromkeys(_CUDA_KERNELS, _never_called), "CUDA")
         autocast.install(library, stack)
         install_kernels(library, in_use, stack)
         stack.enter_context(mode)
         _follow_threads(mode, stack)
         yield mode
-
-
-def _patch_triton(stack: ExitStack) -> None:
-    """Have kernels of Triton launch nothing, if it is installed."""
-    with suppress(ImportError):
-        kernels: Any = import_module("triton.runtime.jit")
-        stack.enter_context(patched(kernels.JITFunction, "run", _launch_nothing))
 
 
 def _launch_nothing(kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,14 +98,14 @@ def _patch_device_queries(stack: ExitStack) -> None:
     def answer_first(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args) if func is DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
 
-    stack.enter_context(patched(FakeTensor, "__torch_dispatch__", classmethod(answer_first)))
-    stack.enter_context(patched(fake_tensor, "init_gpu_context", lambda device: None))
+    patch(stack, FakeTensor, "__torch_dispatch__", classmethod(answer_first))
+    patch(stack, fake_tensor, "init_gpu_context", lambda device: None)
     before = handlers[DEVICE_QUERY]
     handlers[DEVICE_QUERY] = answer
     stack.callback(handlers.__setitem__, DEVICE_QUERY, before)
     for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
-        stack.enter_context(patched(FakeTensor, name, property(partial(_is_of, kind))))
-    stack.enter_context(patched(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+        patch(stack, FakeTensor, name, property(partial(_is_of, kind)))
+    patch(stack, FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1)
 
 
 def _hide_fake_tensors(stack: ExitStack) -> None:
@@ -156,18 +123,6 @@ def _hide_fake_tensors(stack: ExitStack) -> None:
     stack.callback(names.__setitem__, "FakeTensor", FakeTensor)
 
 
-def _hear_resizes(recorder: Recorder, stack: ExitStack) -> None:
-    """Record memory that code frees and takes again without an operator, as FSDP2 does with gathered parameters."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
-        resized = resize(storage, size)
-        recorder.record_resized(storage)
-        return resized
-
-    stack.enter_context(patched(torch.UntypedStorage, "resize_", resize_and_record))
-
-
 class _NoTensor:
     """A class without instances."""
 
@@ -176,28 +131,41 @@ def _is_of(kind: str, tensor: FakeTensor) -> bool:
     return tensor.device.type == kind
 
 
-def patch_functions(notices: dict[Message, None], stack: ExitStack) -> None:
+def _patch_functions(mode: FakeCudaMode, stack: ExitStack) -> None:
     """Patch functions of PyTorch that create, move or read tensors until `stack` is closed."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+        """Record memory that code frees and takes again without an operator, as FSDP2 does."""
+        resized = resize(storage, size)
+        mode.recorder.record_resized(storage)
+        return resized
+
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, DEVICE if device is None else device)),
+        (torch.UntypedStorage, "resize_", resize_and_record),
         (torch, "Generator", Generator),
         (FakeTensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
         (FakeTensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
         (FakeTensor, "tolist", read_list),
         (torch, "tensor", lambda data, *args, **kwargs: _TENSOR(_read_scalars(data), *args, **kwargs)),
         (torch, "as_tensor", _as_tensor),
-        (torch, "compile", partial(_eager, notices)),
+        (torch, "compile", partial(_eager, mode.notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         (FakeTensor, "numpy", read_array),
         (FakeTensor, "__array__", read_array),
         (FakeTensor, "__dlpack__", _raise_unknown_value),
         (FakeTensor, "data_ptr", _data_ptr),
-        (torch.nn.Module, "_apply", convert_module),
         (torch.nn.DataParallel, "forward", _run_wrapped),
         (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
-        stack.enter_context(patched(owner, name, value))
+        patch(stack, owner, name, value)
+    if torch_release() < (2, 15):
+        patch(stack, _METAS, "_meta_grouped_mm_common", _grouped_mm)
+    with suppress(ImportError):
+        triton: Any = import_module("triton.runtime.jit")
+        patch(stack, triton.JITFunction, "run", _launch_nothing)
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -311,7 +279,7 @@ def _eager(notices: dict[Message, None], model: Any = None, **options: Any) -> A
         model.register_forward_pre_hook(note)
         return model
 
-    @functools.wraps(model)
+    @wraps(model)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or any(leaf.is_cuda for leaf in tensors):  # Functions that prepare a batch do not count.
@@ -343,6 +311,6 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
         wait([future], _WAIT_SECONDS)
         return future
 
-    stack.enter_context(patched(_Thread, "start", start_and_wait))
-    stack.enter_context(patched(_Thread, "_bootstrap_inner", run_on_card))
-    stack.enter_context(patched(ThreadPoolExecutor, "submit", submit_and_wait))
+    patch(stack, _Thread, "start", start_and_wait)
+    patch(stack, _Thread, "_bootstrap_inner", run_on_card)
+    patch(stack, ThreadPoolExecutor, "submit", submit_and_wait)

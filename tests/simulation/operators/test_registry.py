@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.simulation.operators.registry import WorkspaceObserver
+from autoaccum.simulation.operators.registry import observe_workspaces
 from autoaccum.simulation.operators.workspace_rules import estimate
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
@@ -24,11 +24,11 @@ _aten = torch.ops.aten
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows each operator to an observer."""
+    """Observes each operator."""
 
     def __init__(self, version: tuple[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observer = WorkspaceObserver(version)
+        self.version = version
         self.transient: list[Workspace] = []
         self.kept: list[Kept] = []
 
@@ -37,8 +37,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        in_backward = torch._C._current_autograd_node() is not None
-        seen = self.observer.observe(func, args, kwargs, out, in_backward=in_backward)
+        seen = observe_workspaces(func, args, kwargs, out, self.version)
         self.transient.extend(step for step in seen if isinstance(step, Workspace))
         self.kept.extend(step for step in seen if isinstance(step, Kept))
         return out
@@ -54,7 +53,7 @@ def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
 
 
 def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> Sequence[MemoryStep]:
-    return WorkspaceObserver((2, 13)).observe(func, args, kwargs, out, in_backward=False)
+    return observe_workspaces(func, args, kwargs, out, (2, 13))
 
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -190,7 +190,7 @@ def test_a_fake_step_has_the_events_of_a_real_one(name: str, optimizer: str) -> 
         expected = record(name, optimizer, real, "cpu")
     with simulate(make_card(), fake) as mode:
         if name == "values":
-            mode.compute_values()
+            mode.values.computed = True
         found = record(name, optimizer, fake, "cuda")
     assert found == expected
     assert len(found) > 100
