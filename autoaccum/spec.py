@@ -208,6 +208,30 @@ class StepRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What is known of a device once its budget was chosen; an empty or missing value is not known.
+
+    Attributes:
+        name: Its name in reports: `cpu`, `cuda:0`, `rtx3090 (simulated)`.
+        kind: What it is.
+        card: The name that its driver gives it, for a card.
+        total_bytes: Its memory.
+        free_bytes: What was free of it.
+        used_by_others_bytes: What other processes held of it.
+        properties: What else a plan records: how the budget is enforced and the peak measured, and of a card its
+            properties and their sources, and the allocator's settings.
+    """
+
+    name: str = ""
+    kind: Literal["cpu", "cuda", "simulated"] = "cpu"
+    card: str | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    used_by_others_bytes: int | None = None
+    properties: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
     """What is known of a workload once it was built; an empty or missing value is not known.
 

@@ -19,7 +19,7 @@ from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
 from autoaccum.sources.objective import Objective, resolve_objective
 from autoaccum.sources.optimizers import closure_refusal, needs_closure
-from autoaccum.spec import TrainingSpec, WorkloadFacts
+from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -198,7 +198,7 @@ class PlanLike(Protocol):
         """What was trained."""
 
     @property
-    def device(self) -> Mapping[str, Any]:
+    def device(self) -> DeviceFacts:
         """The kind of device, and the name of a GPU."""
 
 
@@ -261,8 +261,8 @@ def plan_facts(plan: PlanLike) -> dict[str, Any]:
         **{name: getattr(spec, name) for name in ("precision", "batchnorm", "coupled", "accumulate_in")},
         "model": None if is_wrapper else workload.model or None,
         "loss": _loss_phrase(workload.reduction, workload.weight) if workload.weight else None,
-        "kind": "cuda" if device.get("kind") == "simulated" else device.get("kind"),
-        "card": device.get("card"),
+        "kind": "cuda" if device.kind == "simulated" else device.kind,
+        "card": device.card,
     }
 
 

@@ -15,7 +15,7 @@ from autoaccum.messages import Message
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.source import Source
-from autoaccum.spec import TrainingSpec, WorkloadFacts
+from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -225,8 +225,8 @@ class Device(ABC):
         """The budget that every trial is held to."""
 
     @abstractmethod
-    def describe(self) -> Mapping[str, Any]:
-        """Return the plan's record of the device: name, kind, total and free bytes, how limits are enforced."""
+    def describe(self) -> DeviceFacts:
+        """Return what a plan records of the device."""
 
     @abstractmethod
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:

@@ -12,6 +12,7 @@ from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
+from autoaccum.spec import DeviceFacts
 
 
 class CpuDevice(ChildDevice):
@@ -62,18 +63,23 @@ class CpuDevice(ChildDevice):
         """`cpu`."""
         return "cpu"
 
-    def describe(self) -> Mapping[str, Any]:
-        """Return the plan's record: name, kind, total and free bytes at the choice of the budget, its enforcement."""
+    def describe(self) -> DeviceFacts:
+        """As `Device`; bytes are those at the choice of the budget."""
         limit_bytes = self.limit_bytes
         assert self._host is not None
-        return {
-            "name": self.name,
-            "kind": "cpu",
-            **dataclasses.asdict(self._host),
-            "limit_bytes": limit_bytes,
-            "enforced_by": "RLIMIT_DATA above VmData after loading",
-            "peak": "VmHWM above what was resident before, and what is untouched",
-        }
+        host = dataclasses.asdict(self._host)
+        return DeviceFacts(
+            name=self.name,
+            kind="cpu",
+            total_bytes=host.pop("total_bytes"),
+            free_bytes=host.pop("free_bytes"),
+            properties={
+                **host,
+                "limit_bytes": limit_bytes,
+                "enforced_by": "RLIMIT_DATA above VmData after loading",
+                "peak": "VmHWM above what was resident before, and what is untouched",
+            },
+        )
 
     @property
     def _host_budget_bytes(self) -> int:

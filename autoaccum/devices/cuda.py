@@ -14,6 +14,7 @@ from autoaccum.devices.nvml import CardProcess, NvmlAnswers
 from autoaccum.errors import AutoaccumError, UsageError, first_line
 from autoaccum.messages import message
 from autoaccum.serialization import read_record
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -96,18 +97,26 @@ class InstalledCard:
         available = AvailableMemory(self.total_bytes, self.available_bytes, f"cuda:{self.index} ({self.name})")
         return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=self.holders)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the plan's record of the card, and of how its trials are limited and measured."""
-        names = {"name": "card", "reserved_bytes": None, "allowed_bytes": None, "others": None}
+    def describe(self, device: str, limit_bytes: int) -> DeviceFacts:
+        """Return what a plan records of the card, as `device`, and of how its trials are limited and measured."""
+        names = {"name": None, "reserved_bytes": None, "allowed_bytes": None, "others": None}
         record = {name: value for field, value in asdict(self).items() if (name := names.get(field, field))}
-        return {
-            **record,
-            "other_processes": None if self.others is None else [asdict(process) for process in self.others],
-            "capability": list(self.capability),
-            "used_by_others_bytes": self.used_by_others_bytes,
-            "enforced_by": "torch.cuda.set_per_process_memory_fraction",
-            "peak": "the most PyTorch's allocator held, whole segments",
-        }
+        return DeviceFacts(
+            name=device,
+            kind="cuda",
+            card=self.name,
+            total_bytes=record.pop("total_bytes"),
+            free_bytes=record.pop("free_bytes"),
+            used_by_others_bytes=self.used_by_others_bytes,
+            properties={
+                **record,
+                "other_processes": None if self.others is None else [asdict(process) for process in self.others],
+                "capability": list(self.capability),
+                "limit_bytes": limit_bytes,
+                "enforced_by": "torch.cuda.set_per_process_memory_fraction",
+                "peak": "the most PyTorch's allocator held, whole segments",
+            },
+        )
 
     def to_simulate(self) -> Card:
         """Return this card as one that can be simulated."""
@@ -172,12 +181,9 @@ class CudaDevice(ChildDevice):
         """`cuda:N`."""
         return f"cuda:{self._index}"
 
-    def describe(self) -> Mapping[str, Any]:
-        """Return the plan's record: the card, its free memory and the holders of the rest when the budget was chosen.
-
-        None stands for what is not known (see `InstalledCard`).
-        """
-        return {"name": self.name, "kind": "cuda", **self._installed.describe(), "limit_bytes": self.limit_bytes}
+    def describe(self) -> DeviceFacts:
+        """As `Device`: the card, its free memory and the holders of the rest when the budget was chosen."""
+        return self._installed.describe(self.name, self.limit_bytes)
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""

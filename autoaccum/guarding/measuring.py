@@ -95,7 +95,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     return Measurement(
-        card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
+        card=described.card or described.name.removesuffix(" (simulated)"),
         update={
             "precision": inspection.spec.precision,
             "optimizer": inspection.workload.optimizer,
@@ -113,7 +113,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         min_budget_bytes=prediction.min_budget_bytes,
         phase=account.explanation.phase,
         holdings=account.holdings,
-        environment={**versions, **described["allocator"], **variables},
+        environment={**versions, **device.allocator_settings, **variables},
         warnings=tuple(map(str, dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings)))),
     )
 

@@ -232,7 +232,7 @@ def _dtype(plan: Plan) -> str:
 
 
 def _is_on_cpu(plan: Plan) -> bool:
-    return plan.device.get("kind") == "cpu"
+    return plan.device.kind == "cpu"
 
 
 def _name(framework: str) -> str:

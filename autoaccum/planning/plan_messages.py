@@ -135,7 +135,7 @@ def ranks_notes(device: Device, *, holds_own: bool) -> list[Message]:
 
     With `holds_own`, trials held the outputs of one rank, where each will hold those of all for a coupled loss.
     """
-    notes = [message("nccl_memory")] if device.describe()["kind"] == "cuda" else []
+    notes = [message("nccl_memory")] if device.describe().kind == "cuda" else []
     return [*notes, message("outputs_of_ranks")] if holds_own else notes
 
 

@@ -22,7 +22,7 @@ from autoaccum.messages import Message
 from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
-from autoaccum.spec import TrainingSpec, WorkloadFacts
+from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
 
 SCHEMA = 3
 _AGAIN = "plan again with `autoaccum plan`"
@@ -57,7 +57,7 @@ class Plan:
             the card, as far as those were never measured; None when measured.
         host_bytes: The host memory beside a card: for what backward needs, where parts run in lock step, and of savers;
             else None.
-        device: Name, kind, total and free bytes, how limits are enforced.
+        device: Where its trials ran, or what was simulated.
         devices: The device of every rank, where each tried on its own, and the plan is that of the one where the least
             fits; None: `device` alone was tried.
         environment: Versions and settings the trials ran under.
@@ -100,8 +100,8 @@ class Plan:
     min_budget_bytes: int | None = None
     uncertainty_bytes: int | None = None
     host_bytes: int | None = None
-    device: Mapping[str, Any]
-    devices: tuple[Mapping[str, Any], ...] | None = None
+    device: DeviceFacts
+    devices: tuple[DeviceFacts, ...] | None = None
     environment: Mapping[str, Any]
     workload: WorkloadFacts
     spec: TrainingSpec = TrainingSpec()

@@ -371,7 +371,7 @@ class _Planner:
             sample_bytes=None if in_lock_step else inspection.sample_bytes,
             predicted=self.predicts,
             parallel=inspection.parallel,
-            holds_whole_batch=in_lock_step and self.setup.device.describe().get("kind") == "cpu",
+            holds_whole_batch=in_lock_step and self.setup.device.describe().kind == "cpu",
         )
 
 

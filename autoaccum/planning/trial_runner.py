@@ -118,7 +118,7 @@ class TrialRunner:
                 self._notify(Doing("timing", size))
                 return time_update(size)
 
-            name = str(self._device.describe().get("card") or self._device.name)
+            name = self._device.describe().card or self._device.name
             return measure_throughput(time_one, self._request.target_batch, sizes, name)
 
     def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:

@@ -139,7 +139,7 @@ def _origin(plan: Plan) -> str:
     digest = workload.digest[:_DIGITS_OF_DIGEST]
     about = [workload.model or "a model", *([f"digest {digest}"] if digest else [])]
     parts = format_parts(plan.micro_batches)
-    card = device.get("card") or device.get("name") or "unknown"
+    card = device.card or device.name or "unknown"
     return (
         f"Written by `autoaccum plan` for {workload.name or 'a workload'} ({', '.join(about)}): "
         f"{plan.target_batch} samples an update"

@@ -116,7 +116,7 @@ def plan_title(plan: Plan) -> str:
     sizes = f"{plan.micro_batch} of {plan.target_batch} samples at a time"
     if plan.iter_size == 1 and plan.world_size == 1:
         sizes = "1 sample" if plan.micro_batch == 1 else f"{plan.micro_batch} samples at once"
-    return f"{model} on {plan.device.get('name', 'this device')}, {sizes}"
+    return f"{model} on {plan.device.name or 'this device'}, {sizes}"
 
 
 def draw_timeline(figure: SubFigure, *, plan: Plan, report: MemoryReport) -> None:

@@ -75,7 +75,7 @@ def plan_page(
         command: The command that made it.
     """
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
-    if report is None and plan.device.get("kind") == "cpu":
+    if report is None and plan.device.kind == "cpu":
         notes.append(message("memory_unknown"))
     timeline: list[Picture] = []
     account: list[Block] = []

@@ -206,13 +206,13 @@ def _largest_fit(plan: Plan) -> str:
 
 def _device(plan: Plan) -> str:
     device = plan.device
-    known = [str(device.get("name", "unknown"))]
-    if device.get("card"):
-        known.append(str(device["card"]))
-    if device.get("kind") == "simulated":
-        known.append(format_bytes(device.get("total_bytes") or 0))
-    if device.get("used_by_others_bytes"):
-        known.append(f"of which others hold {format_bytes(device['used_by_others_bytes'])}")
+    known = [device.name or "unknown"]
+    if device.card:
+        known.append(device.card)
+    if device.kind == "simulated":
+        known.append(format_bytes(device.total_bytes or 0))
+    if device.used_by_others_bytes:
+        known.append(f"of which others hold {format_bytes(device.used_by_others_bytes)}")
     if plan.devices is not None:
         known.append(f"where the least fits of {len(plan.devices)} that were tried at once")
     elif plan.world_size > 1 and plan.kind == "measured":

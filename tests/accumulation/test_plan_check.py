@@ -17,7 +17,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import TrainingSpec
+from autoaccum.spec import DeviceFacts, TrainingSpec
 from autoaccum.units import GIB
 
 CARD = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA A100-SXM4-40GB", "total_bytes": 40 * GIB}
@@ -68,7 +68,7 @@ def test_the_plan_gives_the_precision() -> None:
 
 
 def test_a_predicted_plan_is_for_the_card_it_names() -> None:
-    predicted = {**CARD, "name": "a100-40gb (simulated)", "kind": "simulated"}
+    predicted = DeviceFacts(name="a100-40gb (simulated)", kind="simulated", card="NVIDIA A100-SXM4-40GB")
     assert not differences(plan_facts(make_plan(8, 3, device=predicted)), HERE)
     other = {"kind": "cuda", "card": "NVIDIA A100-SXM4-80GB", "total_bytes": 80 * GIB}
     assert differences(plan_facts(make_plan(8, 3, device=predicted)), other) == [
@@ -78,7 +78,7 @@ def test_a_predicted_plan_is_for_the_card_it_names() -> None:
 
 
 def test_a_plan_for_a_memory_size_fits_any_card() -> None:
-    predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
+    predicted = DeviceFacts(name="24GiB (simulated)", kind="simulated", total_bytes=24 * GIB)
     assert not differences(plan_facts(make_plan(8, 3, device=predicted)), HERE)
 
 
@@ -165,7 +165,7 @@ def test_a_plan_of_this_card() -> None:
     objective = resolve_objective(nn.CrossEntropyLoss())
     facts = current_facts(model, torch.optim.AdamW(model.parameters()), objective, TrainingSpec())
     assert (facts["kind"], facts["card"]) == ("cuda", torch.cuda.get_device_name())
-    device = {"kind": "cuda", "card": facts["card"]}
+    device = DeviceFacts(kind="cuda", card=facts["card"])
     plan = replace(plan_of(), device=device)
     assert accumulator(plan, model).step(batch_of(8)).updated
     with pytest.raises(UsageError, match="the plan is for a CUDA card; here is the CPU"):

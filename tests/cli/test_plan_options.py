@@ -114,7 +114,7 @@ finally:
     done = autoaccum(folder, *words.split(), code=code)
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
-    assert (plan.kind, plan.device["name"], plan.device["card"]) == ("predicted", "24GiB (simulated)", None)
+    assert (plan.kind, plan.device.name, plan.device.card) == ("predicted", "24GiB (simulated)", None)
     assert plan.micro_batches == (16,)
 
 

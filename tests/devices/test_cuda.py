@@ -73,10 +73,11 @@ def test_holders(change: dict[str, Any], holders: str) -> None:
 
 
 def test_a_plan_records_the_card_and_who_was_on_it() -> None:
-    described = CARD.describe()
-    assert described["card"] == "NVIDIA GeForce RTX 3090"
+    device = CARD.describe("cuda:1", 8 * GIB)
+    described = device.properties
+    assert (device.card, device.used_by_others_bytes) == ("NVIDIA GeForce RTX 3090", 9 * GIB - 400 * MIB)
     assert (described["index"], described["capability"], described["multiprocessors"]) == (1, [8, 6], 82)
-    assert (described["context_bytes"], described["used_by_others_bytes"]) == (400 * MIB, 9 * GIB - 400 * MIB)
+    assert described["context_bytes"] == 400 * MIB
     assert described["other_processes"] == [
         {"pid": 1502, "used_bytes": 310 * MIB},
         {"pid": 4711, "used_bytes": 8 * GIB},

@@ -47,7 +47,7 @@ def test_a_plan_was_proved_and_keeps_to_its_budget(place: torch.device, write_wo
     side, memory, target = (64, "48MiB", 120) if place.type == "cpu" else (96, "1GiB", 1500)
     reference = write_workload(f"SIDE = {side}\n{WORKLOAD}")
     made = plan(reference, target_batch=target, device=str(place), memory=memory)
-    assert (made.kind, sum(made.micro_batches), made.device["name"]) == ("measured", target, str(place))
+    assert (made.kind, sum(made.micro_batches), made.device.name) == ("measured", target, str(place))
     assert made.iter_size > 1
     assert not made.capped
     assert made.micro_batch <= made.largest_fit < target
@@ -78,7 +78,7 @@ def train(made: Any, reference: str, place: torch.device) -> None:
 def test_auto_is_the_card_and_another_is_not_there(write_workload: Callable[[str], str]) -> None:
     reference = write_workload(f"SIDE = 32\n{WORKLOAD}")
     made = plan(reference, target_batch=8, device="auto")
-    assert (made.device["name"], made.iter_size) == ("cuda:0", 1)
+    assert (made.device.name, made.iter_size) == ("cuda:0", 1)
     with pytest.raises(UsageError, match="there is no cuda:99"):
         plan(reference, target_batch=8, device="cuda:99")
 
@@ -126,7 +126,7 @@ def test_a_live_model_leaves_the_card_to_its_trials_and_comes_back(place: torch.
         held.append(sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()))
 
     made = plan(model=model, batch=batch, loss=criterion, optimizer=optimizer, target_batch=64, on_event=notice)
-    assert made.device["name"] == str(place)
+    assert made.device.name == str(place)
     assert state_digest(model, optimizer) == before
     if place.type == "cuda":
         assert set(held) == {0}, "the card is free while trials run"

@@ -133,7 +133,7 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
 def test_memory_of_another_process_is_refused_and_named(reference: str) -> None:
     torch.cuda.empty_cache()
     with make_device(CARD, reference) as device:
-        alone_bytes, free_bytes = device.limit_bytes, device.describe()["free_bytes"]
+        alone_bytes, free_bytes = device.limit_bytes, device.describe().free_bytes
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLDER], text=True, **pipes) as holder:
         assert holder.stdout is not None
@@ -141,7 +141,7 @@ def test_memory_of_another_process_is_refused_and_named(reference: str) -> None:
             assert holder.stdout.readline() == "ready\n"
             with make_device(CARD, reference) as device:
                 assert device.limit_bytes < alone_bytes - HELD_BYTES // 2
-                others = device.describe()["other_processes"]
+                others = device.describe().properties["other_processes"]
             # The budget leaves 2 % of what is free, more than is held of a large card.
             with (
                 make_device(CARD, reference, free_bytes) as device,

@@ -16,12 +16,13 @@ from autoaccum.errors import UsageError
 from autoaccum.integrations.framework_arguments import FRAMEWORKS, arguments_for, for_framework, framework_notes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import code_lines
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB
 
 
 def make_plan(target: int, ceiling: int, world_size: int = 1, *, equal: bool = True, **fields: Any) -> Plan:
     workload = {"precision": "bf16"} | fields.pop("workload", {})
-    given = {"device": {"kind": "cuda"}, **fields}
+    given = {"device": DeviceFacts(kind="cuda"), **fields}
     return factories.make_plan(target, ceiling, world_size=world_size, equal=equal, workload=workload, **given)
 
 
@@ -107,7 +108,7 @@ def test_what_else_the_plan_decides() -> None:
     found = arguments_for(plan, "transformers")
     names = ("dataloader_drop_last", "learning_rate", "per_device_eval_batch_size")
     assert [found[name] for name in names] == [True, 0.5, 6]
-    on_cpu = make_plan(8, 4, device={"kind": "cpu"}, workload={"precision": "fp32"})
+    on_cpu = make_plan(8, 4, device=DeviceFacts(kind="cpu"), workload={"precision": "fp32"})
     assert arguments_for(on_cpu, "transformers")["use_cpu"] is True
     assert arguments_for(on_cpu, "accelerate")["accelerator"]["cpu"] is True
     trainer = arguments_for(on_cpu, "lightning")["trainer"]

@@ -26,7 +26,7 @@ def test_plans() -> None:
     assert {trial.micro_batch for trial in found.trials if trial.outcome == "oom"} == {128}
     assert found.peak_bytes == (100 + 86 * 9) * MIB
     assert found.workload.reference == "model.py"
-    assert found.device["kind"] == "cpu"
+    assert found.device.kind == "cpu"
     assert [trial.micro_batch for trial in found.trials] == [max(parts) for parts, _ in device.asked]
 
 

@@ -38,7 +38,7 @@ def test_a_predicted_plan() -> None:
     assert plan.min_budget_bytes <= plan.limit_bytes == 2 * GIB
     assert plan.min_budget_bytes <= plan.peak_bytes
     assert plan.uncertainty_bytes > 0
-    assert plan.device["kind"] == "simulated"
+    assert plan.device.kind == "simulated"
     assert set(plan.trials[-1].parts) == {plan.micro_batch, min(plan.micro_batches)}
     assert plan.trials[-1].fresh
     assert "predicted" in codes(plan.notes)

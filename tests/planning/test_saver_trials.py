@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from autoaccum.messages import Message
 from autoaccum.planning.plan_events import SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.trace_records import Amount, UpdateCost
-from autoaccum.spec import OFFLOADS
+from autoaccum.spec import OFFLOADS, DeviceFacts
 from autoaccum.units import GIB, MIB
 
 BLOCKS = 6
@@ -148,8 +148,8 @@ class Card(ScriptedDevice):
         self._tracer, self.savers = tracer, tuple[str, ...]()
         self.inspected_with: list[tuple[str, ...]] = []
 
-    def describe(self) -> Mapping[str, Any]:
-        return {**super().describe(), "kind": "cuda"}
+    def describe(self) -> DeviceFacts:
+        return replace(super().describe(), kind="cuda")
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         self.inspected_with.append(self.savers)

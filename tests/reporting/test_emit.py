@@ -22,7 +22,7 @@ from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.sources.source import FileSource
-from autoaccum.spec import TrainingSpec
+from autoaccum.spec import DeviceFacts, TrainingSpec
 from autoaccum.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_says_where_it_comes_from(a_plan: Plan) -> None:
     assert "train_step(model, optimizer, criterion, batch)" in found
     assert "The plan warned" not in found
     assert "    from my_step import train_step" in emit_wrapper(a_plan, module="my_step")
-    card = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA H200", "total_bytes": 139 * GIB}
+    card = DeviceFacts(name="cuda:0", kind="cuda", card="NVIDIA H200", total_bytes=139 * GIB)
     warned = dataclasses.replace(a_plan, device=card, warnings=(Message("compares_samples"),))
     text = emit_wrapper(with_recipe(warned, "fp16"))
     assert "on NVIDIA H200" in " ".join(text.split())

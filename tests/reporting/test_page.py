@@ -15,6 +15,7 @@ from autoaccum.devices.explanation import Change, ModuleShare
 from autoaccum.messages import Message
 from autoaccum.reporting.page import plan_page
 from autoaccum.simulation.trace_records import Category
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB, format_bytes
 
 EVIL = "<script>alert(1)</script>"
@@ -37,7 +38,7 @@ def pages() -> dict[str, str]:
     explanation = dataclasses.replace(memory.explanation, modules=modules, changes=changes, module=EVIL)
     memory = dataclasses.replace(memory, explanation=explanation, notes=(Message("changes_vary"),))
     plan = dataclasses.replace(plan, warnings=(Message("compares_samples"),), notes=(Message("random_memory"),))
-    measured = dataclasses.replace(extremes()["measured on a CPU"][0], device={"name": "cpu", "kind": "cpu"})
+    measured = dataclasses.replace(extremes()["measured on a CPU"][0], device=DeviceFacts(name="cpu", kind="cpu"))
     return {"card": plan_page(plan, memory, 12.5, f"autoaccum plan {EVIL}"), "cpu": plan_page(measured, None)}
 
 

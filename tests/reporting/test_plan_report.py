@@ -12,15 +12,16 @@ from autoaccum.devices.base import Outcome, Trial
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.plan_report import accumulator_line, print_plan
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
 
-CARD = {"name": "cuda:1", "kind": "cuda", "card": "NVIDIA GeForce RTX 3090", "used_by_others_bytes": 5 * GIB // 2}
+CARD = DeviceFacts(name="cuda:1", kind="cuda", card="NVIDIA GeForce RTX 3090", used_by_others_bytes=5 * GIB // 2)
 COMMAND = ["autoaccum", "plan", "my model.py", "--target-batch", "256"]
 
 
 def make_plan(target: int = 256, ceiling: int = 100, **changes: Any) -> Plan:
     remarks = {"warnings": ("BatchNorm in bn1 sees 86 samples at a time",), "notes": ("the learning rate stays",)}
-    return factories.make_plan(target, ceiling, **{"device": {"name": "cpu"}, **remarks, **changes})
+    return factories.make_plan(target, ceiling, **{"device": DeviceFacts(name="cpu"), **remarks, **changes})
 
 
 def alike(outcome: Outcome, size: int) -> tuple[Trial]:
@@ -28,9 +29,9 @@ def alike(outcome: Outcome, size: int) -> tuple[Trial]:
 
 
 def predicted(**changes: Any) -> Plan:
-    card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
+    card: dict[str, Any] = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
     known: dict[str, Any] = {"kind": "predicted", "uncertainty_bytes": 40 * MIB, "min_budget_bytes": 800 * MIB}
-    return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
+    return make_plan(**known, **{"device": DeviceFacts(name="rtx3090 (simulated)", **card), **changes})
 
 
 def draw(plan: Plan, *, width: int = 100, kept: str | None = None, color: bool = False, **options: Any) -> str:
@@ -127,7 +128,7 @@ def test_what_others_named_stays_on_its_line() -> None:
     odd = make_plan(
         notes=(message_at("a\nnote\x1b[31m"),),
         warnings=(message_at("[red]careful[/red] :smile:"),),
-        device={"name": "cpu\x1b[2J", "kind": "cpu"},
+        device=DeviceFacts(name="cpu\x1b[2J", kind="cpu"),
     )
     text = draw(odd)
     assert "note         the check at a note\\x1b[31m was" in text

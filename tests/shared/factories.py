@@ -14,7 +14,7 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
-from autoaccum.spec import SPEC_FIELDS, TrainingSpec, WorkloadFacts
+from autoaccum.spec import SPEC_FIELDS, DeviceFacts, TrainingSpec, WorkloadFacts
 from autoaccum.units import GIB, MIB
 
 FEATURES, CLASSES = 6, 4
@@ -176,7 +176,7 @@ def make_plan(
         "capped": False,
         "limit_bytes": GIB,
         "peak_bytes": 900 * MIB,
-        "device": {"name": "cpu", "kind": "cpu"},
+        "device": DeviceFacts(name="cpu"),
         "environment": {},
         "trials": (
             Trial(parts=(ceiling, ceiling), outcome="ok", seconds=1.0),

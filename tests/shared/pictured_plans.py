@@ -11,6 +11,7 @@ from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CurvePoint, Explanation, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.trace_records import CATEGORIES, Category, Phase
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
 
 POINTS = 200
@@ -73,7 +74,7 @@ def plan(
         "peak_bytes": peak_bytes,
         "min_budget_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
         "uncertainty_bytes": 40 * MIB,
-        "device": {"name": "rtx3090 (simulated)"},
+        "device": DeviceFacts(name="rtx3090 (simulated)"),
         "workload": {"model": "GPT2"},
         "trials": trials,
     }
@@ -84,7 +85,7 @@ MEASURED: dict[str, Any] = {
     "kind": "measured",
     "uncertainty_bytes": None,
     "min_budget_bytes": None,
-    "device": {"name": "cpu"},
+    "device": DeviceFacts(name="cpu"),
     "workload": {"model": "Sequential"},
 }
 
@@ -106,7 +107,7 @@ def extremes() -> dict[str, tuple[Plan, MemoryReport | None]]:
     at = {size: 300 * MIB + size * 16 * MIB for size in sizes}
     ran = tuple(trial(size, "ok" if size <= 100 else "oom", min(at[size], 2 * GIB)) for size in sizes)
     blind = tuple(trial(size, "ok" if size <= 100 else "oom") for size in sizes)
-    odd = {"workload": {"model": "Net$x_1$ \u6a21\u578b\n"}, "device": {"name": 30 * "card "}}
+    odd = {"workload": {"model": "Net$x_1$ \u6a21\u578b\n"}, "device": DeviceFacts(name=30 * "card ")}
     tried = (trial(12, "ok", 9 * GIB), trial(13, "tight", 11 * GIB), trial(14, "oom", 12 * GIB))
     return {
         "a tight size": (plan(12, 256, 10 * GIB, 9 * GIB, tried), None),

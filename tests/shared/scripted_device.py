@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from factories import make_inspection
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Trial
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
 
 INSPECTION = make_inspection({"torch": "2.13.0", "threads": [1, 2]})
@@ -57,8 +58,8 @@ class ScriptedDevice(Device):
         """The parts that were asked for in a fresh process."""
         return [parts for parts, fresh in self.asked if fresh]
 
-    def describe(self) -> Mapping[str, Any]:
-        return {"name": self._card, "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
+    def describe(self) -> DeviceFacts:
+        return DeviceFacts(name=self._card, total_bytes=8 * GIB)
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         if self._fails:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import TrainingSpec
+from autoaccum.spec import DeviceFacts, TrainingSpec
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import RunFolder, read_checkpoint
@@ -117,14 +117,14 @@ def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path)
 
 
 def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -> None:
-    card = replace(PLAN, device={"name": "cuda:0", "kind": "cuda", "card": "NVIDIA T4"})
+    card = replace(PLAN, device=DeviceFacts(name="cuda:0", kind="cuda", card="NVIDIA T4"))
     fit(plan=PLAN, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
     with RunFolder(tmp_path) as run:
         run.write_checkpoint(3, read_checkpoint(newest) | {"plan": card.to_json()})
     result, recorded = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
     assert result.plan is not None
-    assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)
+    assert (result.plan.device.kind, result.plan.learning_rate) == ("cpu", 0.02)
     assert recorded.rates == [0.02]
     assert Plan.load(tmp_path / "plan.json") == result.plan
 

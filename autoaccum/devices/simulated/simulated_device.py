@@ -30,6 +30,7 @@ from autoaccum.options import GradSync
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings, read_settings
 from autoaccum.simulation.cards import Card, CardRates, all_cards, card_rates, context_memory
 from autoaccum.simulation.trace_records import Trace, UpdateCost
+from autoaccum.spec import DeviceFacts
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -109,26 +110,33 @@ class SimulatedDevice(Device):
         """The budget in bytes."""
         return self._limit_bytes
 
-    def describe(self) -> Mapping[str, Any]:
-        """Return the plan's record of the device: assumed properties of the card, and how the budget is enforced."""
+    @property
+    def allocator_settings(self) -> dict[str, Any]:
+        """The allocator's settings that differ from PyTorch's defaults."""
+        return _changes(self._settings)
+
+    def describe(self) -> DeviceFacts:
+        """As `Device`, with the assumed properties of the card."""
         card = self._card
-        return {
-            "name": self.name,
-            "kind": "simulated",
-            "card": card.title if card in all_cards() else None,
-            "capability": list(card.capability),
-            "multiprocessors": card.multiprocessors,
-            "source": card.source,
-            "total_bytes": card.total_bytes,
-            "free_bytes": self._free_bytes,
-            "context_bytes": self._context.bytes,
-            "context_band_bytes": self._context.uncertainty_bytes,
-            "context_source": self._context.source,
-            "limit_bytes": self.limit_bytes,
-            "allocator": _changes(self._settings),
-            "enforced_by": "replay of the caching allocator with that capacity",
-            "peak": "the most the replayed allocator holds where nothing limits it, whole segments",
-        }
+        return DeviceFacts(
+            name=self.name,
+            kind="simulated",
+            card=card.title if card in all_cards() else None,
+            total_bytes=card.total_bytes,
+            free_bytes=self._free_bytes,
+            properties={
+                "capability": list(card.capability),
+                "multiprocessors": card.multiprocessors,
+                "source": card.source,
+                "context_bytes": self._context.bytes,
+                "context_uncertainty_bytes": self._context.uncertainty_bytes,
+                "context_source": self._context.source,
+                "limit_bytes": self.limit_bytes,
+                "allocator": self.allocator_settings,
+                "enforced_by": "replay of the caching allocator with that capacity",
+                "peak": "the most the replayed allocator holds where nothing limits it, whole segments",
+            },
+        )
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load the workload and check what can be checked without computing values."""
