@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby, islice
 from typing import Any
 
@@ -30,6 +31,7 @@ from autoaccum.sources.samples import LongestBatches
 from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, set_epoch
 from autoaccum.training.fit_events import Notice
+from autoaccum.training.run_folder import NotPortableError, portable
 from autoaccum.training.windows import DataSettings, MapStyleReader, WindowReader, start_loader_epoch
 
 
@@ -87,12 +89,16 @@ class IterableReader(WindowReader):
         self._remainder, self._may_reopen = None, self._is_stateful
         super()._begin(epoch)
 
-    def _current_position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, with the data's own state if it has one that a checkpoint can hold.
+
+        State that the data carries from epoch to epoch, such as an order it draws, belongs to the start of the next.
+        """
         own = None
-        # State that the data carries from epoch to epoch, such as an order it draws, belongs to the start of the next.
-        if self.saves_position and self._is_stateful and (self._epoch, self._windows) != (0, 0):
-            own = {"data": copy.deepcopy(self._data.state_dict()), "rest": self._remainder}
-        return {**super()._current_position(), "own": own}
+        if self._is_stateful and (self._epoch, self._windows) != (0, 0):
+            with suppress(NotPortableError):
+                own = portable({"data": copy.deepcopy(self._data.state_dict()), "rest": self._remainder})
+        return {**super().state_dict(), "own": own}
 
     def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
         windows, own = state["windows"], state["own"]

@@ -128,7 +128,7 @@ class PartRequest(NamedTuple):
 class PartFetcher:
     """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self.users_dataset, self._collate, self._seed = dataset, collate, seed
         self._generators = find_generators(dataset, collate)
         self._epoch: int | None = None
@@ -140,16 +140,15 @@ class PartFetcher:
             set_epoch(self.users_dataset, request.epoch)
         if not request.indices:
             return None
-        is_plain = self._collate is default_collate
-        if is_plain and type(self.users_dataset) is TensorDataset:
+        if self._collate is None and type(self.users_dataset) is TensorDataset:
             return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
         items = []
         for position, index in enumerate(request.indices, request.position):
             seed_generators(derive_seed(self._seed, "item", request.epoch, position), self._generators)
             items.append(self.users_dataset[index])
-        if not is_plain:
-            seed = derive_seed(self._seed, "collate", request.epoch, request.position)
-            seed_generators(seed, self._generators)
+        if self._collate is None:
+            return default_collate(items)
+        seed_generators(derive_seed(self._seed, "collate", request.epoch, request.position), self._generators)
         return self._collate(items)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,11 +10,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.ranks.group import OtherRanksFailed
 from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
-from autoaccum.errors import CheckpointError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
+from autoaccum.errors import CheckpointError, NonFiniteError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.sources.batches import batch_size
 from autoaccum.training.data import open_data
 from autoaccum.training.evaluation import make_evaluation
 from autoaccum.training.fit_events import (
@@ -24,13 +30,14 @@ from autoaccum.training.fit_events import (
     FitResult,
     Notice,
     Started,
+    Updated,
 )
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import MetricsLog, RunFolder, read_checkpoint
-from autoaccum.training.stepper import Stepper
 from autoaccum.training.stopping import StopRequested, StopSignals, TrainingRanks, raise_other
 from autoaccum.training.training_setup import MicroBatchChoice, TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import (
+    Ceiling,
     Progress,
     capture_settings,
     capture_training,
@@ -41,6 +48,9 @@ from autoaccum.training.training_state import (
     training_facts,
 )
 from autoaccum.training.windows import DataSettings, Window, WindowReader
+
+_MEASURE_ONLY = float("inf")
+"""A bound on the gradient's norm by which it is measured for the log, and never clipped."""
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -116,7 +126,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         return run.result(time.monotonic() - began)
 
 
-class Run:
+class Run(StepObserver):
     """A training in progress, with all its changing state.
 
     The arguments are what `train` has made of a request. Without a `folder` nothing is saved.
@@ -125,7 +135,7 @@ class Run:
         progress: The progress so far, from which training continues.
 
     Raises:
-        UsageError: The plan does not match the training, or the evaluation data cannot be used.
+        UsageError: The plan does not match the training, or evaluations are requested without data.
     """
 
     def __init__(
@@ -146,10 +156,27 @@ class Run:
         self._settings = None if folder is None else capture_settings(components.optimizer)
         self._facts = training_facts(setup.request, reader.fingerprint, components)
         reader.part_size, reader.multiple_of = choice.micro_batch, choice.multiple_of
-        reader.interruptible, reader.saves_position = signals.interruptible, folder is not None
-        # Several ranks stop between two updates, since a step has to end alike on all.
-        check = signals.check if ranks.size == 1 else lambda: None
-        self._stepper = Stepper(self._request, components, choice, self.progress, check, notifier.notify)
+        reader.interruptible = signals.interruptible
+        self._ceiling = Ceiling(choice.micro_batch)
+        self._accumulator = Accumulator(
+            components.model,
+            components.optimizer,
+            components.objective,
+            plan=choice.plan,
+            micro_batch=choice.micro_batch if choice.plan is None else None,
+            clip_norm=_MEASURE_ONLY if setup.request.clip_norm is None else setup.request.clip_norm,
+            precision=components.spec.precision,
+            batchnorm=components.spec.batchnorm,
+            coupled=components.objective.coupled,
+            accumulate_in=components.spec.accumulate_in,
+            savers=components.spec.savers,
+            add_savers=True,
+            scaler=components.scaler,
+            multiple_of=choice.multiple_of,
+            check_finite=True,
+            check=setup.request.check,
+            observer=self,
+        )
         if choice.plan is not None:
             for notice in setup.notes_on_plan(choice.plan, components):
                 notifier.notify(notice)
@@ -157,6 +184,8 @@ class Run:
         others = (*components.loss_modules, *averaged)
         ranks.copy_from_first(tensor for module in others for tensor in (*module.parameters(), *module.buffers()))
         self._evaluation = make_evaluation(setup, components, choice.micro_batch, signals.interruptible, ranks)
+        self._data_position = reader.state_dict()
+        self._retries, self._is_known_error = 0, False
         self._resumed_from: Path | None = None
         self._newest: Path | None = None
         self._saved_at: tuple[int, ...] | None = None
@@ -177,14 +206,14 @@ class Run:
         Raises:
             StopRequested: A signal asked the run to stop.
         """
-        ranks, signals, stepper = self._ranks, self._signals, self._stepper
+        ranks, signals = self._ranks, self._signals
         try:
             self._train()
         except BaseException as own:
-            error = ranks.report(own, signals, is_known=stepper.has_failed)
+            error = ranks.report(own, signals, is_known=self._is_known_error)
             # Nothing is written after a second signal. Any other BaseException comes from the user's code.
             at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
-            is_whole, is_sharded = not stepper.accumulator.is_interrupted, self._components.is_sharded
+            is_whole, is_sharded = not self._accumulator.is_interrupted, self._components.is_sharded
             can_save = is_whole and not at_once and not is_context_dead(error)
             # The other ranks come here, too, unless one is gone, or they wait in a collective for this one to leave.
             is_known = isinstance(error, (StopRequested, Exception)) and not isinstance(error, RankLostError)
@@ -218,11 +247,14 @@ class Run:
         self._settings = record["settings"]
         vars(self.progress).update(record["progress"])
         if record["micro_batch"] == self._choice.micro_batch:
-            self._stepper.load_state_dict(record["stepper"])
+            self._accumulator.restore_savers(record["stepper"]["savers"])
+            vars(self._ceiling).update(record["stepper"]["ceiling"])
+            self._accumulator.micro_batch = self._ceiling.largest
         if self._evaluation is not None and record["evaluation"] is not None:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, record["evaluation"])
         if (notice := self._reader.load_state_dict(record["data"])) is not None:
             notify(notice)
+        self._data_position = record["data"]
         self._resumed_from = self._newest = checkpoint
         self._saved_at = self._position()
 
@@ -244,7 +276,7 @@ class Run:
             model=self._components.model,
             optimizer=self._components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._stepper.ceiling.largest,
+            micro_batch=self._ceiling.largest,
             target_batch=self._request.target_batch,
             device=str(self._components.device),
             update=self.progress.update,
@@ -270,14 +302,14 @@ class Run:
             model=components.model,
             optimizer=components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._stepper.ceiling.largest,
+            micro_batch=self._ceiling.largest,
             updates=progress.update,
             epochs=progress.epoch,
             samples=progress.samples,
             loss=progress.loss,
             evaluation=progress.evaluation,
             oom_retries=progress.oom_retries,
-            added_savers=self._stepper.added_savers,
+            added_savers=self._added_savers,
             skipped=progress.skipped,
             seconds=seconds,
             stopped="callback" if self._notifier.should_stop else None,
@@ -315,7 +347,7 @@ class Run:
             elif window.samples % reader.multiple_of:
                 text = f"{window.samples} samples left over at the end of an epoch are dropped"
                 notifier.notify(Notice(f"{text}: micro-batches are multiples of {reader.multiple_of}", warns=False))
-                reader.commit()
+                self._mark_position()
             else:
                 self._update(window, began)
                 del window  # Free the whole effective batch before the next one is read.
@@ -323,12 +355,103 @@ class Run:
         self._save()
 
     def _update(self, window: Window, began: float) -> None:
-        rate = self._components.optimizer.param_groups[0].get("lr")
-        rate = None if rate is None else float(rate)
-        result = self._stepper.step(window.parts)
+        """Make the update of a window, whose reading began at this `time.perf_counter()`.
+
+        Raises:
+            NonFiniteError: The loss or the gradient is not finite; everything is as before the step.
+            DoesNotFitError: As in `Accumulator.step_parts`, like the other errors.
+            WorkloadError: The model's parameters or buffers are not those that the average began with.
+            Exception: As the scheduler or a callback raised it.
+        """
+        components, progress, device = self._components, self.progress, self._components.device
+        rate = components.optimizer.param_groups[0].get("lr")
+        learning_rate = None if rate is None else float(rate)  # A scheduler may change it in place.
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        result, skip_reason = self._step(window.parts)
         # The update is made, or its window skipped: from here on it is never repeated, even if something raises.
-        self._reader.commit()
-        self._notifier.notify(self._stepper.after_update(window, result, began, rate))
+        self._mark_position()
+        progress.update += 1
+        progress.samples += window.samples
+        progress.epoch_samples += window.samples
+        progress.oom_retries += result.retries
+        progress.loss = result.loss
+        if components.averages is not None and result.updated:
+            components.averages.update()
+        self._accumulator.micro_batch = self._ceiling.record(result.retries, self._accumulator.micro_batch)
+        if components.scheduler is not None and result.updated:
+            components.scheduler.step()  # Before any event: a callback that raises ends the run here.
+        if skip_reason is not None:
+            progress.skipped += 1
+            self._notifier.notify(Notice(f"update {progress.update} is skipped: {skip_reason}", warns=False))
+        self._notifier.notify(
+            Updated(
+                update=progress.update,
+                epoch=progress.epoch + 1,
+                samples=progress.samples,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=learning_rate,
+                samples_per_second=window.samples / (time.perf_counter() - began),
+                peak_bytes=_peak_bytes(device),
+                micro_batches=len(result.micro_batches),
+                micro_batch=max(result.micro_batches, default=0),
+                retries=result.retries,
+                updated=result.updated,
+                terms=result.terms if len(result.terms) > 1 else None,
+                savers=self._accumulator.savers or None,
+            )
+        )
+
+    def _step(self, parts: list[Any]) -> tuple[StepResult, str | None]:
+        """Make an update; with `skip_nonfinite`, skip one that is not finite, and return the reason."""
+        self._retries, accumulator = 0, self._accumulator
+        try:
+            return accumulator.step_parts(parts), None
+        except NonFiniteError as error:
+            if not self._request.skip_nonfinite:
+                self._is_known_error = True
+                message = f"update {self.progress.update + 1}: {error.message}"
+                raise NonFiniteError(message, loss=error.loss, grad_norm=error.grad_norm, hint=error.hint) from None
+            sizes = tuple(batch_size(part) for part in parts)
+            result = StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
+            return result, error.message
+        except BaseException:
+            self._is_known_error = not accumulator.has_agreed
+            raise
+
+    def phase(self, phase: StepPhase) -> None:
+        """Let a request to stop interrupt the step (see `StepObserver`).
+
+        Not within an update: the gradient is complete by then, and the run stops right after it. Several ranks stop
+        between two updates, since a step has to end alike on all.
+        """
+        if phase != "update" and self._ranks.size == 1:
+            self._signals.check()
+
+    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+        """See `StepObserver`: memory ran out, and the step is repeated."""
+        # A step that ends without an update would not lower it.
+        self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
+        self._report_retry(f"{phase} with {micro_batch}, repeated with {next_micro_batch}", warns=False)
+
+    def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
+        """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
+        self._report_retry(f"{phase} with {micro_batch}: this and later updates run with {saver}", warns=True)
+
+    def _report_retry(self, where: str, *, warns: bool) -> None:
+        self._retries += 1
+        self._notifier.notify(Notice(f"update {self.progress.update + 1}: out of memory in {where}", warns=warns))
+
+    @property
+    def _added_savers(self) -> tuple[str, ...]:
+        """The savers that were added because not even the smallest micro-batch fitted."""
+        return tuple(word for word in self._accumulator.savers if word not in self._components.spec.savers)
+
+    def _mark_position(self) -> None:
+        """Mark all data that was read as trained on or skipped."""
+        if self._folder is not None:
+            self._data_position = self._reader.state_dict()
 
     def _end_epoch(self) -> None:
         progress = self.progress
@@ -337,6 +460,7 @@ class Run:
         progress.epoch_samples = 0
         if not self.is_done:
             self._reader.start_epoch(progress.epoch)
+        self._mark_position()
         self._notifier.notify(ended)
 
     def _evaluate_if_due(self, *, at_end: bool = False) -> None:
@@ -400,9 +524,9 @@ class Run:
             "progress": dict(vars(self.progress)),
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self._choice.micro_batch,
-            "stepper": self._stepper.state_dict(),
+            "stepper": {"ceiling": dict(vars(self._ceiling)), "savers": list(self._added_savers)},
             "evaluation": None if self._evaluation is None else self._evaluation.micro_batch,
-            "data": self._reader.state_dict(),
+            "data": self._data_position,
             "random": self._ranks.gather(training.pop("random")),
             "training": training,
         }
@@ -427,3 +551,10 @@ class Run:
             if self._folder is not None and self._ranks.is_first:
                 self._folder.write_ceiling(error.next_micro_batch)
         return UpdateInterrupted(error.message, hint=hint)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory of an update, as `Updated` describes it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None

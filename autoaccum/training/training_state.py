@@ -1,4 +1,4 @@
-"""The progress of a training, and its state: captured for a checkpoint, and restored bit for bit.
+"""What a training counts, and its state: captured for a checkpoint, and restored bit for bit.
 
 Weights and optimizer state are saved whole and by parameter name, whether the model is sharded, wrapped or neither.
 """
@@ -21,6 +21,7 @@ from autoaccum.errors import UsageError
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingComponents
 
+_PATIENCE, _MOST_PATIENCE = 32, 1024
 _MOST_LISTED = 3
 """Differences that one message lists."""
 
@@ -46,6 +47,31 @@ class Progress:
     loss: float | None = None
     evaluation: dict[str, float] | None = None
     evaluated_at: int = 0
+
+
+class Ceiling:
+    """The largest micro-batch, from update to update.
+
+    The Accumulator lowers it when memory runs out. After `patience` updates without that, the planned size is tried
+    again, and the patience doubles, up to 1,024 updates.
+
+    >>> ceiling = Ceiling(256, patience=2)
+    >>> [ceiling.record(retries, size) for retries, size in [(2, 100), (0, 100), (0, 100), (1, 90), (0, 90), (0, 90)]]
+    [100, 100, 256, 90, 90, 90]
+    """
+
+    def __init__(self, planned: int, *, patience: int = _PATIENCE) -> None:
+        self.planned = self.largest = planned
+        self.patience, self.stable_updates = patience, 0
+
+    def record(self, retries: int, micro_batch: int) -> int:
+        """Record an update's `retries` and the Accumulator's ceiling after it; return the ceiling of the next one."""
+        self.largest = min(micro_batch, self.planned)
+        self.stable_updates = 0 if retries else self.stable_updates + 1
+        if self.largest < self.planned and self.stable_updates >= self.patience:
+            self.largest, self.stable_updates = self.planned, 0
+            self.patience = min(2 * self.patience, _MOST_PATIENCE)
+        return self.largest
 
 
 def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: TrainingComponents) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
 from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, PartFetcher, PartRequest, set_epoch, worker_options
 from autoaccum.training.fit_events import Notice
-from autoaccum.training.run_folder import NotPortableError, portable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,6 @@ class WindowReader(abc.ABC):
         multiple_of: Part sizes are multiples of this; what is left over in an epoch is a part of its own.
         interruptible: Context in which `next_window` waits or runs the user's code, and may be interrupted at any
             moment without loss. Random states are restored outside of it.
-        saves_position: False if `state_dict` will never be called.
         samples_per_epoch: Samples of an epoch; None if the data has no known length.
         fingerprint: What must be equal on resuming.
     """
@@ -96,19 +94,14 @@ class WindowReader(abc.ABC):
     ) -> None:
         self.part_size, self.multiple_of = settings.target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.saves_position = True
         self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
         self._settings, self._name = settings, name
         self._entries: Entries | None = None
         self._epoch, self._windows, self._checksum, self._has_ended = 0, 0, 0, False
-        self._is_restored = False
-        self._position: dict[str, Any] = {}
-        self._committed = self._position
 
     def start_epoch(self, epoch: int) -> None:
-        """Start an epoch, counted from 0. An epoch restored by `load_state_dict` continues from its position."""
-        restored, self._is_restored = self._is_restored, False
-        if not (restored and epoch == self._epoch):
+        """Start an epoch, counted from 0, unless the position is in it already, as after `load_state_dict`."""
+        if epoch != self._epoch:
             self._begin(epoch)
 
     def next_window(self) -> Window | None:
@@ -127,23 +120,13 @@ class WindowReader(abc.ABC):
                 parts, samples = self._read_window()
         if self._windows == 0:
             self._check_fills_window(samples, self._epoch)
-        was_committed = self._committed is self._position
         self._windows += bool(samples)
-        self._position = self._current_position()
-        if not samples and was_committed:
-            self.commit()
         return Window(parts, samples, self._checksum) if samples else None
 
-    def commit(self) -> None:
-        """Move the position past the last window, which was trained on or skipped."""
-        self._committed = self._position
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as of the last `commit`, with the data's own state if a checkpoint can hold it."""
-        try:
-            return {**self._committed, "own": portable(self._committed["own"])}
-        except NotPortableError:
-            return {**self._committed, "own": None}
+        """Return the position after the last window; `own` is the data's own state, if it has one."""
+        position = {"epoch": self._epoch, "windows": self._windows, "ended": self._has_ended}
+        return {**position, "checksum": self._checksum, "own": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Notice | None:
         """Go to a position; return a note if the data was read forward, or a warning if its order differs.
@@ -152,10 +135,8 @@ class WindowReader(abc.ABC):
             UsageError: The data ends before it.
         """
         self._begin(state["epoch"])
-        self._is_restored = True
         notice = self._go_to(state)
         self._windows, self._has_ended = state["windows"], state["ended"]
-        self._position = self._committed = dict(state)
         return notice
 
     def close(self) -> None:
@@ -184,11 +165,6 @@ class WindowReader(abc.ABC):
         """Go to the start of an epoch."""
         self.close()
         self._epoch, self._windows, self._checksum, self._has_ended = epoch, 0, 0, False
-        self._position = self._committed = self._current_position()
-
-    def _current_position(self) -> dict[str, Any]:
-        position = {"epoch": self._epoch, "windows": self._windows, "ended": self._has_ended}
-        return {**position, "checksum": self._checksum, "own": None}
 
     def _share(self, samples: int) -> slice:
         """Return this rank's share of a window of `samples`.
@@ -240,17 +216,17 @@ class MapStyleReader(WindowReader):
 
     def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
         if loader is None:
-            sampler: Any = RandomSampler(range(max(len(dataset), 1)))
-            name, order = "a map-style dataset", "shuffled"
+            sampler: Any = BatchSampler(RandomSampler(range(max(len(dataset), 1))), settings.target_batch, False)
+            order, collate = "shuffled", settings.collate
         else:
-            sampler, name = loader.batch_sampler, "a DataLoader over a map-style dataset"
+            sampler, collate = loader.batch_sampler, loader.collate_fn
             order = type(sampler).__name__
             order += f" of {type(sampler.sampler).__name__}" if hasattr(sampler, "sampler") else ""
         samples = len(dataset) if loader is None else _samples_per_epoch(sampler)
+        name = "a map-style dataset" if loader is None else "a DataLoader over a map-style dataset"
         super().__init__(settings, name, samples, {"kind": "map-style", "samples": samples, "order": order})
         self._dataset, self._user_loader, self._sampler = dataset, loader, sampler
-        collate = settings.collate if loader is None else loader.collate_fn
-        self._collate = default_collate if collate is None else collate
+        self._collate = None if collate is default_collate else collate
         self._loader: DataLoader[Any] = DataLoader(
             PartFetcher(dataset, self._collate, settings.seed),  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
@@ -268,7 +244,7 @@ class MapStyleReader(WindowReader):
         number, dataset = longest_of or DEFAULT_LONGEST_OF, self._dataset
         if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):  # Samples are not numbered.
             dataset = [dataset[index] for index in islice(chain.from_iterable(self._sampler), number)]
-        return self._with_longest(workload, dataset, self._own_collate, number)
+        return self._with_longest(workload, dataset, self._collate, number)
 
     def close(self) -> None:
         """End the workers."""
@@ -281,21 +257,16 @@ class MapStyleReader(WindowReader):
         """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
         position = self._windows * self._settings.target_batch
         for window, checksum in self._order:
-            own = self._share(len(window))
-            cuts = [slice(0, 0)]  # A rank without samples asks for a part of none.
-            if own.start < own.stop:
-                cuts = slices(split_evenly(own.stop - own.start, self.part_size, self.multiple_of))
-            for number, cut in enumerate(cuts, 1):
-                first, last = own.start + cut.start, own.start + cut.stop
-                part = window[first:last]
-                is_last = number == len(cuts)
-                self._asked.append(PartRequest(self._epoch, position + first, part, len(window), checksum, is_last))
+            share = self._share(len(window))
+            first, left = share.start, share.stop - share.start
+            # A rank without samples asks for a part of none.
+            for size in split_evenly(left, self.part_size, self.multiple_of) if left else [0]:
+                left -= size
+                part = window[first : first + size]
+                self._asked.append(PartRequest(self._epoch, position + first, part, len(window), checksum, not left))
                 yield self._asked[-1]
+                first += size
             position += len(window)
-
-    @property
-    def _own_collate(self) -> Callable[[list[Any]], Any] | None:
-        return None if self._collate is default_collate else self._collate
 
     def _begin(self, epoch: int) -> None:
         if self._loader.persistent_workers:
@@ -310,11 +281,10 @@ class MapStyleReader(WindowReader):
         for number in count():
             seed = derive_seed(self._settings.seed, "order", epoch, number)
             seed_generators(seed)
-            if number == 0 and self._user_loader is not None:
-                start_loader_epoch(self._user_loader, epoch, seed)
+            if number == 0:
+                if self._user_loader is not None:
+                    start_loader_epoch(self._user_loader, epoch, seed)
                 indices = chain.from_iterable(self._sampler)
-            elif number == 0:
-                indices = iter(self._sampler)
             window = list(islice(indices, self._settings.target_batch))
             if not window:
                 return
@@ -344,7 +314,7 @@ class MapStyleReader(WindowReader):
 
     def _collate_others(self, count: int) -> Any:
         with fixed_seeds():
-            return LongestBatches([*some_samples(self._dataset, count)], self._own_collate).collate(count)
+            return LongestBatches([*some_samples(self._dataset, count)], self._collate).collate(count)
 
     def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
         with preserve_rng_state():

@@ -153,7 +153,6 @@ def remaining(
         for epoch in epochs:
             source.start_epoch(epoch)
             while (window := source.next_window()) is not None:
-                source.commit()
                 windows.append((epoch, window))
                 if keep:
                     states.append(through_file(source.state_dict()))

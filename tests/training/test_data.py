@@ -318,27 +318,10 @@ def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
         source.start_epoch(epoch)
         while (window := source.next_window()) is not None:
             drawn.append(draws())
-            source.commit()
             source.state_dict()
             windows.append((epoch, window))
     assert drawn == expected[: len(drawn)]
     assert_same(windows, first)
-
-
-@pytest.mark.parametrize("form", ["dataset", "batches", "samples", "stateful"])
-def test_entries_read_after_a_commit_do_not_move_the_position(form: str) -> None:
-    source = opened_form(form)
-    source.start_epoch(0)
-    source.next_window()
-    source.commit()
-    lost = source.next_window()
-    resumed = opened_form(form)
-    resumed.load_state_dict(source.state_dict())
-    resumed.start_epoch(0)
-    again = resumed.next_window()
-    assert lost is not None
-    assert again is not None
-    assert_same([(0, lost)], [(0, again)])
 
 
 # Map-style data.
@@ -445,7 +428,6 @@ def test_data_with_a_state_is_not_reread() -> None:
     source = opened(StatefulBatches(SIZES))
     source.start_epoch(0)
     assert source.next_window() is not None
-    source.commit()
     data = StatefulBatches(SIZES)
     resumed = opened(data)
     resumed.load_state_dict(source.state_dict())

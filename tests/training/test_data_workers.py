@@ -104,7 +104,6 @@ def test_a_dead_worker_is_reported(how: str) -> None:
     source = opened(ordered(Trap(how)), 8)
     source.start_epoch(0)
     assert source.next_window() is not None
-    source.commit()
     with pytest.raises(DataWorkerError, match=r"a process that reads data failed \(.*\): memory, /dev/shm") as caught:
         run_out(source)
     assert caught.value.exit_code == 3

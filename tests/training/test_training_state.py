@@ -21,9 +21,8 @@ from autoaccum.accumulation.out_of_memory import shrink
 from autoaccum.errors import UsageError
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.training.run_folder import portable
-from autoaccum.training.stepper import Ceiling
 from autoaccum.training.training_setup import TrainingComponents
-from autoaccum.training.training_state import capture_settings, capture_training, restore_training
+from autoaccum.training.training_state import Ceiling, capture_settings, capture_training, restore_training
 
 
 class Net(nn.Module):
