@@ -17,7 +17,7 @@ import autoaccum
 PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
-    {"units", "checks", "files", "tracebacks"},
+    {"units", "checks", "files", "tracebacks", "sharded_tensors"},
     {"messages"},
     {"serialization"},
     {"spec"},
@@ -118,7 +118,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_simulation_could_be_a_library_of_its_own() -> None:
-    known = {"simulation", "accumulation", "errors", "units", "messages", "serialization", "tracebacks"}
+    known = {"simulation", "errors", "units", "messages", "serialization", "sharded_tensors", "tracebacks"}
     rooms = {
         name.split(".")[1]
         for path in (PACKAGE / "simulation").rglob("*.py")

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
+from autoaccum.sharded_tensors import model_class
 from autoaccum.sources.module_names import compact_names, mask_numbers
 
 _MOST_NAMED = 3

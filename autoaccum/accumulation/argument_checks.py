@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.group import world_size
-from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
+from autoaccum.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.sources.objective import Objective, resolve_objective
 from autoaccum.sources.optimizers import closure_refusal, needs_closure
 from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts

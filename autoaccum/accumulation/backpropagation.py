@@ -17,11 +17,11 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
-from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.messages import Message, message
+from autoaccum.sharded_tensors import is_sharded
 from autoaccum.sources.batches import batch_size, join_batches, move_batch
 from autoaccum.sources.objective import Objective, Reduction, Weights, match_weights
 from autoaccum.sources.pytree import tensors

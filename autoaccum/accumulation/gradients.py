@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from autoaccum.accumulation.sharded_tensors import is_sharded, local_part
 from autoaccum.errors import UsageError
 from autoaccum.messages import Message, message
+from autoaccum.sharded_tensors import is_sharded, local_part
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 

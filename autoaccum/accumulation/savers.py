@@ -14,10 +14,10 @@ from autoaccum.accumulation.activation_checkpointing import checkpointed, choose
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, needs_buffers
 from autoaccum.accumulation.host_storage import OffloadedActivations
-from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import UsageError
+from autoaccum.sharded_tensors import is_sharded_model
 from autoaccum.spec import OFFLOADS, RECOMPUTE, read_savers
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoaccum.accumulation.gradients import restore_scaler
 from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES
 from autoaccum.accumulation.rng_state import Generator, RngState
-from autoaccum.accumulation.sharded_tensors import local_part
+from autoaccum.sharded_tensors import local_part
 from autoaccum.sources import pytree
 from autoaccum.units import MIB
 

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import UpdateInterrupted
+from autoaccum.sharded_tensors import local_part
 
 Block = tuple[torch.device, int]
 """A device and a number of bytes on it."""

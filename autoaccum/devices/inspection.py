@@ -25,7 +25,6 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
-from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
@@ -33,6 +32,7 @@ from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.messages import Message, message
+from autoaccum.sharded_tensors import model_class
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
 from autoaccum.sources.step_recipe import describe_recipe

@@ -15,9 +15,9 @@ from torch.optim import swa_utils
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
+from autoaccum.sharded_tensors import is_sharded_model
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.objective import Objective

@@ -171,7 +171,7 @@ class TrainingProgress(PlanProgress):
 
 def headline(event: Started) -> str:
     """Say what is trained on which device, and from which update it continues."""
-    from autoaccum.accumulation.sharded_tensors import model_class  # Later: it imports torch.
+    from autoaccum.sharded_tensors import model_class  # Later: it imports torch.
 
     parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
     name = model_class(event.model).__name__

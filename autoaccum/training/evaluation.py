@@ -18,11 +18,11 @@ from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts,
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
 from autoaccum.accumulation.rng_state import derive_seed, module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
-from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.whole_batch.coupled_loss import loss_of_outputs
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
+from autoaccum.sharded_tensors import is_sharded_model, reshard
 from autoaccum.sources.batches import batch_size, move_batch, split_batch
 from autoaccum.sources.objective import Objective, Weights, match_weights
 from autoaccum.sources.pytree import unwrap_batch

@@ -33,7 +33,6 @@ from autoaccum.accumulation.ranks.launch import choose_parallel, shard_model
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.schedule import check_multiple
-from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import counted, describe_type
 from autoaccum.devices.device_choice import card_index, check_device
@@ -44,6 +43,7 @@ from autoaccum.options import check_mesh
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
+from autoaccum.sharded_tensors import is_sharded_model
 from autoaccum.sources.objective import Objective, with_coupling
 from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields

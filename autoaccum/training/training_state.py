@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.rng_state import RngState, derive_seed, restore_rng_state, seed_generators
-from autoaccum.accumulation.sharded_tensors import is_sharded, model_class
 from autoaccum.errors import UsageError
+from autoaccum.sharded_tensors import is_sharded, model_class
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingComponents
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
-from autoaccum.accumulation.sharded_tensors import local_part
+from autoaccum.sharded_tensors import local_part
 
 
 def digest(tree: Any) -> str:

@@ -14,15 +14,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autoaccum.accumulation.activation_checkpointing import find_blocks
 from autoaccum.accumulation.gradients import HALF_DTYPES
 from autoaccum.accumulation.ranks.group import Ranks, interruptibly, join_ranks, world_size
-from autoaccum.accumulation.sharded_tensors import is_sharded, is_sharded_model
 from autoaccum.checks import describe_type, is_one_of_ranks, join_words
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Parallel
+from autoaccum.sharded_tensors import is_sharded, is_sharded_model, move_own
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -207,16 +207,3 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _parameter_uses(root: nn.Module) -> Counter[int]:
     return Counter(id(one) for module in root.modules() for one in module._parameters.values() if one is not None)
-
-
-def move_own(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
-    """Move the own parameters and buffers of `module` to `device`, without the parameters that stay."""
-    kept = {name: one for name, one in module._parameters.items() if one is not None and stays(one)}
-    own = (*(one for name, one in module._parameters.items() if name not in kept), *module._buffers.values())
-    if all(one is None or one.device == device for one in own):
-        return  # `_apply` of FSDP2 would assert that shards are where they were.
-    module._parameters.update(dict.fromkeys(kept))
-    try:
-        module._apply(lambda tensor: tensor if tensor.device == device else tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
-    finally:
-        module._parameters.update(kept)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers
 from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.sharded_tensors import is_sharded
 from autoaccum.units import MIB
 
 _BUCKET_BYTES = 25 * MIB

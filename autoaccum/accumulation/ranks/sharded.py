@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.backpropagation import Backpropagation, UpdateParts, has_weight
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
-from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.options import GradSync
+from autoaccum.sharded_tensors import fsdp2_modules, is_sharded, param_groups, reshard
 from autoaccum.sources.batches import batch_size, move_batch
 from autoaccum.sources.objective import Weights
 from autoaccum.sources.pytree import tensors
@@ -235,14 +235,6 @@ class ShardedParts:
                         f"with {how}, FSDP2 adds up parts' gradients in {str(dtype).removeprefix('torch.')}",
                         hint="give fully_shard mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
                     )
-
-
-def param_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of the parameters of a module on which `fully_shard` was called."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    found = [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
 
 
 def _values(factor: Weights) -> list[float]:

@@ -34,6 +34,7 @@ from autoaccum.devices.inspection import (
     note_random_memory,
     probe_size,
 )
+from autoaccum.devices.simulated.alike_ranks import ALLOCATORS, join_alike_ranks
 from autoaccum.devices.simulated.simulation_requests import (
     CountCost,
     LabelParts,
@@ -55,7 +56,7 @@ from autoaccum.simulation.tracing.cost_counter import CostCounter
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.tracing.labelling import BlockLabeller
-from autoaccum.simulation.tracing.one_rank import prepare_ranks, simulate_ranks
+from autoaccum.simulation.tracing.one_rank import prepare_ranks
 from autoaccum.simulation.tracing.recorder import Watcher
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import as_workload_error, reads_missing_host_value
@@ -125,7 +126,8 @@ class TracedTrial:
         loss = self._workload.objective.criterion
         auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
         auxiliary += find_auxiliary_modules(self._workload).values()
-        labeller = BlockLabeller(self._mode.recorder, self.run, self._mode.library_tensors, auxiliary)
+        allocators = () if self._mode.sharded_type is None else ALLOCATORS
+        labeller = BlockLabeller(self._mode.recorder, self.run, self._mode.library_tensors, auxiliary, allocators)
         with labeller.labelling():
             trace = self.trace(labeller)
         return labeller.label(trace)
@@ -232,7 +234,7 @@ class SimulatedChild(Handler):
                 self._mode.values.computed = True
                 self._lazy = ()
             if self._options.world_size > 1:
-                simulate_ranks(self._options.world_size, self._mode, self._stack)
+                join_alike_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
             self._workload = load_requested(request, self.paths)
         except BaseException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.accumulation.sharded_tensors import local_part, model_class
+from autoaccum.sharded_tensors import local_part, model_class
 from autoaccum.simulation.trace_records import (
     NO_MODULE,
     Category,
@@ -168,6 +168,7 @@ class BlockLabeller(Watcher):
         trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
         library_tensors: Tensors that a library keeps, such as its dropout state.
         auxiliary_modules: Modules outside the model, such as a loss.
+        allocators: As in `RankPurposes`.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class BlockLabeller(Watcher):
         trial_run: Run,
         library_tensors: Mapping[str, Tensor],
         auxiliary_modules: Iterable[nn.Module] = (),
+        allocators: Iterable[tuple[Any, str, Category]] = (),
     ) -> None:
         self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
         self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
@@ -183,7 +185,7 @@ class BlockLabeller(Watcher):
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
-        self._ranks = RankPurposes()
+        self._ranks = RankPurposes(allocators)
         self._exchanged: dict[int, Owner] = {}
         self._kept_attributes: set[int] = set()
         self._optimizers: dict[Optimizer, None] = {}
@@ -193,7 +195,8 @@ class BlockLabeller(Watcher):
         """Track the modules and optimizers of this process."""
         before = register_optimizer_step_pre_hook(self._see_step)
         after = register_optimizer_step_post_hook(self._see_step)
-        with before, after, self._tracker.tracking(), self._ranks.watching():
+        with before, after, self._tracker.tracking(), ExitStack() as stack:
+            self._ranks.watch(stack)
             yield
 
     def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:

@@ -6,58 +6,27 @@ This is rank 0: `torch.chunk`, by which FSDP2 divides parameters, gives the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.ranks import replicated
-from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
-from autoaccum.accumulation.ranks.launch import move_own
-from autoaccum.accumulation.ranks.sharded import param_groups
-from autoaccum.accumulation.sharded_tensors import fsdp2_modules
 from autoaccum.errors import UsageError
+from autoaccum.sharded_tensors import fsdp2_modules, move_own, param_groups
 from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.trace_records import Category
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.unsupported import UnsupportedError
 
-T = TypeVar("T")
 
-
-class AlikeRanks(Ranks):
-    """The ranks of the fake process group, of which each gives what this one gives."""
-
-    def __init__(self, group: Any, size: int) -> None:
-        super().__init__()
-        self.group, self.size = group, size
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value of each."""
-        return [value] * self.size
-
-    def report_failure(self, failure: RankFailure) -> tuple[RankFailure, ...]:
-        """Return the failure of this one."""
-        return (failure,)
-
-    store_failure = report_failure
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Do nothing: NCCL sums in place."""
-
-    def copy_first(self, row: Tensor) -> None:
-        """Do nothing: this is the first."""
-
-
-def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
-    """Make this process the first of `size` ranks, on the card of `mode`, until `stack` is closed."""
+def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> Any:
+    """Make this process the first of `size` ranks on the card of `mode`, until `stack` is closed; return the group."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -66,9 +35,6 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     stack.callback(dist.destroy_process_group)
-    ranks = AlikeRanks(dist.group.WORLD, size)
-    stack.callback(ranks.leave)
-    replace_ranks(ranks)
     mode.sharded_type = DTensor
     for wrapper, what, hint in (
         (
@@ -93,6 +59,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     patch(stack, _random, "_rng_tracker", tracker)
     patch(stack, _sharding_prop, "FakeTensorMode", lambda: mode.beside)
     patch(stack, _fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states))
+    return dist.group.WORLD
 
 
 def _refuse(what: str, hint: str, *_: Any, **__: Any) -> NoReturn:
@@ -111,9 +78,9 @@ def _moving_first(find_states: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def move_and_find(modules: list[nn.Module], ignored_params: set[Any] | None = None) -> Any:
-        ignored = {id(one) for one in ignored_params or ()}
+        ignored = set(map(id, ignored_params or ()))
         for module in modules:
-            move_own(module, DEVICE, lambda one: id(one) in ignored)
+            move_own(module, DEVICE, lambda tensor: id(tensor) in ignored)
         return find_states(modules, ignored_params)
 
     return move_and_find
@@ -132,33 +99,34 @@ def prepare_ranks() -> None:
 
 
 class RankPurposes:
-    """Knows the purpose of what is being allocated, and the module that it is for, within `watching()`.
+    """Knows the purpose of what is being allocated for several ranks, and the module that it is for.
 
     Attributes:
-        purpose: `gathered_parameters`, `communication`, or `gradients` that are summed in another dtype, while FSDP2 or
-            the sum of replicated gradients allocates for it; else None.
+        purpose: `gathered_parameters`, `communication`, or that of an allocator, while FSDP2 or this allocates; else
+            None.
         module: The module whose parameters are gathered or whose gradients are reduced; None for those of all.
+
+    Args:
+        allocators: Functions that allocate for several ranks beside FSDP2's, by owner, name and purpose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocators: Iterable[tuple[Any, str, Category]]) -> None:
         self.purpose: Category | None = None
         self.module: nn.Module | None = None
+        self._allocators = allocators
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the functions that allocate for several ranks."""
-        with ExitStack() as stack:
-            self._watch(stack, replicated, "_allocate", "communication")
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    def watch(self, stack: ExitStack) -> None:
+        """Watch these functions until `stack` is closed."""
+        for owner, name, purpose in self._allocators:
+            self._watch(stack, owner, name, purpose)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-                group = _fsdp_param_group.FSDPParamGroup
-                self._watch(stack, group, "unshard", "communication", of_group=True)
-                self._watch(stack, group, "wait_for_unshard", "gathered_parameters", of_group=True)
-                self._watch(stack, group, "post_backward", None, of_group=True)
-                self._watch(stack, _fsdp_param_group, "foreach_reduce", "communication")
-                self._watch(stack, GradientBuffers, "_collect", "gradients")  # FSDP2 calls it while it reduces.
-            yield
+            group = _fsdp_param_group.FSDPParamGroup
+            self._watch(stack, group, "unshard", "communication", of_group=True)
+            self._watch(stack, group, "wait_for_unshard", "gathered_parameters", of_group=True)
+            self._watch(stack, group, "post_backward", None, of_group=True)
+            self._watch(stack, _fsdp_param_group, "foreach_reduce", "communication")
 
     def _watch(
         self, stack: ExitStack, owner: Any, name: str, purpose: Category | None, *, of_group: bool = False
@@ -180,8 +148,9 @@ class RankPurposes:
 
 def unsharded_gradients(model: nn.Module) -> Iterable[tuple[Tensor, nn.Module]]:
     """Yield the gradients that FSDP2 has not reduced yet, each with the module of its parameter."""
-    for one in [one for module in fsdp2_modules(model) for group in param_groups(module) for one in group.fsdp_params]:
-        own = getattr(one, "_unsharded_param", None)
-        for gradient in (None if own is None else own.grad, one.unsharded_accumulated_grad):
+    groups = [group for module in fsdp2_modules(model) for group in param_groups(module)]
+    for shard in [shard for group in groups for shard in group.fsdp_params]:
+        whole = getattr(shard, "_unsharded_param", None)
+        for gradient in (None if whole is None else whole.grad, shard.unsharded_accumulated_grad):
             if gradient is not None:
-                yield gradient, one._module_info.module
+                yield gradient, shard._module_info.module

@@ -15,11 +15,10 @@ from torch import nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts
-from autoaccum.accumulation.ranks.sharded import param_groups
-from autoaccum.accumulation.sharded_tensors import fsdp2_modules
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import UsageError
 from autoaccum.options import GradSync
+from autoaccum.sharded_tensors import fsdp2_modules, param_groups
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.spec import TrainingSpec
 
