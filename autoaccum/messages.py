@@ -332,6 +332,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         f"{', '.join(map(str, sizes))}: later sizes were traced one by one, earlier peaks may be a little off"
     ),
     "not_extrapolated": "every size was traced by itself, since memory is not affine in the batch ({error})",
+    "tracing_each_size": "every size is traced by itself, since memory is not affine in the batch ({error}): to stop "
+    "earlier with the best size so far, give --time-limit",
     "not_simulated": "the search began without a simulation of the card ({error})",
     "not_explained": "where the memory goes is not known ({error})",
     "not_explained_in_time": "where the memory goes was not traced: {limit} was over",

@@ -92,6 +92,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "values_read": [{"reads": 1, "samples": 24}, {"reads": 3, "samples": 1}],
     "trace_differs": [{"parts": [20, 20], "sizes": [2, 3, 5]}],
     "not_extrapolated": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
+    "tracing_each_size": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
     "not_simulated": [{"error": "aten::foo has no rule"}],
     "not_explained": [{"error": "it was interrupted"}],
     "not_explained_in_time": [{"limit": "the time limit of 60 s"}],

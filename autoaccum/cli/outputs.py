@@ -83,7 +83,7 @@ class PlanFiles:
     def __init__(self, files: Mapping[str, str | None], *, framework: str | None = None, force: bool) -> None:
         self._asked = {option: file for option, file in files.items() if file is not None}
         self._framework, self._force = framework, force
-        self._account: MemoryReport | None = None
+        self._memory: MemoryReport | None = None
         self.written: dict[str, Path] = {}
 
     def check(self, workload: str, world_size: int) -> None:
@@ -107,7 +107,7 @@ class PlanFiles:
         from autoaccum.reporting.emit import check_emittable
 
         if isinstance(event, Explained):
-            self._account = event.account
+            self._memory = event.report
         if not isinstance(event, Inspected):
             return
         seen = event.inspection
@@ -140,11 +140,11 @@ class PlanFiles:
         elif option == "--plot":
             from autoaccum.reporting.figures import draw_memory, picture_format
 
-            content = draw_memory(plan, self._account, picture_format(str(file)))
+            content = draw_memory(plan, self._memory, picture_format(str(file)))
         else:
             from autoaccum.reporting.page import plan_page
 
-            content = plan_page(plan, self._account, seconds, shlex.join(running_words())).encode()
+            content = plan_page(plan, self._memory, seconds, shlex.join(running_words())).encode()
         write_bytes(file, content, force=self._force)
 
 

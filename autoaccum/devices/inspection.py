@@ -147,7 +147,7 @@ def describe_workload(
         reduction=objective.reduction,
         weight=objective.divisor_label,
         has_weight=objective.weight_function is not None,
-        assumes_weight=objective.model_loss is not None and objective.divisor_label.endswith(")"),
+        assumes_weight=objective.assumes_divisor,
         modules={
             name: storage_bytes([*module.parameters(), *module.buffers()])
             for name, module in find_auxiliary_modules(workload).items()

@@ -70,7 +70,7 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
     return PlanRequest(
-        case.target_batch or doubled, options, max_micro_batch=case.micro_batch, exact_max=True, chooses_reduce=False
+        case.target_batch or doubled, options, max_micro_batch=case.micro_batch, exact_max=True, chooses_grad_sync=False
     )
 
 
@@ -86,11 +86,11 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
     micro_batches = micro_batches or (() if plan is None else plan.micro_batches)
     parts = _trial_parts(request, micro_batches, inspection)
     trial = _run(device, parts)
-    account = device.explain(parts, changes=False, detail=True)
-    if account.explanation.peak_bytes != peak_bytes(trial):
+    report = device.explain(parts, changes=False, detail=True)
+    if report.explanation.peak_bytes != peak_bytes(trial):
         # Explaining made a new trace, which differs from the scaled one: run the trial by the new one.
         trial = _run(device, parts)
-        account = device.explain(parts, changes=False, detail=True)
+        report = device.explain(parts, changes=False, detail=True)
     prediction, described = device.predict(parts), device.describe()
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -109,10 +109,10 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         largest=0 if plan is None else plan.largest_fit,
         capped=plan is not None and plan.capped,
         limit_bytes=device.limit_bytes,
-        peak_bytes=account.explanation.peak_bytes,
+        peak_bytes=report.explanation.peak_bytes,
         min_budget_bytes=prediction.min_budget_bytes,
-        phase=account.explanation.phase,
-        holdings=account.holdings,
+        phase=report.explanation.phase,
+        holdings=report.holdings,
         environment={**versions, **device.allocator_settings, **variables},
         warnings=tuple(map(str, dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings)))),
     )

@@ -214,7 +214,7 @@ class ComparisonRequest:
             fit_micro_batch=self.fit_micro_batch,
             exact_max=self.exact_max,
             # Of several cards, gradients of a sharded model are summed with each micro-batch.
-            chooses_reduce=len(self.cards) == 1,
+            chooses_grad_sync=len(self.cards) == 1,
         )
 
 

@@ -84,7 +84,7 @@ class TrialFinished:
 class Explained:
     """The memory of the schedule was explained, in more detail than the plan keeps."""
 
-    account: MemoryReport
+    report: MemoryReport
 
 
 Event = Doing | Inspected | SaversTried | TracedAlone | TrialStarted | TrialFinished | Explained

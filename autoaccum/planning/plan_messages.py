@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -43,13 +42,10 @@ class MemoryNeeds:
 
 def trial_error(trial: Trial) -> AutoaccumError:
     """Return the error of a trial whose outcome is `error`: a WorkloadError, or a NotMeasuredError."""
-    where = f" in {trial.phase}" if trial.phase else ""
-    message = trial.message or "no message"
-    if not re.match(rf"micro-batch {trial.micro_batch}\b", message):
-        message = f"micro-batch {trial.micro_batch} failed{where}: {message}"
+    text = trial.message or f"micro-batch {trial.micro_batch} failed without a message"
     if trial.fault == "user":
-        return WorkloadError(message, user_traceback=trial.traceback)
-    return NotMeasuredError(message)
+        return WorkloadError(text, user_traceback=trial.traceback)
+    return NotMeasuredError(text)
 
 
 def refuted_by(trial: Trial, larger: int, *, predicted: bool) -> Message:

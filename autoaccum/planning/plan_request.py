@@ -40,7 +40,7 @@ class PlanRequest:
         picture: Send the data of a memory picture to listeners, where the device has it.
         report: Send listeners all that a page shows: that data and the changes of `explain`, where the device has it.
         prefer: The micro-batch to take of those that fit (see `Prefer`).
-        chooses_reduce: Sum gradients of a sharded model with the last part where that fits; else always with each.
+        chooses_grad_sync: Sum gradients of a sharded model with the last part where that fits; else always with each.
 
     Raises:
         UsageError: A number is no whole number of at least 1, or is too large (a schedule lists all its parts), or
@@ -56,7 +56,7 @@ class PlanRequest:
     picture: bool = False
     report: bool = False
     prefer: Prefer = "largest"
-    chooses_reduce: bool = True
+    chooses_grad_sync: bool = True
     fit_micro_batch: int | None = None
 
     def __post_init__(self) -> None:

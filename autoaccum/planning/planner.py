@@ -101,15 +101,15 @@ def plan_on_device(
     result, throughput = planner.choose_fastest(largest)
     if ranks is not None:
         result = planner.agree(result, ranks)
-    reduction = planner.choose_reduce(result)
-    return planner.record(reduction, savers, throughput)
+    grad_sync = planner.choose_grad_sync(result)
+    return planner.record(grad_sync, savers, throughput)
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class _GradSyncChoice:
     """How gradients of a sharded model are summed over ranks, what proves that, and the peaks of the ways tried."""
 
-    grad_sync: GradSync | None
+    way: GradSync | None
     result: SearchResult
     peaks: Mapping[GradSync, int] = field(default_factory=dict)
 
@@ -196,14 +196,14 @@ class _Planner:
                 result = self._prove(min(found), result)
         return result
 
-    def choose_reduce(self, result: SearchResult) -> _Reduction:
+    def choose_grad_sync(self, result: SearchResult) -> _GradSyncChoice:
         """Sum gradients with the last part where the proved schedule fits so: that takes fewer collectives."""
         device, parts = self.setup.device, result.trial.parts
         if self.inspection.parallel != "fsdp2" or not self.predicts:
-            return _Reduction(None, result)
+            return _GradSyncChoice(None, result)
         peaks: dict[GradSync, int] = {"each": peak_bytes(result.trial) or 0}
-        if len(parts) == 1 or not self.request.chooses_reduce:
-            return _Reduction("each", result, peaks)
+        if len(parts) == 1 or not self.request.chooses_grad_sync:
+            return _GradSyncChoice("each", result, peaks)
         device.use_grad_sync("last")
         why = None
         try:
@@ -216,14 +216,14 @@ class _Planner:
             else:
                 peaks["last"] = peak_bytes(tried) or 0
             if tried.outcome == "ok":
-                return _Reduction("last", result.proved_by(tried), peaks)
+                return _GradSyncChoice("last", result.proved_by(tried), peaks)
         device.use_grad_sync(None)
         notes = result.notes if why is None else (*result.notes, why)
-        return _Reduction("each", dataclasses.replace(result, notes=notes), peaks)
+        return _GradSyncChoice("each", dataclasses.replace(result, notes=notes), peaks)
 
-    def record(self, reduction: _Reduction, savers: Words | None, throughput: Throughput | None) -> Plan:
+    def record(self, grad_sync: _GradSyncChoice, savers: Words | None, throughput: Throughput | None) -> Plan:
         """Return the plan of what was decided, with an explanation of its memory if that is requested."""
-        device, request, inspection, result = self.setup.device, self.request, self.inspection, reduction.result
+        device, request, inspection, result = self.setup.device, self.request, self.inspection, grad_sync.result
         schedule = request.schedule(result.size)
         prediction = device.predict(result.trial.parts) if self.predicts else None
         explanation, explanation_notes = explain_memory(
@@ -245,8 +245,8 @@ class _Planner:
             multiple_of=inspection.multiple_of,
             parallel=inspection.parallel,
             mesh=request.options.mesh,
-            grad_sync=reduction.grad_sync,
-            grad_sync_peaks=reduction.peaks,
+            grad_sync=grad_sync.way,
+            grad_sync_peaks=grad_sync.peaks,
             largest_fit=result.largest_fit,
             capped=result.capped,
             stopped=result.stopped,
@@ -396,12 +396,12 @@ def explain_memory(
     notify(Doing("explaining"))
     try:
         seconds = limits.seconds_left()
-        account = setup.device.explain(parts, limit_seconds=seconds, changes=changes, curve=curve)
+        report = setup.device.explain(parts, limit_seconds=seconds, changes=changes, curve=curve)
     except SearchStopped as stopped:
         return None, (message("not_explained_in_time", limit=str(stopped)),)
     except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.
         return None, (message("not_explained", error="it was interrupted"),)
     except (WorkloadError, UsageError, NotMeasuredError) as error:
         return None, (message("not_explained", error=first_line(error.message)),)
-    notify(Explained(account))
-    return (account.explanation, account.notes) if request.explain else (None, ())
+    notify(Explained(report))
+    return (report.explanation, report.notes) if request.explain else (None, ())

@@ -78,17 +78,17 @@ def plan_page(
     if report is None and plan.device.kind == "cpu":
         notes.append(message("memory_unknown"))
     timeline: list[Picture] = []
-    account: list[Block] = []
+    memory: list[Block] = []
     if report is not None:
         drawn = partial(draw_timeline, plan=plan, report=report)
         timeline = [_picture("the memory of an update over time, by purpose", drawn)]
-        account = explanation_blocks(report.explanation, plan.peak_bytes if plan.kind == "measured" else None)
+        memory = explanation_blocks(report.explanation, plan.peak_bytes if plan.kind == "measured" else None)
     curve = partial(draw_curve, plan=plan, curve=() if report is None else report.curve)
     rows = [*answer_rows(plan), *detail_rows(plan, seconds)]
     sections: dict[str, Sequence[Block | Picture]] = {
         "Plan": [Facts(rows), Facts.of_messages(plan.warnings, notes)],
         "Memory over one update": timeline,
-        "Where the memory goes": account,
+        "Where the memory goes": memory,
         "Peak over the micro-batch": [_picture("the peak over the micro-batch", curve)],
         "Throughput": [] if plan.throughput is None else [speeds_table(plan.throughput)],
         "Trials": [trials_table(plan)],

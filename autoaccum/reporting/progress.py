@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Trial
+from autoaccum.messages import message
 from autoaccum.planning.plan_events import (
     Doing,
     Explained,
@@ -172,8 +173,7 @@ class PlanProgress(Progress):
                 self.say(f"micro-batch {_sizes(trial.parts)} with {format_savers(savers)}: {outcome}", "dim")
             case TracedAlone(reason):
                 self.stop()
-                slow = str(reason).replace("was traced", "is traced")
-                self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
+                self.say(str(message("tracing_each_size", **reason.facts)), "dim")
             case Explained():
                 self.stop()
             case TrialStarted(number, parts):

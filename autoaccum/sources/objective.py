@@ -72,6 +72,12 @@ class Objective:
     coupled: bool = False
 
     @property
+    def assumes_divisor(self) -> bool:
+        """Whether what the mean divides by was taken from the class of a model that computes its loss itself."""
+        is_own = self.model_loss is not None and bool(self.model_loss.model)
+        return is_own and self.weight_function is None and self.reduction == "mean"
+
+    @property
     def criterion(self) -> Criterion | None:
         """The loss if it is a criterion."""
         return self.loss if isinstance(self.loss, Criterion) else None

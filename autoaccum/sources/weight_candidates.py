@@ -129,7 +129,8 @@ def path_rank(path: str) -> int:
 
 def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> Message | None:
     """Return a warning that `parts` of a batch are weighted by samples although some labels are ignored, or None."""
-    if objective.divisor_label != "samples" or objective.criterion is not None:
+    is_known = objective.weight_function is not None or objective.criterion is not None or objective.assumes_divisor
+    if is_known or objective.reduction == "sum":
         return None
     labels = [(path, leaf) for part in parts for path, leaf in find_leaves(part) if is_integer(leaf) and leaf.ndim > 1]
     marked = {path for path, leaf in labels if bool((leaf == IGNORED).any())}

@@ -100,11 +100,11 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             device.inspect()
             for parts in first:
                 assert device.trial(parts, fresh=True).ran
-            account = device.explain(PARTS, changes=False, detail=True)
+            report = device.explain(PARTS, changes=False, detail=True)
             return (
                 device.trial(PARTS).peak_reserved_bytes,
-                account,
-                account.holdings,
+                report,
+                report.holdings,
                 device.predict(PARTS).min_budget_bytes,
             )
 
@@ -119,6 +119,6 @@ def test_sets_cycles_threads_folders_and_orders_change_nothing(told: Callable[..
         told("there with spaces" * 10, 4, "random", ((5, 3), PARTS)),
     ]
     assert found[0] == found[1]
-    peak_bytes, account, holdings, _ = found[0]
-    assert peak_bytes == account.explanation.peak_bytes
+    peak_bytes, report, holdings, _ = found[0]
+    assert peak_bytes == report.explanation.peak_bytes
     assert all(holdings)

@@ -80,11 +80,11 @@ def test_it_is_told_after_the_proof_along_with_what_pictures_need() -> None:
     assert isinstance(told[-3], TrialFinished)
     assert told[-2] == Doing("explaining")
     assert isinstance(told[-1], Explained)
-    account = told[-1].account
-    assert account.explanation == plan.explanation
-    assert account.timeline.reserved_bytes
-    assert [point.size for point in account.curve] == sorted(point.size for point in account.curve)
-    assert plan.micro_batch in [point.size for point in account.curve]
+    report = told[-1].report
+    assert report.explanation == plan.explanation
+    assert report.timeline.reserved_bytes
+    assert [point.size for point in report.curve] == sorted(point.size for point in report.curve)
+    assert plan.micro_batch in [point.size for point in report.curve]
 
 
 def test_a_picture_alone_simulates_no_changes_and_is_not_kept() -> None:
@@ -92,8 +92,8 @@ def test_a_picture_alone_simulates_no_changes_and_is_not_kept() -> None:
     plan = explain(SyntheticTracer(suggestions=SUGGESTIONS), on_event=told.append, explain=False, picture=True)
     assert plan.explanation is None
     assert isinstance(told[-1], Explained)
-    assert told[-1].account.explanation.changes == ()
-    assert told[-1].account.curve
+    assert told[-1].report.explanation.changes == ()
+    assert told[-1].report.curve
     assert plan == replace(explain(explain=False), trials=plan.trials)
 
 
@@ -150,9 +150,9 @@ class Measured(ScriptedDevice):
 
     capabilities = frozenset[Capability]({"explain"})
 
-    def __init__(self, account: MemoryReport | BaseException) -> None:
+    def __init__(self, report: MemoryReport | BaseException) -> None:
         super().__init__(lambda size: "ok" if size <= 40 else "oom")
-        self._account = account
+        self._account = report
 
     def explain(self, parts: tuple[int, ...], **asked: Any) -> MemoryReport:
         if isinstance(self._account, BaseException):
@@ -162,8 +162,8 @@ class Measured(ScriptedDevice):
 
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     with simulated_card(SyntheticTracer(), 64) as device:
-        account = replace(device.explain((20, 20)), notes=(Message("changes_vary"),))
-    plan = plan_on(Measured(account), 64, explain=True)
+        report = replace(device.explain((20, 20)), notes=(Message("changes_vary"),))
+    plan = plan_on(Measured(report), 64, explain=True)
     assert plan.kind == "measured"
     assert plan.peak_bytes == plan.trials[-1].peak_reserved_bytes
     assert plan.explanation is not None

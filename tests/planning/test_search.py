@@ -316,7 +316,7 @@ def test_an_error_stops_at_once(fault: Literal["user", "measurement"], error: ty
         text, where = "IndexError: too big", "File model.py, line 3"
         return Trial(parts=(size,), outcome="error", phase="forward", message=text, traceback=where, fault=fault)
 
-    with pytest.raises(error, match=r"micro-batch \d+ failed in forward: IndexError: too big") as seen:
+    with pytest.raises(error, match="IndexError: too big") as seen:
         search(trial, range(1, 65), limit_bytes=LIMIT)
     assert sum(size >= at for size in ran) == 1
     if isinstance(seen.value, WorkloadError):

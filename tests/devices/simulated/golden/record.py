@@ -139,14 +139,14 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
 
 def explain(device: SimulatedDevice, parts: tuple[int, ...], *, changes: bool) -> dict[str, Any]:
     """Where the memory goes, in numbers."""
-    account = device.explain(parts, changes=changes, curve=changes, detail=True)
-    found, line = account.explanation, account.timeline
+    report = device.explain(parts, changes=changes, curve=changes, detail=True)
+    found, line = report.explanation, report.timeline
     return {
         "categories": of_one_rank(found.categories),
         "at": [found.phase, found.op, found.module],
         "changes": {change.name: [change.peak_bytes, change.min_budget_bytes] for change in found.changes},
-        "curve": [[point.size, point.peak_bytes] for point in account.curve],
-        "holdings_digest": digest_of(account.holdings),
+        "curve": [[point.size, point.peak_bytes] for point in report.curve],
+        "holdings_digest": digest_of(report.holdings),
         "timeline_digest": digest_of([of_one_rank(line.categories), line.reserved_bytes, line.phases, line.peak_at]),
     }
 
