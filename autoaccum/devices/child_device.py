@@ -16,7 +16,7 @@ from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
@@ -43,9 +43,14 @@ class LoadedChild:
         self._limit_seconds, self._process = settings.trial_limit_seconds, process
         self._owner = "the machine" if load.device == "cpu" else load.device
         self.jobs = 0
-        with self._raising_errors():
-            limit = settings.load_limit_seconds or max(self._limit_seconds, _MIN_LOAD_SECONDS)
-            self.facts = process.call(load, limit)
+        limit_seconds = settings.load_limit_seconds or max(self._limit_seconds, _MIN_LOAD_SECONDS)
+        try:
+            self.facts = process.call(load, limit_seconds)
+        except JobFailed as failed:
+            self.close()
+            if failed.failure.is_usage:
+                raise UsageError(failed.failure.message) from None
+            raise failure_error(failed.failure, self._owner) from None
 
     @property
     def alive(self) -> bool:
@@ -60,8 +65,11 @@ class LoadedChild:
             DoesNotFitError: It runs out of memory.
             NotMeasuredError: The process died or took too long.
         """
-        with self._raising_errors():
+        try:
             return self.ask(request, limit_seconds)
+        except JobFailed as failed:
+            self.close()
+            raise failure_error(failed.failure, self._owner) from None
 
     def ask(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         """Run a job as `call` does, except that JobFailed and ChildDied are raised as they are."""
@@ -71,14 +79,6 @@ class LoadedChild:
     def close(self) -> None:
         """End the process; first give it time to exit by itself, so that the workload's `atexit` functions run."""
         self._process.end(grace_seconds=_LEAVE_SECONDS)
-
-    @contextmanager
-    def _raising_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except JobFailed as failed:
-            self.close()
-            raise failure_error(failed.failure, self._owner) from None
 
 
 _STANDBY_BYTES = 512 * MIB

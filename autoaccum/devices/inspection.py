@@ -25,11 +25,12 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.meters import Meter, make_meter
-from autoaccum.devices.trial_run import host_draws, make_accumulator, move_model, seed_everything
+from autoaccum.devices.trial_run import TrialRun, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.messages import Message, message
 from autoaccum.sharded_tensors import model_class
@@ -68,21 +69,18 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         WorkloadError: The workload cannot be trained: its batch has another size than requested, it has no trainable
             parameters, or its loss is not a scalar, not finite or not connected to them.
     """
-    seed_everything()
     meter = make_meter("cpu") if meter is None else meter
     meter.start()
-    model = workload.build_model()
-    origin = model_device(model)
-    model = move_model(model, meter.device)
-    made = workload.build_optimizer(model)
     size = probe_size(workload, SAMPLES, share)
-    batch = workload.build_batch(size)
+    run = TrialRun(dataclasses.replace(workload, ema=False, hold_outputs=False), size, meter.device)
+    accumulator, batch = run.prepare((size,))
+    assert run.made is not None
+    model, optimizer = run.made
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
-        accumulator = make_accumulator(workload, model, made, size)
         with collect_warnings() as said:
-            before = host_draws()
+            before = RngState().digest()
             first = accumulator.step(batch)
-            has_drawn = host_draws() != before
+            has_drawn = RngState().digest() != before
             if not math.isfinite(first.loss):
                 raise WorkloadError(
                     f"the loss of batch({size}) is {first.loss}",
@@ -99,10 +97,10 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         notes = note_random_memory(workload, model, size) if has_drawn else ()
         least_size = find_least_size(workload, model, share)
     batchnorms = batchnorm_names(model)
-    if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
-        model.to(origin)
-        workload.objective.move_criterion(origin)
-    facts = describe_workload(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
+    if model_device(model) != run.origin:  # `model()` may return the same object again, where it was made.
+        model.to(run.origin)
+        workload.objective.move_criterion(run.origin)
+    facts = describe_workload(workload, model, optimizer, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
     if workload.batchnorm == "exact":
         coupling = coupling.without(batchnorms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,26 +32,32 @@ _PASSES = 2
 """The outputs of the first pass are still held while the second one runs."""
 
 
-class HeldOutputs:
-    """Outputs of the last micro-batch that a loop still refers to: each is freed once its successor is there.
+@dataclass(frozen=True)
+class HoldingObjective(Objective):
+    """An objective that holds the outputs and the loss of the last micro-batch, as a loop that still refers to them.
+
+    Each is freed once its successor is there.
 
     Attributes:
         calls: The model's outputs, in the order of its calls for one micro-batch.
-        terms: The loss, by the names of its terms.
+        losses: The terms of the loss, once there are any.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.terms: dict[str, Tensor] = {}
+    calls: list[Any] = field(default_factory=list)
+    losses: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, objective: Objective) -> HoldingObjective:
+        """Return an objective like this one that holds its outputs."""
+        return cls(**{field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)})
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that are held, as far as they are found in containers."""
-        return list(pytree.tensors([self.calls, self.terms]))
+        return list(pytree.tensors([self.calls, self.losses]))
 
-    @contextmanager
-    def holding(self, model: nn.Module) -> Iterator[None]:
-        """Hold the outputs of `model` within, as those of one micro-batch."""
+    def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """As `Objective.terms`."""
         number = 0
 
         def hold(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -60,28 +66,10 @@ class HeldOutputs:
             number += 1
 
         with model.register_forward_hook(hold):
-            yield
-        del self.calls[number:]
-
-
-@dataclass(frozen=True)
-class HoldingObjective(Objective):
-    """An objective that also holds the model's outputs and the loss, as `held`."""
-
-    held: HeldOutputs = dataclasses.field(default_factory=HeldOutputs)
-
-    def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """As `Objective.terms`."""
-        with self.held.holding(model):
             terms = super().terms(model, batch)
-        self.held.terms = terms
+        del self.calls[number:]
+        self.losses[:] = [terms]
         return terms
-
-
-def hold_outputs(objective: Objective, held: HeldOutputs) -> HoldingObjective:
-    """Return `objective`, with its outputs and losses held in `held`."""
-    fields = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)}
-    return HoldingObjective(**fields, held=held)
 
 
 class EmaModel:
@@ -157,7 +145,7 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
     assert workload.evaluation_batch is not None
     host_batch = workload.build_batch(workload.evaluation_batch)
     device = model_device(model)
-    objective = hold_outputs(workload.objective, HeldOutputs())  # A metric would hold the outputs.
+    objective = HoldingObjective.of(workload.objective)  # A metric would hold the outputs.
     outputs: Any = None
     with _eval_mode(model), torch.no_grad():
         for _ in range(_PASSES):

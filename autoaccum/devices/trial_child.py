@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
@@ -39,7 +40,7 @@ class TrialChild(Handler):
     _meter: Meter
     _share: int
     _world_size: int
-    _timer: UpdateTimer | None = None
+    _timed: tuple[Accumulator, Any] | None = None
 
     @staticmethod
     def prepare() -> None:
@@ -85,41 +86,30 @@ class TrialChild(Handler):
 
     @handle.register
     def _time(self, request: TimeUpdate) -> float:
-        """Time one update without a limit: larger micro-batches than this one have run within it."""
-        self._timer = self._timer or UpdateTimer(self._workload, self._meter.device, self._share)
-        return self._timer.time(request.micro_batch)
-
-
-class UpdateTimer:
-    """Makes updates of one batch with a learning rate of 0, so that nothing diverges.
-
-    Args:
-        workload: The workload, with the options of the plan and a `batch`.
-        device: The device to train on.
-        target_batch: Samples per update.
-    """
-
-    def __init__(self, workload: Workload, device: torch.device, target_batch: int) -> None:
-        self._device = device
-        for module in find_auxiliary_modules(workload).values():
-            move_model(module, device)
-        run = TrialRun(replace(workload, ema=False, hold_outputs=False), target_batch, device)
-        self._accumulator, self._batch = run.prepare([target_batch])
-        assert run.made is not None
-        for group in run.made[1].param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * 0  # A tensor stays one.
-
-    def time(self, micro_batch: int) -> float:
-        """Make one update in micro-batches of that size; return its seconds."""
-        self._accumulator.micro_batch = micro_batch
-        synchronize_device(self._device)
+        """Make one update without a limit, since larger micro-batches have run within it; return its seconds."""
+        self._timed = self._timed or prepare_timing(self._workload, self._meter.device, self._share)
+        accumulator, batch = self._timed
+        accumulator.micro_batch = request.micro_batch
+        synchronize_device(self._meter.device)
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
-            self._accumulator.step(self._batch)
-        synchronize_device(self._device)
+            accumulator.step(batch)
+        synchronize_device(self._meter.device)
         return time.perf_counter() - began
+
+
+def prepare_timing(workload: Workload, device: torch.device, target_batch: int) -> tuple[Accumulator, Any]:
+    """Return an Accumulator and a batch to time updates with; the learning rate is 0, so that nothing diverges."""
+    for module in find_auxiliary_modules(workload).values():
+        move_model(module, device)
+    run = TrialRun(replace(workload, ema=False, hold_outputs=False), target_batch, device)
+    prepared = run.prepare([target_batch])
+    assert run.made is not None
+    for group in run.made[1].param_groups:
+        if "lr" in group:
+            group["lr"] = group["lr"] * 0  # A tensor stays one.
+    return prepared
 
 
 def load_requested(request: LoadWorkload, paths: ImportPaths | None) -> Workload:

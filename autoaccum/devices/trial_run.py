@@ -8,7 +8,6 @@ updates in training do. So the allocator's retries are those of the last update.
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 import warnings
@@ -27,20 +26,19 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.launch import shard_model
 from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
+from autoaccum.devices.loop_memory import EmaModel, HoldingObjective, evaluate
 from autoaccum.devices.meters import Meter, Reading
 from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
 from autoaccum.options import GradSync
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
-from autoaccum.sources.objective import Objective
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import WholeBatchMode
 from autoaccum.units import format_bytes
 
 
@@ -64,6 +62,9 @@ class TrialRun:
 
     Attributes:
         made: The model and its optimizer, once they are built.
+        origin: The device that the model was made on.
+        accumulator: The Accumulator, once it is built: the one that trains by the plan, except that running out of
+            memory ends the trial.
         has_drawn: Whether an update drew random numbers on the host.
 
     Args:
@@ -78,6 +79,8 @@ class TrialRun:
         before_update: Called before each update.
     """
 
+    origin: torch.device
+
     def __init__(
         self,
         workload: Workload,
@@ -89,30 +92,29 @@ class TrialRun:
         grad_sync: GradSync = "each",
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self._workload = workload
-        each = workload.multiple_of or 1
-        self._share = self._size = -(-share // each) * each
-        self._device = device
+        self._workload, self._device = workload, device
+        multiple = workload.multiple_of or 1
+        self._size = -(-share // multiple) * multiple
         self._world_size, self._mesh, self._grad_sync = world_size, mesh, grad_sync
         self._before_update = before_update
         self._phase: Phase = "start"
-        self._accumulator: Accumulator | None = None
-        self._held = HeldOutputs() if workload.hold_outputs else None
-        self._averages: EmaModel | None = None
+        self._held: HoldingObjective | None = None
+        self._ema: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
+        self.accumulator: Accumulator | None = None
         self.has_drawn = False
 
     @property
     def phase(self) -> Phase:
         """The current phase of the trial."""
-        if self._accumulator is None or self._phase == "evaluation":
+        if self.accumulator is None or self._phase == "evaluation":
             return self._phase
-        return self._accumulator.phase
+        return self.accumulator.phase
 
     @property
     def averages(self) -> list[Tensor]:
         """The copies of weights and buffers, if there is an EMA."""
-        return [] if self._averages is None else self._averages.tensors
+        return [] if self._ema is None else self._ema.tensors
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -120,14 +122,9 @@ class TrialRun:
         return [] if self._held is None else self._held.tensors
 
     @property
-    def whole_batch(self) -> WholeBatchMode | None:
-        """As `Accumulator.whole_batch`."""
-        return None if self._accumulator is None else self._accumulator.whole_batch
-
-    @property
     def host_bytes(self) -> int | None:
         """As `Accumulator.host_bytes`; None if it kept none there."""
-        return None if self._accumulator is None else self._accumulator.host_bytes or None
+        return None if self.accumulator is None else self.accumulator.host_bytes or None
 
     def run(self, parts: Sequence[int], *, needs_whole_batch: bool = False) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
@@ -149,48 +146,66 @@ class TrialRun:
             first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
-            self._evaluate()
+            assert self.made is not None
+            self._phase = "evaluation"
+            evaluate(self._workload, self.made[0])
+            self._phase = "forward"
             self._update(accumulator, first)
         result = self._update(accumulator, last)
         synchronize_device(self._device)
         return result
 
     def prepare(self, parts: Sequence[int]) -> tuple[Accumulator, Any]:
-        """Build everything for updates by `parts`; return the Accumulator and the batch."""
+        """Build everything for updates by `parts`; return the Accumulator and the batch.
+
+        Under fp16 the scaler starts at 1: from 65536 on, its first updates are often skipped, and a trial has few.
+        """
+        workload = self._workload
         seed_everything()
         self._phase = "model"
-        model = self._workload.build_model()
+        model = workload.build_model()
+        self.origin = model_device(model)
         if self._mesh is None:
             model = move_model(model, self._device)
         else:
             assert self._device is not None
-            model = shard_model(model, self._device, self._mesh, self._workload.parallelize)
-        if self._workload.ema:
-            self._averages = EmaModel(model)
+            model = shard_model(model, self._device, self._mesh, workload.parallelize)
+        if workload.ema:
+            self._ema = EmaModel(model)
         self._phase = "optimizer"
-        optimizer = self._workload.build_optimizer(model)
+        optimizer = workload.build_optimizer(model)
         self.made = model, optimizer
         self._phase = "batch"
-        self._size = max(self._share, *parts)
-        batch = self._workload.build_batch(self._size)
+        self._size = max(self._size, *parts)
+        batch = workload.build_batch(self._size)
         self._phase = "forward"
-        objective = self._workload.objective
-        if self._held is not None:
-            objective = hold_outputs(objective, self._held)
-        observer = None
-        if self._world_size > 1:
-            observer = _RankRoom(optimizer, in_fp32=self._workload.accumulate_in == "fp32")
-        self._accumulator = make_accumulator(
-            self._workload, model, optimizer, max(parts), objective, observer, grad_sync=self._grad_sync
+        if workload.hold_outputs:
+            self._held = HoldingObjective.of(workload.objective)
+        takes_room, device = self._world_size > 1, model_device(model)
+        self.accumulator = Accumulator(
+            model,
+            optimizer,
+            self._held or workload.objective,
+            micro_batch=max(parts),
+            precision=workload.precision,
+            batchnorm=workload.batchnorm,
+            scaler=GradScaler(device.type, init_scale=1.0) if workload.precision == "fp16" else None,
+            multiple_of=workload.multiple_of,
+            accumulate_in=workload.accumulate_in,
+            savers=workload.savers,
+            check="off",
+            recover=False,
+            grad_sync=self._grad_sync,
+            observer=_RankRoom(optimizer, in_fp32=workload.accumulate_in == "fp32") if takes_room else None,
         )
-        return self._accumulator, batch
+        return self.accumulator, batch
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any]) -> StepResult:
         self._before_update()
         seed_everything()  # Where random numbers decide what runs, they decide alike for all sizes.
-        before = host_draws()
+        before = RngState().digest()
         result = accumulator.step_parts(window)
-        self.has_drawn = self.has_drawn or host_draws() != before
+        self.has_drawn = self.has_drawn or RngState().digest() != before
         if not result.updated:
             raise WorkloadError(
                 f"no update was made from batch({self._size})",
@@ -201,22 +216,15 @@ class TrialRun:
                 "there are no outputs to keep: the loss does not call the model itself, but a method of it",
                 hint="call model(...) in loss, or train without hold_outputs (--no-hold-outputs)",
             )
-        if self._averages is not None:
-            self._averages.update()
+        if self._ema is not None:
+            self._ema.update()
         return result
-
-    def _evaluate(self) -> None:
-        assert self.made is not None
-        self._phase = "evaluation"
-        evaluate(self._workload, self.made[0])
-        self._phase = "forward"
 
 
 def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter, world_size: int = 1) -> Trial:
     """Run the requested trial under its limit, which is lifted before a failure is described; return its record."""
-    trial_run = TrialRun(
-        request.replaced(workload), share, meter.device, world_size=world_size, before_update=meter.begin_update
-    )
+    workload, begin_update = request.replaced(workload), meter.begin_update
+    trial_run = TrialRun(workload, share, meter.device, world_size=world_size, before_update=begin_update)
     failure: BaseException | None = None
     meter.start()
     began = time.perf_counter()
@@ -227,13 +235,8 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
                 trial_run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
         except BaseException as error:
             failure = error
-    trial = record_trial(
-        request.parts,
-        meter.read(),
-        request.limit_bytes,
-        seconds=time.perf_counter() - began,
-        host_bytes=trial_run.host_bytes,
-    )
+    measured = {"seconds": time.perf_counter() - began, "host_bytes": trial_run.host_bytes}
+    trial = record_trial(request.parts, meter.read(), request.limit_bytes, **measured)
     if failure is None:
         return trial
     doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
@@ -278,39 +281,6 @@ def synchronize_device(device: torch.device | None) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def make_accumulator(
-    workload: Workload,
-    model: Any,
-    optimizer: Any,
-    micro_batch: int,
-    objective: Objective | None = None,
-    observer: StepObserver | None = None,
-    *,
-    grad_sync: GradSync = "each",
-) -> Accumulator:
-    """Make the Accumulator that trains by the plan, except that running out of memory ends the trial.
-
-    Under fp16 the scaler starts at 1: from 65536 on, its first updates are often skipped, and a trial has few.
-    """
-    device = next(model.parameters()).device.type
-    return Accumulator(
-        model,
-        optimizer,
-        workload.objective if objective is None else objective,
-        micro_batch=micro_batch,
-        precision=workload.precision,
-        batchnorm=workload.batchnorm,
-        scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
-        multiple_of=workload.multiple_of,
-        accumulate_in=workload.accumulate_in,
-        savers=workload.savers,
-        check="off",
-        recover=False,
-        grad_sync=grad_sync,
-        observer=observer,
-    )
-
-
 def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
     """Return views of `batch`, which has `size` samples: consecutive parts; the last ones overlap if it is short.
 
@@ -332,8 +302,3 @@ def seed_everything(seed: int = 0) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def host_draws() -> bytes:
-    """Return the states of the host's generators as bytes, by which to tell whether something has drawn from them."""
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))

@@ -12,7 +12,7 @@ import torch
 from state_digests import state_digest
 from torch import Tensor, nn
 
-from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
+from autoaccum.devices.loop_memory import EmaModel, HoldingObjective, evaluate
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.objective import resolve_objective
@@ -75,13 +75,12 @@ def test_an_output_is_freed_once_its_successor_is_there() -> None:
         seen.extend([weakref.ref(first), weakref.ref(second)])
         return torch.as_tensor((first + second).mean())
 
-    kept = HeldOutputs()
-    objective = hold_outputs(resolve_objective(loss), kept)
+    objective = HoldingObjective.of(resolve_objective(loss))
     model = Net()
     for _ in range(3):
         objective.terms(model, batch(2))
     assert alive == [[], [], [True, True], [False, False], [True, True], [False, False]]
-    assert len(kept.calls) == 2
+    assert len(objective.calls) == 2
     assert not model._forward_hooks
 
 

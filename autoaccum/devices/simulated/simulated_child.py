@@ -167,15 +167,17 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     with collect_warnings() as messages:
         trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, **of_ranks)
         trace = trial.trace()
-    assert trial.run.made is not None
-    model, optimizer = trial.run.made
+    run = trial.run
+    assert run.made is not None
+    assert run.accumulator is not None
+    model, optimizer = run.made
     workload, found_multiple = detect_multiple(workload, model, share)
     samples = probe_size(workload, LAYOUT_SAMPLES, share)
     facts = describe_workload(workload, model, optimizer, samples, list(trial.result.terms))
     recipe = replace(facts.recipe, misweighted=find_advice(messages))
-    random_notes = note_random_memory(workload, model, size) if trial.run.has_drawn else ()
+    random_notes = note_random_memory(workload, model, size) if run.has_drawn else ()
     inspection = Inspection(
-        workload=replace(facts, whole_batch=trial.run.whole_batch, recipe=recipe),
+        workload=replace(facts, whole_batch=run.accumulator.whole_batch, recipe=recipe),
         spec=workload.recorded(),
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model, share),
