@@ -145,23 +145,21 @@ def framework_notes(plan: Plan, framework: str) -> tuple[Message, ...]:
 
 
 def _transformers(plan: Plan) -> dict[str, Any]:
-    precision = plan.spec.precision
-    reduce = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     given = {
-        "bf16": True if precision == "bf16" else None,
-        "fp16": True if precision == "fp16" else None,
-        "fsdp": True if plan.parallel == "fsdp2" else None,
-        "accelerator_config": reduce if plan.grad_sync == "each" else None,
+        "bf16": plan.spec.precision == "bf16",
+        "fp16": plan.spec.precision == "fp16",
+        "fsdp": plan.parallel == "fsdp2",
+        "accelerator_config": plan.grad_sync == "each" and {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         "per_device_eval_batch_size": plan.spec.evaluation_batch,
-        "dataloader_drop_last": True if plan.multiple_of > 1 else None,
+        "dataloader_drop_last": plan.multiple_of > 1,
         "learning_rate": plan.learning_rate,
-        "use_cpu": True if _is_on_cpu(plan) else None,
+        "use_cpu": _is_on_cpu(plan),
     }
     return {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.iter_size,
         "average_tokens_across_devices": True,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in given.items() if value},
     }
 
 

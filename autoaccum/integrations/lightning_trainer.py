@@ -66,10 +66,9 @@ def _find_parts(names: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     if data is not None:
         return module, data, None, weight
     loaders = {name: value for name, value in names.items() if isinstance(value, DataLoader)}
-    validating = {name: value for name, value in loaders.items() if "val" in name.lower()}
-    training = {name: value for name, value in loaders.items() if name not in validating}
-    named = {name: value for name, value in training.items() if "train" in name.lower()}
-    return module, _only(named or training, "DataLoader"), _only(validating, "DataLoader"), weight
+    validating = {name: loaders.pop(name) for name in list(loaders) if "val" in name.lower()}
+    training = {name: value for name, value in loaders.items() if "train" in name.lower()} or loaders
+    return module, _only(training, "DataLoader"), _only(validating, "DataLoader"), weight
 
 
 def make_workload(
@@ -164,8 +163,10 @@ class TrainingStep:
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss; raise WorkloadError if `training_step` returns none."""
         with self._running(model, training=True):
-            # The Trainer frees the gradients of the last update after the first forward of the next one.
-            gradients = _absent_gradients(model) if torch.is_grad_enabled() else []
+            # The Trainer frees the gradients of the last update after the first forward of the next one: where there
+            # are none, tensors like them, written to, take their memory.
+            absent = [p for p in model.parameters() if p.requires_grad and p.grad is None and torch.is_grad_enabled()]
+            gradients = [torch.full_like(parameter, 0.0) for parameter in absent]
             outputs = self._call(model, "training_step", batch)
             del gradients
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -214,23 +215,23 @@ class TrainingStep:
         if overrides(model, begin := _BEGINNING[name]):
             getattr(model, begin)(batch, 0)
         step = getattr(model, name)
-        return step(*(batch, 0, 0)[: _arguments(step)])
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        count = sum(argument.kind in positional for argument in inspect.signature(step).parameters.values())
+        return step(*(batch, 0, 0)[:count])  # It may leave out batch_idx and dataloader_idx.
 
 
 def configure_optimizer(trainer: TrialTrainer, module: Any) -> Optimizer:
     """Return the optimizer that `configure_optimizers` of a module makes; raise WorkloadError unless it is one."""
     with trainer.attached(module), user_code("configure_optimizers"):
-        made = module.configure_optimizers()
-    found = [one for one in find_configured(made) if isinstance(one, Optimizer)]
-    if len(found) == 1:
-        return found[0]
-    name = f"configure_optimizers of {type_name(module)}"
-    if not found:
-        raise WorkloadError(
-            f"{name} returned {describe_type(made)} without an optimizer",
-            hint="return an optimizer, or a dict that has it as optimizer",
-        )
-    raise WorkloadError(f"{name} returned {len(found)} optimizers, and a plan is for one", hint=_BY_HAND)
+        configured = module.configure_optimizers()
+    optimizers = [part for part in find_configured(configured) if isinstance(part, Optimizer)]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    returned, hint = f"{len(optimizers)} optimizers, and a plan is for one", _BY_HAND
+    if not optimizers:
+        returned = f"{describe_type(configured)} without an optimizer"
+        hint = "return an optimizer, or a dict that has it as optimizer"
+    raise WorkloadError(f"configure_optimizers of {type_name(module)} returned {returned}", hint=hint)
 
 
 class TrialTrainer:
@@ -286,13 +287,13 @@ class TrialTrainer:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that the attached module configures: not those of a trial, so that only rates can be read."""
-        return [one for one in self._configure() if isinstance(one, Optimizer)]
+        return [part for part in self._configure() if isinstance(part, Optimizer)]
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedules of these optimizers."""
         config = self._lightnings("utilities.types").LRSchedulerConfig
-        return [config(one) for one in self._configure() if not isinstance(one, Optimizer)]
+        return [config(part) for part in self._configure() if not isinstance(part, Optimizer)]
 
     def _configure(self) -> list[Any]:
         if self._configured is None:
@@ -302,14 +303,15 @@ class TrialTrainer:
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Stand for `optimizers` of a module, which returns an only one by itself."""
-        wrap = self._lightnings("core.optimizer").LightningOptimizer if use_pl_optimizer else lambda one: one
-        found = [wrap(one) for one in self.optimizers]
-        return found[0] if len(found) == 1 else found
+        optimizers: list[Any] = self.optimizers
+        if use_pl_optimizer:
+            optimizers = [*map(self._lightnings("core.optimizer").LightningOptimizer, optimizers)]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def _lightnings(self, name: str) -> Any:
         """Return a module of the package that the Trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
-        found = [kind for kind in type(self.real).__mro__ if kind.__module__.endswith(".trainer.trainer")]
-        return import_module(f"{found[0].__module__.removesuffix('.trainer.trainer')}.{name}")
+        modules = [kind.__module__ for kind in type(self.real).__mro__ if kind.__module__.endswith(".trainer.trainer")]
+        return import_module(f"{modules[0].removesuffix('.trainer.trainer')}.{name}")
 
     @contextmanager
     def attached(self, model: nn.Module, *, training: bool = True) -> Iterator[None]:
@@ -332,19 +334,17 @@ class TrialTrainer:
 
 
 def _check(trainer: Any, module: Any) -> None:
-    """Raise WorkloadError for a module or a Trainer whose step cannot be planned."""
     if not is_a(module, "LightningModule"):
         raise WorkloadError(
             f"the Trainer's model is {describe_type(module)}",
             hint="give the LightningModule too: plan(trainer=trainer, model=module, data=datamodule)",
         )
-    name, strategy = type_name(module), type_name(trainer.strategy)
     if not module.automatic_optimization:
         raise WorkloadError(
-            f"{name} optimises by hand (automatic_optimization is False), so its training_step is no loss",
+            f"{type_name(module)} optimises by hand (automatic_optimization is False), so its training_step is no loss",
             hint=_BY_HAND,
         )
-    if strategy not in _STRATEGIES:
+    if (strategy := type_name(trainer.strategy)) not in _STRATEGIES:
         raise WorkloadError(
             f"the Trainer's strategy is {strategy}, and a plan knows {join_words(_STRATEGIES, 'or')}",
             hint="write model, batch and loss into a workload file: its plan knows --parallel fsdp2",
@@ -373,7 +373,7 @@ def _check_loader(loader: Any) -> DataLoader[Any]:
 def _largest_batch(loaders: Any) -> int | None:
     """Return the largest batch of the loaders for validation, of which there may be several; None if unknown."""
     several = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list) else [loaders]
-    return max((one.batch_size for one in several if getattr(one, "batch_size", None)), default=None)
+    return max((loader.batch_size for loader in several if getattr(loader, "batch_size", None)), default=None)
 
 
 def _refuse_schedule(optimizer: Any) -> Any:
@@ -390,26 +390,15 @@ def _averages_on_device(callback: Any) -> bool:
     return bool(kinds & _AVERAGES) and (device is None or torch.device(device).type != "cpu")
 
 
-def _absent_gradients(model: nn.Module) -> list[Tensor]:
-    """Return tensors like the gradients that trained parameters do not have, written to, so that they take memory."""
-    return [torch.full_like(each, 0.0) for each in model.parameters() if each.requires_grad and each.grad is None]
-
-
-def _arguments(step: Callable[..., Any]) -> int:
-    """Return the number of positional arguments that a step takes: batch, batch_idx and dataloader_idx."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in kinds for each in inspect.signature(step).parameters.values())
-
-
 def _only(names: Mapping[str, Any], what: str, fits: Callable[[Any], bool] = lambda value: True) -> Any:
     """Return the only object that fits, under whatever names, or None; raise WorkloadError for several."""
-    found = {id(value): (name, value) for name, value in names.items() if fits(value)}
-    if len(found) > 1:
+    fitting = {id(value): name for name, value in names.items() if fits(value)}
+    if len(fitting) > 1:
         raise WorkloadError(
-            f"the file has {len(found)} instances of {what}: {join_words(name for name, _ in found.values())}",
+            f"the file has {len(fitting)} instances of {what}: {join_words(fitting.values())}",
             hint="leave one at its top level, or call autoaccum.plan(trainer=..., model=..., data=...)",
         )
-    return next((value for _, value in found.values()), None)
+    return next(map(names.__getitem__, fitting.values()), None)
 
 
 def is_a(value: Any, name: str) -> bool:
@@ -423,8 +412,8 @@ def find_configured(made: Any) -> Iterator[Any]:
     if isinstance(made, Mapping):
         made = list(made.values())
     if isinstance(made, list | tuple):
-        for one in made:
-            yield from find_configured(one)
+        for part in made:
+            yield from find_configured(part)
     elif hasattr(made, "state_dict"):
         yield made
 

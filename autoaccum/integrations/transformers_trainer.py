@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.argument_checks import unwrap_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
+from autoaccum.simulation.tracing.placement import current
 from autoaccum.sources.batches import batch_size, has_size
 from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
@@ -55,14 +56,15 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         free_card(trainer)
     check_supported(trainer)
     args, model = trainer.args, trainer.model
-    own = set(model.modules())
-    held = {  # Modules beside the model, such as the reference of DPO.
+    parts = set(model.modules())
+    beside = {  # Such as the reference of DPO.
         name: value
         for name, value in vars(trainer).items()
-        if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT
+        if isinstance(value, nn.Module) and value not in parts and name not in _LEFT_OUT
     }
-    if holder := next((name for name, module in held.items() if model in module.modules()), None):
-        raise WorkloadError(f"the Trainer's {holder} ({type_name(held[holder])}) holds the model itself", hint=_WRITE)
+    for name, module in beside.items():
+        if model in module.modules():
+            raise WorkloadError(f"the Trainer's {name} ({type_name(module)}) holds the model itself", hint=_WRITE)
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
     packed: dict[str, Any] = {}
@@ -70,19 +72,19 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         collate = PackedBatches(collate)
         packed = {"split": collate.split, "size": collate.size}
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    given = trainer.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trainer.optimizer is None:
+        empty = _without_autocast(model, empty_tensors(model))
+        optimizer: Any = OptimizerOfModel(empty, partial(_create_optimizer, shadow))
+    else:
+        optimizer = OptimizerLike(unwrap_optimizer(trainer.optimizer), trained)
     half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trained)
     loss = TrainerLoss(shadow, model)
     return Workload(
         model=partial(_build_model, trainer, live=live),
         loss=loss,
         **loss.divides,
-        optimizer=(
-            OptimizerOfModel(_without_autocast(model, empty_tensors(model)), partial(_create_optimizer, shadow))
-            if given is None
-            else OptimizerLike(unwrap_optimizer(given), trained)
-        ),
+        optimizer=optimizer,
         precision=PRECISIONS[args.mixed_precision],
         accumulate_in="parameters" if half else "fp32",
         dataset=dataset,
@@ -90,7 +92,7 @@ def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Wor
         **packed,
         evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
         evaluate=_Evaluation(shadow, _evaluation_passes(trainer)) if evaluates else None,
-        modules={name: module for name, module in held.items() if module not in own},
+        modules=beside,
         name=type_name(model),
     )
 
@@ -113,24 +115,20 @@ def _follow_parameters(optimizer: Any) -> None:
     Elsewhere, the parameters, their list and their state stay as they are.
     """
     for group in () if optimizer is None else optimizer.param_groups:
-        parameters = group["params"]
-        for index, before in enumerate(parameters):
-            replaced_by = getattr(before, "_autoaccum_replaced_by", None)  # Set by `simulation.tracing.placement`.
-            if replaced_by is not None and (after := replaced_by()) is not None:
-                parameters[index] = after
+        for index, before in enumerate(group["params"]):
+            if (after := current(before)) is not before:
+                group["params"][index] = after
                 if before in optimizer.state:
                     optimizer.state[after] = optimizer.state.pop(before)
 
 
 def _is_packed(collate: Any, dataset: Any) -> bool:
     """Return whether the first dimension of a batch does not count its samples, as where sequences are packed."""
-    try:
-        with fixed_seeds():
-            samples = list(some_samples(dataset, 2))
-            made = collate(samples)
-    except Exception:
-        return False  # It will be met, and shown, later.
-    return isinstance(made, Mapping) and not counts_rows(made, len(samples))
+    with suppress(Exception), fixed_seeds():  # An error will be met, and shown, later.
+        samples = list(some_samples(dataset, 2))
+        batch = collate(samples)
+        return isinstance(batch, Mapping) and not counts_rows(batch, len(samples))
+    return False
 
 
 def counts_rows(batch: Any, size: int | None = None) -> bool:
@@ -148,9 +146,9 @@ class PackedBatches:
 
     def __call__(self, samples: Sequence[Any]) -> _Packed:
         """Return the batch of `samples`."""
-        made = _Packed(self._collate(list(samples)))
-        made.samples = samples
-        return made
+        batch = _Packed(self._collate(list(samples)))
+        batch.samples = samples
+        return batch
 
     def split(self, batch: _Packed, sizes: Sequence[int]) -> list[_Packed]:
         """Return parts of `sizes` samples."""
@@ -200,30 +198,29 @@ def check_supported(trainer: Any) -> None:
 
 def _shadow(trainer: Any) -> Any:
     """Return a copy of a Trainer without its model and its data; containers are copied, too."""
-    made = copy.copy(trainer)
+    shadow = copy.copy(trainer)
     for name, value in vars(trainer).items():
         if name in _LEFT_OUT:
-            setattr(made, name, None)
+            setattr(shadow, name, None)
         elif isinstance(value, (dict, list, set)):
-            setattr(made, name, copy.deepcopy(value))
-    made.accelerator = _at_rest(trainer.accelerator)
-    made.args = copy.copy(trainer.args)
-    made.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
-    made.log = _ignore
-    made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
-    return made
+            setattr(shadow, name, copy.deepcopy(value))
+    shadow.accelerator = _at_rest(trainer.accelerator)
+    shadow.args = copy.copy(trainer.args)
+    shadow.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
+    shadow.log = _ignore
+    shadow._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
+    return shadow
 
 
 def _at_rest(accelerator: Any) -> Any:
     """Return a copy of an Accelerator of accelerate that refers to no model, optimizer or loader."""
-    made, state = copy.copy(accelerator), accelerator.gradient_state
+    resting, state = copy.copy(accelerator), accelerator.gradient_state
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):
-        setattr(made, name, [])
-    made.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
-    vars(made.gradient_state).update(vars(state))
-    made.gradient_state.dataloader_references = [None]
-    made.gather_for_metrics = partial(_gather, made.gather_for_metrics)
-    return made
+        setattr(resting, name, [])
+    resting.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
+    vars(resting.gradient_state).update(vars(state), dataloader_references=[None])
+    resting.gather_for_metrics = partial(_gather, accelerator.gather_for_metrics)
+    return resting
 
 
 def _gather(own: Callable[..., Any], values: Any, *given: Any, **options: Any) -> Any:
@@ -231,9 +228,9 @@ def _gather(own: Callable[..., Any], values: Any, *given: Any, **options: Any) -
 
     The zeros are on the CPU, so that a Trainer of TRL can read what it logs: a simulated card has no values.
     """
-    if not any(isinstance(one, FakeTensor) for one in tensors(values)):
+    if not any(isinstance(value, FakeTensor) for value in tensors(values)):
         return own(values, *given, **options)
-    return map_tensors(values, lambda one: torch.zeros(one.shape, dtype=one.dtype))
+    return map_tensors(values, lambda value: torch.zeros(value.shape, dtype=value.dtype))
 
 
 def _same(inputs: Any) -> Any:
@@ -246,13 +243,13 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 def _read_data(trainer: Any) -> tuple[Any, Any]:
     """Return the training dataset and the collate function as the Trainer's own DataLoader has them."""
-    reading = copy.copy(trainer)
-    kept = list(trainer.accelerator._dataloaders)
+    prepared = trainer.accelerator._dataloaders
+    before = list(prepared)
     try:
         with fixed_seeds(), user_code("get_train_dataloader() of the Trainer"):
-            loader = reading.get_train_dataloader()
+            loader = copy.copy(trainer).get_train_dataloader()
     finally:
-        trainer.accelerator._dataloaders[:] = kept
+        prepared[:] = before
     return loader.dataset, loader.collate_fn
 
 
@@ -273,26 +270,25 @@ def _build_model(trainer: Any, *, live: bool) -> nn.Module:
     A live one shares parameters and buffers with the Trainer's model, and nothing else: hooks, modes and attributes
     that a trial sets are its own.
     """
-    model = trainer.model
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if live else {}
-    made = _without_autocast(model, dict(shared)).train()
-    _enable_checkpointing(made, trainer.args)
+    shared = (*trainer.model.parameters(), *trainer.model.buffers()) if live else ()
+    model = _without_autocast(trainer.model, {id(tensor): tensor for tensor in shared}).train()
+    _enable_checkpointing(model, trainer.args)
     if getattr(trainer, "neftune_noise_alpha", None) is not None:
         from transformers.integrations.neftune import activate_neftune
 
-        activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
-    return made
+        activate_neftune(model, trainer.neftune_noise_alpha, trainer.accelerator)
+    return model
 
 
 def _without_autocast(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a model without the autocast that accelerate wraps around its `forward` when a Trainer trains."""
-    made = copy_module(model, memo)
-    attributes = vars(made)
+    model = copy_module(model, memo)
+    attributes = vars(model)
     if "_original_forward" in attributes:
         attributes["forward"] = attributes.pop("_original_forward")
-        if getattr(attributes["forward"], "__func__", None) is type(made).forward:
+        if getattr(attributes["forward"], "__func__", None) is type(model).forward:
             del attributes["forward"]
-    return made
+    return model
 
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
@@ -371,7 +367,7 @@ class _Evaluation:
         if shadow.preprocess_logits_for_metrics is not None:
             logits = shadow.preprocess_logits_for_metrics(logits, labels)
         copies = 2 * self._passes - 1
-        return loss, map_tensors((logits, labels), lambda one: one.new_empty((copies * len(one), *one.shape[1:])))
+        return loss, map_tensors((logits, labels), lambda rows: rows.new_empty((copies * len(rows), *rows.shape[1:])))
 
 
 @contextmanager
@@ -388,15 +384,11 @@ def _as_prepared(shadow: Any, model: nn.Module) -> Iterator[None]:
         with model.register_forward_hook(convert):
             yield
     finally:
-        shadow.model = shadow.model_wrapped = None
+        shadow.model = shadow.model_wrapped = shadow.optimizer = None
 
 
 def _create_optimizer(shadow: Any, model: nn.Module) -> Optimizer:
     """Return what the Trainer's own `create_optimizer` makes for a model, of which it asks the names."""
-    shadow.model = model
-    try:
-        with user_code("create_optimizer() of the Trainer"):
-            shadow.create_optimizer()
+    with _as_prepared(shadow, model), user_code("create_optimizer() of the Trainer"):
+        shadow.create_optimizer()
         return unwrap_optimizer(shadow.optimizer)
-    finally:
-        shadow.model = shadow.optimizer = None

@@ -50,23 +50,24 @@ def list_candidates(batch: Any, parts: Sequence[Any]) -> dict[str, tuple[float, 
 
 def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors with a batch dimension, and sequences with one entry per sample, with the code to access them."""
-    return _leaves(batch, "batch", batch_size(batch), top=True)
+    size = batch_size(batch)
 
+    def leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
+            yield path, node
+            return
+        children = pytree.children(node)
+        if children is None and callable(getattr(node, "keys", None)) and hasattr(node, "__getitem__"):
+            children = [(f"[{key!r}]", node[key]) for key in node.keys()]  # noqa: SIM118  # As torch_geometric's Data.
+        if pytree.is_leaf(node) or children is None:
+            return
+        if is_samples(node, size, top=path == "batch"):
+            yield path, node
+            return
+        for step, child in children:
+            yield from leaves(child, path + _code(step))
 
-def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
-        yield path, node
-        return
-    children = pytree.children(node)
-    if children is None and callable(getattr(node, "keys", None)) and hasattr(node, "__getitem__"):
-        children = [(f"[{key!r}]", node[key]) for key in node.keys()]  # noqa: SIM118  # torch_geometric's Data is such a mapping.
-    if pytree.is_leaf(node) or children is None:
-        return
-    if is_samples(node, size, top=top):
-        yield path, node
-        return
-    for step, child in children:
-        yield from _leaves(child, path + _code(step), size)
+    return leaves(batch, "batch")
 
 
 def _code(step: str) -> str:
@@ -113,12 +114,8 @@ def is_integer(leaf: Any) -> bool:
 
 def _markers(leaf: Tensor) -> list[int]:
     """Return the common markers that occur in `leaf`, and its most frequent last value (padding)."""
-    likely = [*_MARKERS, *([_padding_id(leaf)] if leaf.ndim > 1 and leaf.numel() else [])]
-    return [marker for marker in dict.fromkeys(likely) if bool((leaf == marker).any())]
-
-
-def _padding_id(leaf: Tensor) -> int:
-    return int(leaf[..., -1].flatten().mode().values)
+    padding = [int(leaf[..., -1].flatten().mode().values)] if leaf.ndim > 1 and leaf.numel() else []
+    return [marker for marker in dict.fromkeys([*_MARKERS, *padding]) if bool((leaf == marker).any())]
 
 
 def path_rank(path: str) -> int:
