@@ -219,7 +219,7 @@ def _at_rest(accelerator: Any) -> Any:
         setattr(resting, name, [])
     resting.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
     vars(resting.gradient_state).update(vars(state), dataloader_references=[None])
-    resting.gather_for_metrics = partial(_gather, accelerator.gather_for_metrics)
+    resting.gather_for_metrics = partial(_gather, resting.gather_for_metrics)
     return resting
 
 

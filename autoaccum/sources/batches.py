@@ -58,15 +58,14 @@ class Batching:
             WorkloadError: `split` returns parts of other sizes.
         """
         wanted = [size for size in sizes if size]
-        parts = [batch] if len(wanted) < 2 else self.split(batch.value, list(wanted))
-        made = [self.wrap(part) for part in parts] if isinstance(parts, list | tuple) else []
-        seen = [part.samples for part in made]
-        if seen != wanted:
+        returned = [batch] if len(wanted) < 2 else self.split(batch.value, list(wanted))
+        parts = [self.wrap(part) for part in returned] if isinstance(returned, list | tuple) else []
+        if (seen := [part.samples for part in parts]) != wanted:
             raise WorkloadError(
                 f"split(batch, {wanted}) returned parts of {seen} samples, as size(batch) counts them",
                 hint="return a list of consecutive parts of the batch, one for each size",
             )
-        following = iter(made)
+        following = iter(parts)
         return [next(following) if size else CustomBatch(None, 0, self) for size in sizes]
 
 
@@ -102,9 +101,8 @@ def batch_size(batch: Batch) -> int:
             holds tensors cannot be split.
     """
     sizes = reading_sizes(batch, top=True)
-    explicit = {size: cost for size, cost in sizes.items() if size != ANY}
-    if explicit:
-        return min(explicit, key=lambda size: (explicit[size], -size))
+    if explicit := sizes.keys() - {ANY}:
+        return min(explicit, key=lambda size: (sizes[size], -size))
     if sizes:
         raise WorkloadError(
             f"batch ({describe_type(batch)}) holds nothing with a batch dimension",
@@ -190,9 +188,7 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
 
 
 def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
-    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
-        return [node.narrow(0, start, stop - start) for start, stop in bounds]
-    if isinstance(node, np.ndarray) and pytree.has_batch_dimension(node):
+    if pytree.has_batch_dimension(node) and pytree.is_leaf(node):
         return [node[start:stop] for start, stop in bounds]
     children = pytree.children(node)
     if pytree.is_leaf(node) or children is None:
@@ -217,13 +213,11 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
         is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
     ):
         return pytree.rebuild_sequence(first, [entry for part in parts for entry in part])
-    steps = [step for step, _ in children[0]]
-    if any(other is None or [step for step, _ in other] != steps for other in children):
+    structures = {None if nodes is None else tuple(step for step, _ in nodes) for nodes in children}
+    if len(structures) > 1:
         raise WorkloadError(f"the parts differ in the structure of {path}", hint="join parts of the same structure")
-    rows = [[child for _, child in other or []] for other in children]
-    joined = [
-        _join(list(column), sizes, path + step) for step, column in zip(steps, zip(*rows, strict=True), strict=True)
-    ]
+    columns = zip(*(nodes or [] for nodes in children), strict=True)
+    joined = [_join([node for _, node in column], sizes, path + column[0][0]) for column in columns]
     return pytree.rebuild(first, joined)
 
 

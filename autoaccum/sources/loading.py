@@ -14,7 +14,7 @@ import itertools
 import reprlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -30,16 +30,23 @@ from autoaccum.sources.source import FileSource, package_root
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
-_SPECIAL = {
-    *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
-    *("name", "path", "digest", "longest_of"),
-}
-_OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
-"""Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
-taken for one."""
 
-_FUNCTIONS = ("split", "size", "outputs", "coupled_loss")
-"""Functions that a file may define, two and two."""
+def _is_given(value: Any) -> bool:
+    """Return whether a name is bound to more than an imported module, such as Hugging Face's `evaluate`."""
+    return value is not None and not isinstance(value, ModuleType)
+
+
+_PAIRS = (("split", "size"), ("outputs", "coupled_loss"))
+"""Functions of which one alone has another meaning."""
+_NOT_BY_NAME = {"model", "batch", "name", "path", "digest", "longest_of"}
+_BY_NAME: Mapping[str, Callable[[Any], bool]] = {
+    **{field.name: _is_given for field in dataclasses.fields(Workload) if field.name not in _NOT_BY_NAME},
+    **{name: inspect.isfunction for pair in _PAIRS for name in pair},
+    "accumulate": lambda value: _is_given(value) and value is not itertools.accumulate,
+    "batchnorm": lambda value: isinstance(value, str),
+    "coupled": lambda value: isinstance(value, bool | str),
+}
+"""The fields that a file may define by name, and whether what has that name is meant."""
 
 SAMPLES = 256
 """Samples of the dataset of which the longest make the batches, unless `longest_of` says otherwise."""
@@ -64,8 +71,8 @@ def load_workload(source: FileSource) -> Workload:
     Raises:
         WorkloadError: There is no such file or variable; its code raises; or it defines no usable workload.
     """
-    name = "" if source.variable is None else source.variable
-    if not source.file.strip() or (source.variable is not None and not name.isidentifier()) or "\0" in source.file:
+    name = source.variable or ""
+    if not source.file.strip() or not (name or "_").isidentifier() or source.variable == "" or "\0" in source.file:
         raise WorkloadError(
             f"{reprlib.repr(source.name)} is not a reference to a workload",
             hint="write model.py or model.py:name",
@@ -154,24 +161,19 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
             " transformers or Lightning",
         )
     model = _require(module, "model", label) if chosen is None else chosen
-    found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
-    found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
-    if found.get("accumulate") is itertools.accumulate:
-        del found["accumulate"]  # Imported from itertools for another purpose.
-    functions = {name: value for name in _FUNCTIONS if inspect.isfunction(value := getattr(module, name, None))}
-    for pair in (("split", "size"), ("outputs", "coupled_loss")):
-        if functions.keys() >= set(pair):  # One alone is of another meaning.
-            found |= {name: functions[name] for name in pair}
-    losses = [name for name in ("coupled_loss", "loss", "criterion") if name in found]
-    for name in losses[1:]:
-        _check_unused(path, losses[0], name)
-        del found[name]
-    for name, kind in (("batchnorm", str), ("coupled", bool | str)):
-        if isinstance(value := getattr(module, name, None), kind):
-            found[name] = value
-    if "dataset" not in found or hasattr(module, "batch"):
-        found["batch"] = _require(module, "batch", label)
-    return Workload(model=model, name=title, **found)
+    fields: dict[str, Any] = {
+        key: value for key, is_meant in _BY_NAME.items() if is_meant(value := getattr(module, key, None))
+    }
+    for first, second in _PAIRS:
+        if (first in fields) != (second in fields):
+            del fields[first if first in fields else second]
+    losses = [key for key in ("coupled_loss", "loss", "criterion") if key in fields]
+    for other in losses[1:]:
+        _check_unused(path, losses[0], other)
+        del fields[other]
+    if "dataset" not in fields or hasattr(module, "batch"):
+        fields["batch"] = _require(module, "batch", label)
+    return Workload(model=model, name=title, **fields)
 
 
 def _check_unused(path: Path, counts: str, other: str) -> None:
@@ -188,7 +190,7 @@ def _check_unused(path: Path, counts: str, other: str) -> None:
 
 def _require(module: ModuleType, name: str, label: str) -> Any:
     value = getattr(module, name, None)
-    if value is not None and not isinstance(value, ModuleType):
+    if _is_given(value):
         return value
     forms = {
         "model": "def model(): return a new nn.Module; or name what it defines: model.py:name",
@@ -269,8 +271,7 @@ def _translate(error: BaseException, label: str) -> BaseException:
 
 def _is_local(name: str, folders: list[Path]) -> bool:
     """Return whether a module lies below `folders` and is neither installed nor a part of autoaccum."""
-    found = module_files(sys.modules.get(name))
-    installed = name.partition(".")[0] == "autoaccum" or any("-packages" in file for file in found)
-    return not installed and any(
-        folder in Path(file).parents or folder == Path(file) for folder in folders for file in found
-    )
+    files = module_files(sys.modules.get(name))
+    if name.partition(".")[0] == "autoaccum" or any("-packages" in file for file in files):
+        return False
+    return any(folder in (Path(file), *Path(file).parents) for folder in folders for file in files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from math import prod
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-_BRACES = {"{": "{left}", "}": "{right}"}
+_BRACES: dict[str, str | int | None] = {"{": "{left}", "}": "{right}"}
 """How a pattern writes a brace that is part of a name."""
 
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
@@ -40,11 +41,12 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     by_text: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(names):
         by_text.setdefault(tuple(_NUMBER.split(name)), []).append(name)
-    pieces = (list(piece) for group in by_text.values() for piece in _pieces(group))
-    escaped = str.maketrans(_BRACES)
-    return [
-        (_with_numbers(piece[0].translate(escaped), map(_join_numbers, _columns(piece))), piece) for piece in pieces
-    ]
+    patterns = list[tuple[str, list[str]]]()
+    for piece in (piece for group in by_text.values() for piece in _pieces(group)):
+        texts = _NUMBER.split(piece[0].translate(str.maketrans(_BRACES)))
+        numbers = [*map(_join_numbers, _columns(piece)), ""]
+        patterns.append(("".join(map(operator.add, texts, numbers)), list(piece)))
+    return patterns
 
 
 def expand_name(pattern: str) -> list[str]:
@@ -65,21 +67,15 @@ def _columns(names: Sequence[str]) -> list[tuple[str, ...]]:
     return list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
 
 
-def _with_numbers(name: str, numbers: Iterable[str]) -> str:
-    shown = iter(numbers)
-    return _NUMBER.sub(lambda _: next(shown), name)
-
-
 def _pieces(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """Split `names` into groups that contain every combination of their numbers."""
     columns = _columns(names)
-    varied = [set(column) for column in columns]
-    if prod(map(len, varied)) == len(names):
+    if prod(len(set(column)) for column in columns) == len(names):
         yield names
         return
-    _, at = min((len(numbers), index) for index, numbers in enumerate(varied) if len(numbers) > 1)
-    for number in dict.fromkeys(columns[at]):
-        yield from _pieces([name for name, own in zip(names, columns[at], strict=True) if own == number])
+    narrowest = min((column for column in columns if len(set(column)) > 1), key=lambda column: len(set(column)))
+    for number in dict.fromkeys(narrowest):
+        yield from _pieces([name for name, other in zip(names, narrowest, strict=True) if other == number])
 
 
 def _join_numbers(column: Iterable[str]) -> str:
@@ -98,14 +94,16 @@ def _join_numbers(column: Iterable[str]) -> str:
 
 def _numbers(listed: str) -> list[str]:
     """Return the numbers that `4..6,8` stands for; raise ValueError if it is no such list."""
-    found = [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]
-    for each in [] if found else listed.split(","):
-        span = _SPAN.fullmatch(each)
+    if braces := [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]:
+        return braces
+    numbers = list[str]()
+    for item in listed.split(","):
+        span = _SPAN.fullmatch(item)
         if span is None:
-            raise ValueError(f"{each!r} of {{{listed}}} is no number and no range such as 4..6")
+            raise ValueError(f"{item!r} of {{{listed}}} is no number and no range such as 4..6")
         first, last = span["first"], span["last"]
-        found += [first] if last is None else map(str, range(int(first), int(last) + 1))
-    return found
+        numbers += [first] if last is None else map(str, range(int(first), int(last) + 1))
+    return numbers
 
 
 def module_files(module: Any) -> list[str]:
@@ -114,5 +112,5 @@ def module_files(module: Any) -> list[str]:
     for name in ("__file__", "__path__"):
         with suppress(Exception):  # A lazy module may raise, and a library may put a number there.
             value = getattr(module, name, ())
-            files += [one for one in ([value] if isinstance(value, str) else value) if isinstance(one, str)]
+            files += [file for file in ([value] if isinstance(value, str) else value) if isinstance(file, str)]
     return files
