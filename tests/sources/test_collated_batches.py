@@ -7,7 +7,6 @@ torchaudio's recipes; `tests/libraries` builds those of the libraries that are i
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from batch_rows import rows_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -125,17 +125,6 @@ FORMS = {
 }
 
 
-def plain(node: Any) -> Any:
-    """A batch as plain lists, and the classes of its containers."""
-    if isinstance(node, Tensor):
-        return type(node), node.tolist()
-    if dataclasses.is_dataclass(node):
-        return plain(vars(node))
-    if isinstance(node, dict | UserDict):
-        return type(node), [(key, plain(value)) for key, value in node.items()]
-    return (type(node), [plain(value) for value in node]) if isinstance(node, list | tuple) else node
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_counts_splits_and_joins(form: str) -> None:
     batch, read, guessed = FORMS[form]
@@ -146,7 +135,7 @@ def test_counts_splits_and_joins(form: str) -> None:
     parts = split_batch(wrapped, [1, 2, 3])
     assert [batch_size(part) for part in parts] == [1, 2, 3]
     assert torch.equal(torch.cat([read(unwrap_batch(part)) for part in parts]), read(batch))
-    assert plain(unwrap_batch(join_batches(parts))) == plain(batch)
+    assert rows_of(unwrap_batch(join_batches(parts))) == rows_of(batch)
 
 
 @pytest.mark.parametrize("form", FORMS)

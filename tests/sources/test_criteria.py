@@ -203,57 +203,43 @@ def test_calls_the_model_with_positional_or_keyword_inputs() -> None:
     assert torch.equal(in_order, by_name)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "none": (nn.MSELoss(reduction="none"), r"MSELoss has reduction='none'"),
-    "not a loss": (F.softmax, r"softmax is not a criterion"),
-    "smoothed classes without weight": (
-        nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.1),
-        r"CrossEntropyLoss smooths labels, and a class has weight 0, .*: set ignore_index",
-    ),
-    "deprecated sum": (functools.partial(F.cross_entropy, size_average=False), r"deprecated size_average"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses_a_criterion(case: str) -> None:
-    criterion, message = REFUSED[case]
-    with pytest.raises(WorkloadError, match=message):
-        resolve_objective(criterion)
-
-
 def weigh(criterion: Any, batch: Any) -> Any:
     return resolve_objective(criterion).weight(batch)
 
 
-def evaluate(criterion: Any, batch: Any) -> Any:
-    return resolve_objective(criterion).terms(Given(), batch)
-
-
-MISUSED: dict[str, tuple[Callable[[], Any], str]] = {
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "no reduction": (nn.MSELoss(reduction="none"), None, r"MSELoss has reduction='none'"),
+    "not a loss": (F.softmax, None, r"softmax is not a criterion"),
+    "smoothed classes without weight": (
+        nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.1),
+        None,
+        r"CrossEntropyLoss smooths labels, and a class has weight 0, .*: set ignore_index",
+    ),
+    "deprecated sum": (functools.partial(F.cross_entropy, size_average=False), None, r"deprecated size_average"),
     "targets without classes": (
-        lambda: weigh(nn.CrossEntropyLoss(), (rand(4, 2), rand(4))),
+        nn.CrossEntropyLoss(),
+        (rand(4, 2), rand(4)),
         r"targets of shape \(4,\) and torch\.float64 are neither classes nor probabilities",
     ),
     "too many classes": (
-        lambda: weigh(nn.NLLLoss(weight=torch.ones(2)), (rand(4, 2), torch.tensor([0, 1, 2, 0]))),
+        nn.NLLLoss(weight=torch.ones(2)),
+        (rand(4, 2), torch.tensor([0, 1, 2, 0])),
         r"the targets hold classes from 0 to 2, the criterion has weights for 2: give one weight",
     ),
     "targets in a dict": (
-        lambda: weigh(nn.MSELoss(), (rand(4), {"y": rand(4)})),
+        nn.MSELoss(),
+        (rand(4), {"y": rand(4)}),
         r"MSELoss needs its targets as one tensor, batch\[1\] is a dict",
     ),
-    "a dict batch": (
-        lambda: weigh(nn.MSELoss(), {"x": rand(4)}),
-        r"a batch is \(inputs, targets\), this one is a dict",
-    ),
+    "a dict batch": (nn.MSELoss(), {"x": rand(4)}, r"a batch is \(inputs, targets\), this one is a dict"),
 }
 
 
-@pytest.mark.parametrize("case", MISUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_says_what_a_criterion_needs(case: str) -> None:
-    call, message = MISUSED[case]
+    criterion, batch, message = REFUSED[case]
     with pytest.raises(WorkloadError, match=message):
-        call()
+        weigh(criterion, batch)
 
 
 def test_class_weights_are_summed_without_rounding() -> None:

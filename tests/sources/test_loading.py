@@ -4,6 +4,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -120,16 +121,8 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
 @pytest.mark.parametrize(
     ("removed", "added", "text"),
     [
-        (
-            "def coupled_loss",
-            "del loss, criterion; coupled = True",
-            "coupled is set, but the loss is a function",
-        ),
-        (
-            "criterion",
-            "coupled = True; del coupled_loss",
-            "coupled is set, but the loss is a function",
-        ),
+        ("def coupled_loss", "del loss, criterion; coupled = True", "coupled is set, but the loss is a function"),
+        ("criterion", "coupled = True; del coupled_loss", "coupled is set, but the loss is a function"),
         ("def loss", "coupled = 'twice'", "coupled is 'twice': give True or False"),
         ("def outputs", "def outputs(batch): ...", r"outputs\(batch\) cannot be called as outputs\(model, batch\)"),
     ],
@@ -157,12 +150,7 @@ def test_loads_a_workload_object(write: Write) -> None:
 
 
 def test_a_name_may_be_a_model(write: Write) -> None:
-    write(
-        GOOD
-        + """
-    def wide(): return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3))
-"""
-    )
+    write(GOOD + "    def wide(): return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3))\n")
     workload = FileSource("model.py:wide").load()
     assert workload.name == "model:wide"
     assert isinstance(workload.build_model(), nn.Sequential)
@@ -292,23 +280,19 @@ def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:
     assert not {"transformers", "lightning"} & (set(sys.modules) - before)
 
 
-@pytest.mark.parametrize("call", ["trainer.train()", "result = trainer.fit(module)"])
-def test_training_on_import_is_refused(tmp_path: Path, call: str) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"trainer = Trainer()\n{call}")
-    with pytest.raises(WorkloadError, match=r"importing train.py trains: line 2 calls trainer"):
-        check_import(path, "trainer")
-
-
 @pytest.mark.parametrize(
-    ("lines", "name"),
+    ("lines", "name", "trains"),
     [
-        ('trainer = Trainer()\nif __name__ == "__main__":\n    trainer.train()', "trainer"),
-        ("model = Net()\nmodel.train()", "model"),
-        ("trainer = (", "trainer"),
+        ("trainer = Trainer()\ntrainer.train()", "trainer", True),
+        ("trainer = Trainer()\nresult = trainer.fit(module)", "trainer", True),
+        ('trainer = Trainer()\nif __name__ == "__main__":\n    trainer.train()', "trainer", False),
+        ("model = Net()\nmodel.train()", "model", False),
+        ("trainer = (", "trainer", False),
     ],
 )
-def test_other_files_are_imported(tmp_path: Path, lines: str, name: str) -> None:
+def test_training_on_import_is_refused(tmp_path: Path, lines: str, name: str, trains: bool) -> None:
     path = tmp_path / "train.py"
     path.write_text(lines)
-    check_import(path, name)
+    said = r"importing train.py trains: line 2 calls trainer"
+    with pytest.raises(WorkloadError, match=said) if trains else nullcontext():
+        check_import(path, name)

@@ -70,28 +70,6 @@ def workload(loss: Any, batch: Callable[[int], Any] = text_batch, model: Any = T
     return Workload(model=model, batch=batch, loss=loss, **more)
 
 
-def test_names_the_shifted_tokens_a_language_model_averages_over() -> None:
-    (sentence,) = check_weighting(workload(shifted_loss))
-    assert str(sentence).endswith('def weight(batch): return (batch["labels"][:, 1:] != -100).sum()')
-    assert "the loss of 5 samples is" in str(sentence)
-    assert "weighted by samples, give" in str(sentence)
-
-
-def test_sees_through_a_head_that_starts_at_zero() -> None:
-    (sentence,) = check_weighting(workload(shifted_loss, model=lambda: TinyText(zero_head=True)))
-    assert str(sentence).endswith('(batch["labels"][:, 1:] != -100).sum()')
-
-
-@pytest.mark.parametrize("ignored", [-100, 0, 255])
-def test_names_the_marked_tokens(ignored: int) -> None:
-    def loss(model: nn.Module, batch: Any) -> Any:
-        logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
-        return functional.cross_entropy(logits, labels, ignore_index=ignored)
-
-    (sentence,) = check_weighting(workload(loss, lambda size: text_batch(size, ignored=ignored)))
-    assert str(sentence).endswith(f'def weight(batch): return (batch["labels"] != {ignored}).sum()')
-
-
 def masked(model: nn.Module, batch: Any) -> Any:
     each = model(batch["ids"]).square().mean(-1)
     return (each * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
@@ -101,37 +79,47 @@ def summed(model: nn.Module, batch: Any) -> Any:
     return model(batch["ids"]).square().sum()
 
 
-WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "mask": (masked, {}, 'return (batch["attention_mask"] != 0).sum()'),
-    "sum": (summed, {}, 'the loss is a sum; write reduction = "sum"'),
+def marked(ignored: int) -> dict[str, Any]:
+    """A loss of tokens that are not `ignored`, and its batches."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        return functional.cross_entropy(logits, labels, ignore_index=ignored)
+
+    return {"loss": loss, "batch": lambda size: text_batch(size, ignored=ignored)}
+
+
+SHIFTED, LABELS = '(batch["labels"][:, 1:] != -100).sum()', '(batch["labels"] != -100).sum()'
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "shifted tokens": ({"loss": shifted_loss}, f"def weight(batch): return {SHIFTED}"),
+    "shifted tokens, and a head that starts at zero": (
+        {"loss": shifted_loss, "model": lambda: TinyText(zero_head=True)},
+        f"return {SHIFTED}",
+    ),
+    "tokens": (marked(-100), f"return {LABELS}"),
+    "tokens other than 0": (marked(0), 'return (batch["labels"] != 0).sum()'),
+    "tokens other than 255": (marked(255), 'return (batch["labels"] != 255).sum()'),
+    "mask": ({"loss": masked}, 'return (batch["attention_mask"] != 0).sum()'),
+    "sum": ({"loss": summed}, 'the loss is a sum; write reduction = "sum"'),
     "mean over samples, said to be a sum": (
-        sample_loss,
-        {"reduction": "sum"},
+        {"loss": sample_loss, "reduction": "sum"},
         'without reduction = "sum" is: def weight(batch): return len(batch["ids"])',
     ),
     "mean over tokens, said to be a sum": (
-        token_loss,
-        {"reduction": "sum"},
-        'without reduction = "sum" is: def weight(batch): return (batch["labels"] != -100).sum()',
+        {"loss": token_loss, "reduction": "sum"},
+        f'without reduction = "sum" is: def weight(batch): return {LABELS}',
     ),
     "mean over samples, weighted by tokens": (
-        sample_loss,
-        {"weight": lambda b: (b["labels"] != -100).sum()},
+        {"loss": sample_loss, "weight": lambda b: (b["labels"] != -100).sum()},
         'def weight(batch): return len(batch["ids"])',
     ),
     "mask, of samples that are equally long": (
-        masked,
-        {"batch": full_batch},
+        {"loss": masked, "batch": full_batch},
         'return (batch["attention_mask"] != 0).sum()',
     ),
-    "tokens, of samples that are equally long": (
-        token_loss,
-        {"batch": full_batch},
-        'return (batch["labels"] != -100).sum()',
-    ),
+    "tokens, of samples that are equally long": ({"loss": token_loss, "batch": full_batch}, f"return {LABELS}"),
     "labels that do not come second, beside padded ids": (
-        lambda model, batch: token_loss(model, {"ids": batch[0], "labels": batch[2]}),
-        {"batch": tagged},
+        {"loss": lambda m, b: token_loss(m, {"ids": b[0], "labels": b[2]}), "batch": tagged},
         "return (batch[2] != -100).sum()",
     ),
 }
@@ -139,18 +127,21 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_names_what_a_loss_divides_by(case: str) -> None:
-    loss, more, end = WRONG[case]
-    (sentence,) = check_weighting(workload(loss, **more))
+    given, end = WRONG[case]
+    (sentence,) = check_weighting(workload(**given))
+    assert str(sentence).startswith("the weighting does not match the loss (the loss of 5 samples is")
     assert str(sentence).endswith(end)
 
 
 def test_says_nothing_of_right_weights() -> None:
-    assert check_weighting(workload(sample_loss)) == []
+    def by_labels(batch: Any) -> Any:
+        return (batch["labels"] != -100).sum()
+
     assert check_weighting(workload(summed, reduction="sum")) == []
-    assert check_weighting(workload(token_loss, weight=lambda batch: (batch["labels"] != -100).sum())) == []
-    assert check_weighting(workload(token_loss, full_batch, weight=lambda batch: (batch["labels"] != -100).sum())) == []
+    for batch in (text_batch, full_batch):
+        assert check_weighting(workload(sample_loss, batch)) == []
+        assert check_weighting(workload(token_loss, batch, weight=by_labels)) == []
     assert check_weighting(workload(token_loss, full_batch, weight=lambda batch: (batch["ids"] != 0).sum())) == []
-    assert check_weighting(workload(sample_loss, full_batch)) == []
 
 
 def test_compares_every_term_with_its_own_weight() -> None:
