@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.argument_checks import unwrap_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.simulation.tracing.placement import current
+from autoaccum.simulation.tracing.placement import find_replacement
 from autoaccum.sources.batches import batch_size, has_size
 from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
@@ -116,7 +116,7 @@ def _follow_parameters(optimizer: Any) -> None:
     """
     for group in () if optimizer is None else optimizer.param_groups:
         for index, before in enumerate(group["params"]):
-            if (after := current(before)) is not before:
+            if (after := find_replacement(before)) is not None:
                 group["params"][index] = after
                 if before in optimizer.state:
                     optimizer.state[after] = optimizer.state.pop(before)

@@ -62,7 +62,7 @@ def _convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: 
     return module
 
 
-def _replacement(tensor: Any) -> Any:
+def find_replacement(tensor: Any) -> Any:
     """Return the tensor that took the place of `tensor` when it was moved; None if it was not."""
     reference = vars(tensor).get(REPLACED_BY)
     return None if reference is None else reference()
@@ -72,7 +72,7 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
     if is_lazy(parameter):
         raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
     with torch.no_grad():
-        if (replacement := _replacement(parameter)) is not None:
+        if (replacement := find_replacement(parameter)) is not None:
             return replacement
         was_meta = parameter.is_meta
         applied = fn(parameter)
@@ -100,7 +100,7 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
 
 
 def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
-    if (replacement := _replacement(buffer)) is not None:
+    if (replacement := find_replacement(buffer)) is not None:
         return replacement
     with torch.no_grad():
         applied = fn(buffer)
