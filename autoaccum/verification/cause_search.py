@@ -23,8 +23,7 @@ from autoaccum.messages import describe_modules
 from autoaccum.sources.objective import match_weights
 from autoaccum.sources.weight_check import LossComparison, advise, find_weights
 from autoaccum.verification.paired_runs import PairedRuns
-from autoaccum.verification.update_comparison import compare
-from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateResult, UpdateRun
+from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateRun
 from autoaccum.verification.verification_result import Cause, Comparison, Window
 
 _SLACK = 16.0
@@ -51,15 +50,14 @@ class _Search:
     """Repeats an unequal comparison under ablations, with the same tolerance."""
 
     def __init__(self, runs: PairedRuns, comparison: Comparison) -> None:
-        self._runs, self._comparison, self._tolerance = runs, comparison, runs.fixture.tolerance
-        self._is_loop = comparison.method == "accumulate"
+        self._runs, self._comparison = runs, comparison
+        self._is_loop = runs.method == "accumulate"
         self._is_coupled = bool(runs.objective.coupled) and not self._is_loop
-        self._rounding = _SLACK * self._tolerance
+        self._rounding = _SLACK * runs.fixture.tolerance
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
-        again = self._runs.full_again()
-        if again is None or not self._are_equal(self._runs.full(), again):
+        if not self._runs.is_repeatable():
             return (_NON_DETERMINISM,)
         for ablation in self._ablations():
             explained = self._explain(ablation)
@@ -88,7 +86,7 @@ class _Search:
         plain = [UNCHANGED, *norms]
         coupled = [] if self._is_loop or self._is_coupled else [replace(one, coupled=True) for one in plain]
         yield from (*plain, *coupled)
-        if self._runs.mismatch is None and self._runs.rng_sites:
+        if self._runs.mismatch is None and self._runs.replayed_sites:
             yield from (replace(ablation, neutral_rng=True) for ablation in (*plain, *coupled))
 
     def _explain(self, ablation: Ablation) -> tuple[Cause, ...] | None:
@@ -106,18 +104,14 @@ class _Search:
     def _is_equal(self, ablation: Ablation) -> bool:
         """Return whether both updates are equal under `ablation`; False where the user's code raises."""
         try:
-            accumulate = self._runs.user_loop if self._is_loop else self._runs.accumulated
-            return self._are_equal(self._runs.full(ablation), accumulate(ablation))
+            return self._runs.pair(ablation).equal
         except AutoaccumError:
             return False
-
-    def _are_equal(self, full: UpdateResult, other: UpdateResult) -> bool:
-        return all(difference.equal for difference in compare(full, other, self._tolerance))
 
     @cached_property
     def _batchnorms(self) -> tuple[str, ...]:
         """Names of BatchNorm modules that normalise by the batch."""
-        model = self._runs.fixture.fresh().model
+        model, _ = self._runs.fixture.fresh()
         return tuple(name for name, module in model.named_modules() if normalises_by_batch(module))
 
     @cached_property
@@ -129,7 +123,7 @@ class _Search:
         if self._is_loop:
             return _FROZEN
         try:
-            self._runs.accumulated(_EXACT)
+            self._runs.pair(_EXACT)
         except AutoaccumError:
             return _FROZEN
         return _EXACT
@@ -142,7 +136,7 @@ class _Search:
         if ablation.coupled:
             found.append(replace(_COUPLED_LOSS, mode="coupled = True", proved=True))
         if ablation.neutral_rng and self._runs.rng_mixes_samples is not False:
-            sites = self._runs.rng_sites
+            sites = self._runs.replayed_sites
             found.append(replace(_RANDOMNESS, found=_MIXES.format(list_names(sites)), where=sites, proved=True))
         return tuple(found)
 
@@ -177,8 +171,8 @@ class _Search:
 
     def _compare_losses(self, ablation: Ablation) -> LossComparison:
         """Compare the losses of the batch and of two parts of it, forward only; BatchNorm is at rest."""
-        runs, model = self._runs, self._runs.fixture.fresh().model
-        rested = replace(ablation, batchnorm="frozen") if self._batchnorms else ablation
+        runs, (model, _) = self._runs, self._runs.fixture.fresh()
+        rested = replace(ablation, batchnorm="frozen")
 
         def forward(batch: object) -> dict[str, Tensor]:
             run = UpdateRun(runs.fixture, rested)
@@ -200,8 +194,8 @@ class _Search:
         """Find modules in which other samples change a sample's output, and whether the loss mixes samples."""
         runs = self._runs
         with runs.fixture.running():
-            copied = runs.fixture.fresh()
-            return find_coupling(copied.model, copied.objective, runs.batch, self._two_parts, runs.fixture.outside)
+            model, objective = runs.fixture.fresh()
+            return find_coupling(model, objective, runs.batch, self._two_parts, runs.fixture.outside)
 
     def _coupling_causes(self, coupling: Coupling) -> tuple[Cause, ...]:
         """Return causes for what was seen to mix samples, of which no change is proved to help."""
@@ -301,9 +295,9 @@ def explain_loop(runs: PairedRuns, window: Window, ablation: Ablation, rounding:
     `rounding` is how much equal combinations of gradients may differ, relative to the largest entry.
     """
     try:
-        shares = _read_shares(runs, list(runs.full(ablation).terms))
-        results = [runs.full(ablation), runs.user_loop(ablation)]
-        results += [runs.part(index, ablation) for index in range(len(runs.sizes))]
+        pair = runs.pair(ablation)
+        shares = _read_shares(runs, list(pair.full.terms))
+        results = [pair.full, pair.accumulated, *(runs.part(index, ablation) for index in range(len(runs.sizes)))]
         full, looped, *parts = _flatten([result.gradients for result in results])
         if shares is None or _residual(full, parts, shares) > rounding:
             return None
@@ -317,7 +311,7 @@ def explain_loop(runs: PairedRuns, window: Window, ablation: Ablation, rounding:
     return Cause(
         kind="last window" if mistake == "last window" else "accumulate",
         found=f"{_FOUND[mistake]}: {counts}",
-        change=_correct_line(runs) + (_OF_ALL_RANKS if len(runs.parts_by_rank) > 1 else ""),
+        change=_correct_line(runs) + (_OF_ALL_RANKS if runs.world_size > 1 else ""),
         proved=True,
     )
 

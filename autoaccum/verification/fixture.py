@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -38,20 +37,6 @@ A mistake is larger than these."""
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
-
-
-@dataclass(frozen=True)
-class TrainingCopy:
-    """One copy for one run: a model in training mode on its device, and its loss."""
-
-    model: nn.Module
-    objective: Objective
-
-    @property
-    def roots(self) -> dict[str, nn.Module]:
-        """The model, and the criterion where it is a module."""
-        criterion = self.objective.criterion_module
-        return {"": self.model, **({} if criterion is None else {"criterion": criterion})}
 
 
 class Fixture:
@@ -91,10 +76,10 @@ class Fixture:
         self._restored = StateCopy([*map(vars, inner), gradients])
         self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
-    def fresh(self) -> TrainingCopy:
-        """Return a copy in its initial state."""
+    def fresh(self) -> tuple[nn.Module, Objective]:
+        """Return a copy of the model in its initial state, in training mode on the device, and its loss."""
         objective = copy_objective(self.workload.objective, self._on_device, self.prepare_batch)
-        return TrainingCopy(_copy_model(self._model), objective)
+        return _copy_model(self._model), objective
 
     @property
     def tolerance(self) -> float:

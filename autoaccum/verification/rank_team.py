@@ -14,14 +14,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autoaccum.accumulation.random_draws import RandomCallMode, ReplayMismatch, RngRecording, neutral_rng
+from autoaccum.accumulation.random_draws import RngRecording, neutral_rng
 from autoaccum.accumulation.schedule import even_parts, slices
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
@@ -31,7 +30,6 @@ from autoaccum.devices.child.requests import Handler, Request
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.sources.batches import split_batch
 from autoaccum.verification.fixture import Fixture
-from autoaccum.verification.paired_runs import Pair, PairedRuns
 from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Method
 
@@ -43,8 +41,6 @@ _PATIENCE = timedelta(minutes=10)
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
 """Fields of a workload that an update does not need."""
-
-_OWN_DRAWS = ReplayMismatch("each rank draws its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +64,7 @@ class RunOnRank(Request[None]):
 
 @dataclass(frozen=True)
 class RankTask:
-    """An update of one batch: the fixture, the way it is made, and which parts each rank has.
+    """An update of one batch, of whose parts each rank runs some, in their order and as evenly as possible.
 
     Attributes:
         fixture: What is trained.
@@ -76,7 +72,6 @@ class RankTask:
         ablation: The change to training.
         batch: The whole batch.
         sizes: Its parts, in samples.
-        parts_by_rank: How many of them each rank runs, in their order.
     """
 
     fixture: Fixture
@@ -84,7 +79,6 @@ class RankTask:
     ablation: Ablation
     batch: Any
     sizes: tuple[int, ...]
-    parts_by_rank: tuple[int, ...]
 
 
 class RankChild(Handler):
@@ -111,21 +105,21 @@ class RankChild(Handler):
         task: RankTask = pickle.loads((folder / request.task).read_bytes())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = _make_update(task, request.rank)
+            result = _make_update(task, request.rank, request.size)
         if request.rank == request.size - 1:
             (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
 
 
-def _make_update(task: RankTask, rank: int) -> UpdateResult:
-    parts = split_batch(task.batch, task.sizes)[slices(task.parts_by_rank)[rank]]
+def _make_update(task: RankTask, rank: int, world_size: int) -> UpdateResult:
+    """Make the update of one rank, with neutral random numbers, since each draws its own."""
+    parts = split_batch(task.batch, task.sizes)[slices(even_parts(len(task.sizes), world_size))[rank]]
     seed_everything()
-    draws = RngRecording(task.sizes, task.fixture.generators)
     with neutral_rng():
         run = UpdateRun(task.fixture, task.ablation)
         if task.method == "accumulate":
             return run.user_loop(parts)
-        begin, go_on, end = draws.begin_part, draws.go_on_with_part, draws.end_part
-        return run.accumulated(None, parts, begin, go_on, end, micro_batch=max(task.sizes))
+        draws = RngRecording(task.sizes, task.fixture.generators)
+        return run.accumulated(parts, draws, micro_batch=max(task.sizes))
 
 
 class RankTeam:
@@ -142,8 +136,8 @@ class RankTeam:
         self._end()
         self._folder.cleanup()
 
-    def run(self, runs: PairedRuns, method: Method, ablation: Ablation) -> UpdateResult:
-        """Make an update of the batch of `runs` in its parts, and return the result of the last rank.
+    def run(self, task: RankTask) -> UpdateResult:
+        """Make an update, and return the result of the last rank.
 
         Raises:
             WorkloadError: The user's code raised on a rank.
@@ -151,10 +145,10 @@ class RankTeam:
         """
         self._tasks += 1
         folder, name = Path(self._folder.name), f"task-{self._tasks}"
-        fixture = copy.copy(runs.fixture)
+        fixture = copy.copy(task.fixture)
         fixture.workload = dataclasses.replace(fixture.workload, **_LEFT_BEHIND)
         left, fixture.deadline = fixture.deadline.left_seconds, Deadline(None)
-        task = RankTask(fixture, method, ablation, runs.batch, runs.sizes, runs.parts_by_rank)
+        task = dataclasses.replace(task, fixture=fixture)
         (folder / name).write_bytes(pack_whole("the workload or its batch", task))
         if not self._children:
             (folder / "meeting").unlink(missing_ok=True)
@@ -194,42 +188,3 @@ def _rank_of_reason(error: BaseException) -> int:
     if isinstance(error, ChildDied):
         return 0
     return 1 if isinstance(error, JobFailed) and error.failure.fault == "user" else 2
-
-
-class RankRuns(PairedRuns):
-    """Runs whose accumulated side is made by the ranks of a team, which share the parts.
-
-    Random numbers are neutral, as each rank draws its own.
-    """
-
-    def __init__(self, team: RankTeam, fixture: Fixture, batch: Any, sizes: Sequence[int]) -> None:
-        super().__init__(fixture, batch, sizes)
-        self._team = team
-
-    @property
-    def parts_by_rank(self) -> tuple[int, ...]:
-        """In their order, and as evenly as possible."""
-        return even_parts(len(self.sizes), self._team.size)
-
-    def for_user_loop(self) -> PairedRuns:
-        """Return these runs: their random numbers are neutral."""
-        return self
-
-    @cached_property
-    def _draws(self) -> bool:
-        """Whether the full batch draws random numbers."""
-        calls: list[Any] = []
-        seed_everything()
-        with RandomCallMode(calls.append):
-            UpdateRun(self.fixture).full(self.batch, lambda: None)
-        return bool(calls)
-
-    def _replayed(self, ablation: Ablation) -> Pair:
-        self.mismatch = _OWN_DRAWS if self._draws else None
-        return self._run(ablation, neutral=True)
-
-    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
-        return self._team.run(self, "accumulator", ablation)
-
-    def _loop(self, ablation: Ablation) -> UpdateResult:
-        return self._team.run(self, "accumulate", ablation)

@@ -6,10 +6,10 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import add_up, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.random_draws import ReplayMismatch
+from autoaccum.accumulation.random_draws import ReplayMismatch, RngRecording
 from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
@@ -29,9 +29,7 @@ from autoaccum.sources.optimizers import make_optimizer
 from autoaccum.sources.pytree import unwrap_batch
 from autoaccum.spec import BatchNormMode
 from autoaccum.tracebacks import user_code
-from autoaccum.verification.fixture import Fixture, TrainingCopy
-
-Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
+from autoaccum.verification.fixture import Fixture
 
 SUM = "sum"
 """Stands for the divisor of a loss that is a sum."""
@@ -78,80 +76,77 @@ UNCHANGED = Ablation()
 class UpdateRun:
     """One fresh copy of a fixture, under an ablation, for one batch or one part.
 
-    `begin` is called before each part's forward, with its index and the generators that modules of this copy keep, and
-    `go_on` where it goes on after others had their turn; `end` is called after the last backward.
+    Attributes:
+        model: The copy of the model.
+        objective: Its loss.
     """
 
     def __init__(self, fixture: Fixture, ablation: Ablation = UNCHANGED) -> None:
-        self.trained: TrainingCopy = fixture.fresh()
+        self.model, self.objective = fixture.fresh()
+        criterion = self.objective.criterion_module
+        self._roots = {"": self.model, **({} if criterion is None else {"criterion": criterion})}
         self._fixture, self._ablation = fixture, ablation
         self._batchnorm: BatchNormMode = ablation.batchnorm or fixture.workload.batchnorm
         if self._batchnorm == "frozen":
-            for norm in find_batchnorms(self.trained.model, self.trained.objective.criterion_module):
+            for norm in find_batchnorms(self.model, criterion):
                 norm.training = False
 
-    def full(self, batch: Any, end: Callable[[], None]) -> UpdateResult:
-        """Backpropagate the whole batch in plain PyTorch: the reference."""
+    def full(self, batch: Any, draws: RngRecording) -> UpdateResult:
+        """Backpropagate the whole batch in plain PyTorch: the reference. `draws` are told of the end of its backward.
+
+        Raises:
+            WorkloadError: No term of the loss depends on a trainable parameter.
+        """
         batch = copy.deepcopy(batch)
         with self.running(f"an update from {batch_size(batch)} samples"):
             terms = self.terms(batch)
-            weights = match_weights(self.trained.objective.weight(batch), terms.keys())
-            counted = [term for name, term in terms.items() if weights[name] > 0]
-            values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
+            weights = match_weights(self.objective.weight(batch), terms.keys())
             if not any(term.requires_grad for term in terms.values()):
                 raise WorkloadError(
                     "no term of the loss is connected to a trainable parameter",
                     hint="compute the loss without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
                 )
-            if not counted:
-                return self._result(math.nan, values)
-            loss = add_up(counted)
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-            end()
-            return self._result(float(loss.detach()), values)
+            counted = [term for name, term in terms.items() if weights[name] > 0]
+            loss = _backward(counted) if counted else math.nan
+            if counted:
+                draws.end_part()
+            values = {name: float(term.detach()) if weights[name] > 0 else math.nan for name, term in terms.items()}
+            return self._result(loss, values)
 
     def accumulated(
-        self,
-        batch: Any,
-        parts: Sequence[Any],
-        begin: Begin,
-        go_on: Begin,
-        end: Callable[[], None],
-        *,
-        micro_batch: int | None = None,
+        self, parts: Sequence[Any], draws: RngRecording, *, micro_batch: int, batch: Any = None
     ) -> UpdateResult:
-        """Make one update by the Accumulator, from the batch or its `parts`, and return its gradient.
+        """Make one update by the Accumulator in `parts` of at most `micro_batch`, and return its gradient.
 
-        Of several ranks each has parts of its own, maybe none; `micro_batch` is then the largest of all.
+        `draws` are told which part runs. If the Accumulator splits `batch` into the same parts, it is given that. Of
+        several ranks each has parts of its own, maybe none, and no batch.
         """
-        fixture, trained, sizes = self._fixture, self.trained, [batch_size(part) for part in parts]
-        objective = _apply_changes(trained.objective, self._ablation)
+        fixture, sizes = self._fixture, [batch_size(part) for part in parts]
+        objective = _apply_changes(self.objective, self._ablation)
         counting = [
             index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
         ]
-        observer = _PartObserver(self._with_generators(begin), self._with_generators(go_on), end, counting)
-        optimizer, seen = make_optimizer("SGD", trained.model), dict[str, Tensor]()
-        optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
-        largest = max(sizes) if micro_batch is None else micro_batch
-        with self.running(f"an update in parts of {largest}"):
+        generators = module_generators(module for root in self._roots.values() for module in root.modules())
+        optimizer, gradients = make_optimizer("SGD", self.model), dict[str, Tensor]()
+        optimizer.register_step_pre_hook(lambda *_: gradients.update(self._gradients()))
+        with self.running(f"an update in parts of {micro_batch}"):
             accumulator = Accumulator(
-                trained.model,
+                self.model,
                 optimizer,
                 objective,
-                micro_batch=largest,
+                micro_batch=micro_batch,
                 batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 savers=fixture.workload.savers,
                 check="off",
                 recover=False,
-                observer=observer,
+                observer=_PartObserver(draws, generators, counting),
             )
-            if micro_batch is None and list(split_evenly(sum(sizes), largest)) == sizes:
+            if batch is not None and list(split_evenly(sum(sizes), micro_batch)) == sizes:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))
-            return self._result(result.loss, result.terms, seen)
+            return self._result(result.loss, result.terms, gradients)
 
     def user_loop(self, parts: Sequence[Any]) -> UpdateResult:
         """Run the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
@@ -161,12 +156,12 @@ class UpdateRun:
         Raises:
             WorkloadError: It made the update itself.
         """
-        model, accumulate = self.trained.model, self._fixture.workload.accumulate
+        accumulate = self._fixture.workload.accumulate
         assert accumulate is not None
-        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         with self.running("accumulate()"):
-            accumulate(model, copy.deepcopy([unwrap_batch(part) for part in parts]))
-            if not all(torch.equal(_whole(parameter), before[name]) for name, parameter in self.parameters.items()):
+            accumulate(self.model, copy.deepcopy([unwrap_batch(part) for part in parts]))
+            if not all(torch.equal(_whole(now), before[name]) for name, now in self.model.named_parameters()):
                 hint = "leave the gradient in .grad, without optimizer.step()"
                 raise WorkloadError("accumulate() has changed the parameters", hint=hint)
             return self._result(math.nan, {})
@@ -176,15 +171,11 @@ class UpdateRun:
         part = copy.deepcopy(part)
         with self.running(f"the loss of {batch_size(part)} samples"):
             terms = self.terms(part)
-            loss = add_up(list(terms.values()))
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-            values = {name: float(term.detach()) for name, term in terms.items()}
-            return self._result(float(loss.detach()), values)
+            return self._result(_backward(terms.values()), {name: float(term.detach()) for name, term in terms.items()})
 
     def terms(self, batch: Any) -> dict[str, Tensor]:
         """Return the terms of a batch's loss."""
-        return self.trained.objective.terms(self.trained.model, batch)
+        return self.objective.terms(self.model, batch)
 
     @contextmanager
     def running(self, doing: str) -> Iterator[None]:
@@ -192,29 +183,29 @@ class UpdateRun:
         with self._fixture.running(), user_code(doing, passes=_is_not_the_users):
             yield
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, tied ones once."""
-        return dict(self.trained.model.named_parameters())
-
-    def _with_generators(self, begin: Begin) -> Callable[[int], None]:
-        own = module_generators(module for root in self.trained.roots.values() for module in root.modules())
-        return lambda index: begin(index, own)
-
     def _gradients(self) -> dict[str, Tensor]:
         """Return copies of the current gradients."""
-        found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: _whole(gradient).clone() for name, gradient in found.items() if gradient is not None}
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        return {name: _whole(gradient).clone() for name, gradient in gradients.items() if gradient is not None}
 
     def _result(
         self, loss: float, terms: Mapping[str, float], gradients: dict[str, Tensor] | None = None
     ) -> UpdateResult:
         """Return a result, with the current gradients if no others are given."""
-        roots = self.trained.roots.items()
         buffers = {
-            name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
+            name: tensor.detach().clone()
+            for prefix, root in self._roots.items()
+            for name, tensor in root.named_buffers(prefix)
         }
         return UpdateResult(loss, dict(terms), self._gradients() if gradients is None else gradients, buffers)
+
+
+def _backward(terms: Collection[Tensor]) -> float:
+    """Backpropagate the sum of `terms`, where a parameter has part in it, and return it."""
+    loss = add_up(list(terms))
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    return float(loss.detach())
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -248,21 +239,14 @@ def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:
 
 
 class _PartObserver(StepObserver):
-    """Calls `begin` when each part's forward begins, and `go_on` when it goes on after others had their turn.
+    """Tells `draws` of the part whose forward begins, goes on after others had their turn, and of the last one's end.
 
     Parts in lock step say themselves which one it is; else the `counting` ones run in order, a second time where
     forward is repeated.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[int], None],
-        go_on: Callable[[int], None],
-        end_parts: Callable[[], None],
-        counting: Sequence[int],
-    ) -> None:
-        self._begin, self._go_on, self._end_parts = begin, go_on, end_parts
-        self._counting = counting
+    def __init__(self, draws: RngRecording, generators: Sequence[Generator], counting: Sequence[int]) -> None:
+        self._draws, self._generators, self._counting = draws, generators, counting
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -275,15 +259,15 @@ class _PartObserver(StepObserver):
             self._begin_attempt()
         self._turn = index
         if index in self._begun:
-            self._go_on(index)
+            self._draws.go_on_with_part(index, self._generators)
 
     def phase(self, phase: StepPhase) -> None:
         if phase == "forward":
             index = next(self._in_order) if self._turn is None else self._turn
             self._begun.add(index)
-            self._begin(index)
+            self._draws.begin_part(index, self._generators)
         elif phase == "clip":
-            self._end_parts()
+            self._draws.end_part()
 
 
 def split_forward_and_loss(loss: Callable[[nn.Module, Any], Any]) -> CoupledLoss:
@@ -298,7 +282,7 @@ def split_forward_and_loss(loss: Callable[[nn.Module, Any], Any]) -> CoupledLoss
             raise WorkloadError(f"the loss calls the model {len(called.outputs)} times for a batch, not once")
         return called.outputs[0]
 
-    return CoupledLoss(outputs, lambda found, batch: loss(_Called(models[0], found), batch))  # type: ignore[arg-type]
+    return CoupledLoss(outputs, lambda output, batch: loss(_Called(models[0], output), batch))  # type: ignore[arg-type]
 
 
 class _Called:

@@ -35,8 +35,8 @@ from autoaccum.units import format_parts
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
-from autoaccum.verification.rank_team import RankRuns, RankTeam
-from autoaccum.verification.update_comparison import compare, is_finite, largest_entry
+from autoaccum.verification.rank_team import RankTeam
+from autoaccum.verification.update_comparison import is_finite, largest_entry
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
@@ -225,7 +225,7 @@ class _Verifier:
         odd = _nonfinite_gradient(runs)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
-        if largest_entry(runs.full().gradients.values()) == 0:
+        if largest_entry(runs.pair().full.gradients.values()) == 0:
             raise NotMeasuredError(
                 f"every gradient of batch({sum(sizes)}) is zero, so there is nothing to compare",
                 hint="return samples from batch(size) that give the model a gradient",
@@ -240,9 +240,7 @@ class _Verifier:
         return tuple(size for parts in schedule.ranks for size in parts if size)
 
     def _paired(self, fixture: Fixture, batch: Any, sizes: tuple[int, ...]) -> PairedRuns:
-        if self._team is None:
-            return PairedRuns(fixture, batch, sizes)
-        return RankRuns(self._team, fixture, batch, sizes)
+        return PairedRuns(fixture, batch, sizes, team=self._team)
 
     def _compare_uneven(self, runs: PairedRuns) -> None:
         """Compare the batch with samples shortened where all are equally long: no wrong weight shows in these."""
@@ -278,7 +276,7 @@ class _Verifier:
             sizes = self._dealt(sum(sizes))
         runs = self._paired(fixture, part, sizes)
         try:
-            runs.full()
+            runs.pair()
         except WorkloadError as error:
             if not self._unequal:
                 hint = "where samples come in groups of N, give --multiple-of N"
@@ -291,17 +289,16 @@ class _Verifier:
 
     def _compare_both(self, runs: PairedRuns, window: Window) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
-        self._compare(runs, "accumulator", window)
+        self._compare(runs, window)
         if self._workload.accumulate is not None:
-            if len(set(runs.parts_by_rank)) > 1:
+            if len(runs.sizes) % runs.world_size:
                 parts = format_parts(runs.sizes)
                 self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
                 return
-            self._compare(runs.for_user_loop(), "accumulate", window)
+            self._compare(runs.by_loop(), window)
 
-    def _compare(self, runs: PairedRuns, method: Method, window: Window) -> None:
-        other = runs.accumulated() if method == "accumulator" else runs.user_loop()
-        differences = compare(runs.full(), other, runs.fixture.tolerance)
+    def _compare(self, runs: PairedRuns, window: Window) -> None:
+        method, differences = runs.method, runs.pair().differences
         found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
         self._comparisons.append(found)
         self._notify(Compared(found))
@@ -324,14 +321,14 @@ class _Verifier:
 
     def _diagnose(self, runs: PairedRuns, comparison: Comparison, deadline: Deadline) -> bool:
         """Add the causes of a difference, and return whether all are known."""
-        if not runs.uses_host_rng:
+        if not runs.pair().uses_host_rng:
             self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
             causes = find_causes(runs, comparison)
         except (WorkloadError, NotMeasuredError) as error:
             self._note(f"the search for the cause failed: {first_line(error.message)}")
             return False
-        if not any(cause.proved for cause in causes) and runs.uses_host_rng:
+        if not any(cause.proved for cause in causes) and runs.pair().uses_host_rng:
             raise NotMeasuredError(
                 "parts draw other random numbers from Python's or NumPy's generators than the full batch does, and"
                 " these cannot be replayed",
@@ -380,11 +377,11 @@ class _Verifier:
         )
 
     def _describe(self, runs: PairedRuns) -> dict[str, Any]:
-        trained = runs.fixture.fresh()
+        model, _ = runs.fixture.fresh()
         return {
             "name": self._workload.name,
-            "model": type(trained.model).__name__,
-            "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
+            "model": type(model).__name__,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
 
 
@@ -395,7 +392,7 @@ def _nonfinite_gradient(runs: PairedRuns) -> str | None:
         WorkloadError: The full batch does not run, or its loss is not finite.
     """
     try:
-        full = runs.full()
+        full = runs.pair().full
     except WorkloadError as error:
         if max(runs.sizes) > 1:
             raise

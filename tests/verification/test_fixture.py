@@ -38,7 +38,7 @@ def make(model: Any = Tied, **fields: Any) -> Workload:
 
 
 def test_ties_and_attributes_survive_widening() -> None:
-    model = Fixture(make()).fresh().model
+    model = Fixture(make()).fresh()[0]
     assert isinstance(model, Tied)
     assert model.head.weight is model.tokens.weight
     assert model.head.weight.dtype == model.table.dtype == torch.float64
@@ -49,7 +49,7 @@ def test_a_criterion_is_widened_with_its_class_weights() -> None:
     module = nn.CrossEntropyLoss(weight=weights)
     for criterion in (module, functools.partial(F.cross_entropy, weight=weights)):
         workload = make(lambda: nn.Linear(2, 2), loss=None, criterion=criterion, batch=lambda size: None)
-        found = Fixture(workload).fresh().objective.criterion
+        found = Fixture(workload).fresh()[1].criterion
         assert found is not None
         function: Any = found.function
         inner = function.weight if isinstance(function, nn.Module) else function.keywords["weight"]
@@ -61,10 +61,10 @@ def test_a_criterion_is_widened_with_its_class_weights() -> None:
 def test_a_compiled_model_is_verified_as_written() -> None:
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
     fixture = Fixture(make(lambda: compiled))
-    trained = fixture.fresh()
-    assert type(trained.model) is nn.Linear
+    model, _ = fixture.fresh()
+    assert type(model) is nn.Linear
     with fixture.running():
-        assert trained.model(torch.ones(1, 2)).dtype == torch.float64
+        assert model(torch.ones(1, 2)).dtype == torch.float64
 
 
 class Locked(nn.Linear):
@@ -84,7 +84,7 @@ def test_hooks_on_gradients_come_along() -> None:
     model.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
     for _ in range(2):
-        copied = Fixture(make(lambda: model)).fresh().model
+        copied = Fixture(make(lambda: model)).fresh()[0]
         torch.autograd.backward(copied(torch.ones(1, 2, dtype=torch.float64)).sum())
         assert isinstance(copied.weight, Tensor)
         assert copied.weight.grad is not None
@@ -99,7 +99,7 @@ def test_complex_parameters_are_widened() -> None:
             self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
             self.register_buffer("table", torch.ones(2, dtype=torch.complex64))
 
-    model = Fixture(make(Rotating)).fresh().model
+    model = Fixture(make(Rotating)).fresh()[0]
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.complex128}
 
 
@@ -119,8 +119,8 @@ def test_what_a_loss_names_stands_in_float64_and_is_put_back() -> None:
     for _ in range(2):
         with fixture.running():
             assert (WEIGHTS.dtype, TEACHER.weight.dtype) == (torch.float32, torch.float64)
-            trained = fixture.fresh()
-            assert distil(trained.model, inputs).dtype == torch.float64
+            model, _ = fixture.fresh()
+            assert distil(model, inputs).dtype == torch.float64
             with torch.no_grad():
                 TEACHER.weight.zero_()
         assert torch.equal(TEACHER.weight, values)

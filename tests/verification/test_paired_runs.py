@@ -52,7 +52,7 @@ def distance(one: UpdateResult, other: UpdateResult) -> float:
 
 
 def test_the_full_run_is_plain_pytorch_in_float64() -> None:
-    found = runs(make()).full()
+    found = runs(make()).pair().full
     torch.manual_seed(0)
     reference = Net().double()
     inputs, targets = batch(8)
@@ -67,8 +67,9 @@ def test_the_full_run_is_plain_pytorch_in_float64() -> None:
 @pytest.mark.parametrize("drop", [0.0, 0.5])
 def test_accumulated_equals_full_under_the_same_random_numbers(drop: float) -> None:
     made = runs(make(model=lambda: Net(drop=drop)))
-    assert distance(made.full(), made.accumulated()) < 1e-14
-    assert made.accumulated().loss == pytest.approx(made.full().loss, rel=1e-14)
+    pair = made.pair()
+    assert distance(pair.full, pair.accumulated) < 1e-14
+    assert pair.accumulated.loss == pytest.approx(pair.full.loss, rel=1e-14)
     assert made.mismatch is None
 
 
@@ -118,7 +119,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("model", [TimeMajor, Packed, Dropping])
 def test_random_numbers_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
     made = runs(make(model=model))
-    assert distance(made.full(), made.accumulated()) < 1e-13
+    assert distance(made.pair().full, made.pair().accumulated) < 1e-13
     assert made.mismatch is not None
 
 
@@ -128,7 +129,7 @@ def test_a_loop_that_updates_by_itself_is_refused() -> None:
             parameter.data.add_(1)
 
     with pytest.raises(WorkloadError, match="has changed the parameters: leave the gradient in .grad"):
-        runs(make(accumulate=updating)).user_loop()
+        runs(make(accumulate=updating)).by_loop().pair()
 
 
 def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
@@ -139,7 +140,7 @@ def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
 
     made = runs(make(model=lambda: Net(drop=0.5), batch=masked, criterion=nn.CrossEntropyLoss(ignore_index=-100)))
     assert made.mismatch is None
-    assert distance(made.full(), made.accumulated()) < 1e-14
+    assert distance(made.pair().full, made.pair().accumulated) < 1e-14
 
 
 def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
@@ -148,4 +149,4 @@ def test_a_loss_that_no_gradient_reaches_is_refused() -> None:
             return F.cross_entropy(model(pair[0]), pair[1])
 
     with pytest.raises(WorkloadError, match="connected to a"):
-        runs(make(criterion=None, loss=unrecorded)).full()
+        runs(make(criterion=None, loss=unrecorded)).pair()

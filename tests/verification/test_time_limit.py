@@ -64,10 +64,10 @@ def test_a_run_ends_within_its_forward() -> None:
     runs = PairedRuns(fixture, _batch(4), (2, 2))
     fixture.deadline = Deadline(0.1)
     with pytest.raises(TimeIsOver):
-        runs.full()
+        runs.pair()
     assert 0 < calls < 100
     with pytest.raises(TimeIsOver):  # Nor does another experiment begin.
-        runs.full(Ablation(neutral_rng=True))
+        runs.pair(Ablation(neutral_rng=True))
     fixture.deadline = Deadline(None)
     assert not nn.modules.module._global_forward_pre_hooks
 
