@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.messages import Message
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.trace_records import Phase
@@ -100,7 +100,7 @@ class TrialSettings:
         source: The workload.
         load_limit_seconds: Time limit for the first import of the workload; None: that of a trial, at least 300 s.
         on_output: Gets each line the workload prints; None: it goes to stderr.
-        checkout: The checkout that its modules are imported from; None: they are where this process finds them.
+        paths: Where its modules are; None: where this process finds them.
     """
 
     share: int
@@ -108,7 +108,7 @@ class TrialSettings:
     options: Options = field(default_factory=Options)
     load_limit_seconds: float | None = None
     on_output: Callable[[str], None] | None = None
-    checkout: Checkout | None = None
+    paths: ImportPaths | None = None
 
     @property
     def trial_limit_seconds(self) -> float:

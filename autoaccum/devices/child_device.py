@@ -197,9 +197,8 @@ class ChildDevice(Device):
                 self._standby = self._start()
 
     def _start(self, *, measured: bool = True) -> ChildProcess:
-        output, checkout = self._settings.on_output, self._settings.checkout
-        handler = "autoaccum.devices.trial_child:TrialChild"
-        return ChildProcess(handler, on_output=output, measured=measured, checkout=checkout)
+        settings, handler = self._settings, "autoaccum.devices.trial_child:TrialChild"
+        return ChildProcess(handler, on_output=settings.on_output, measured=measured, paths=settings.paths)
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum.checks import check_alone, read_seconds
 from autoaccum.devices.budget import Deadline
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import (
     AutoaccumError,
     LockFileError,
@@ -139,7 +139,7 @@ class _GuardRun:
     locked: Mapping[Case, Measurement]
     tolerance: MemorySize
     update: bool
-    baseline: Checkout | None
+    baseline: ImportPaths | None
     revision: str
     on_output: Callable[[str], None] | None
     deadline: Deadline
@@ -181,11 +181,11 @@ class _GuardRun:
             raise NotMeasuredError(f"at {self.revision}: {error.message}", hint=error.hint) from error
 
     def _measure(
-        self, case: Case, checkout: Checkout | None = None, micro_batches: tuple[int, ...] | None = None
+        self, case: Case, paths: ImportPaths | None = None, micro_batches: tuple[int, ...] | None = None
     ) -> Measurement:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
-        there, left = checkout or Checkout(self.folder), self.deadline.left_seconds
+        there, left = paths or ImportPaths.of(self.folder), self.deadline.left_seconds
         return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
 
@@ -229,7 +229,7 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
         reference = workload
     case = check_case(make_case(workload=reference, **given))
     schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
-    measured = measure(case, Checkout(folder), micro_batches=schedule)
+    measured = measure(case, ImportPaths.of(folder), micro_batches=schedule)
     if measured.fits:
         return ""
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"

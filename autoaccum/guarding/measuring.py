@@ -9,7 +9,7 @@ from collections.abc import Callable
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
@@ -34,7 +34,7 @@ _VARIABLES = (
 
 def measure(
     case: Case,
-    checkout: Checkout,
+    paths: ImportPaths,
     *,
     micro_batches: tuple[int, ...] | None = None,
     time_limit: float | None = None,
@@ -44,7 +44,7 @@ def measure(
 
     Args:
         case: The case. Its `micro_batch` is both the measured size and the largest that is tried.
-        checkout: The folder of the workload.
+        paths: Where the workload and its modules are.
         micro_batches: The schedule, in samples, whether it fits or not; None: the planned one, which must fit.
         time_limit: Seconds that the search may take.
         on_output: Called with each line that the workload prints; None: they go to stderr.
@@ -55,7 +55,7 @@ def measure(
     """
     request = request_of(case, time_limit)
     requested = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
-    setup = make_setup(case.workload, request, checkout=checkout, on_output=on_output, verb="guard")
+    setup = make_setup(case.workload, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
         found = measure_simulated(setup, request, micro_batches or requested)
     if micro_batches is None and not found.fits:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autoaccum.accumulation.step_result import DelayedInterrupts
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, guard_command
 from autoaccum.sources.source import FileSource
@@ -85,7 +85,7 @@ def select_cases(wanted: Sequence[Case], folder: Path, known: Iterable[Case]) ->
 
 
 @contextmanager
-def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
+def checked_out(folder: Path, revision: str) -> Iterator[ImportPaths]:
     """Check out `revision` in a temporary worktree outside the repository, and yield the same `folder` in it.
 
     The worktree is removed afterwards; if this process is killed, `git worktree prune` removes it. The user's files,
@@ -112,7 +112,7 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
             raise NotMeasuredError(
                 f"{revision} has no folder {inside.relative_to(worktree)}", hint="name a revision that has the project"
             )
-        yield Checkout(inside, original=top, root=worktree)
+        yield ImportPaths.of(inside, original=top, root=worktree)
     finally:
         with DelayedInterrupts():
             _run(folder, "worktree", "remove", "--force", "--force", str(worktree))  # Twice: even if incomplete.

@@ -21,7 +21,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.sources.source import FileSource, Source
 
 if TYPE_CHECKING:
-    from autoaccum.devices.child.import_paths import Checkout
+    from autoaccum.devices.child.import_paths import ImportPaths
     from autoaccum.devices.live_objects import LiveTensors
     from autoaccum.sources.workload import Workload
 
@@ -62,7 +62,7 @@ def make_setup(
     request: PlanRequest,
     *,
     live: Mapping[str, Any] | None = None,
-    checkout: Checkout | None = None,
+    paths: ImportPaths | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
 ) -> PlanSetup:
@@ -74,7 +74,7 @@ def make_setup(
         live: A `trainer`, or live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`,
             `reduction`, `evaluate`, `split` and `size`; those not given are None or left out. With a Trainer of
             Lightning go `model`, `data` and `weight`.
-        checkout: The folder the workload's modules are imported from; None: this process's import path.
+        paths: Where the workload's modules are; None: where this process finds them.
         on_output: Receives each line the workload prints; stderr otherwise.
         verb: The command named in messages.
 
@@ -104,7 +104,7 @@ def make_setup(
             share=request.share,
             options=options,
             load_limit_seconds=request.load_limit_seconds,
-            checkout=checkout,
+            paths=paths,
             on_output=on_output,
         )
         return PlanSetup(make_device(settings), settings, tensors, files.pop_all())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_repository import commit, git
 
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import make_case
@@ -83,11 +83,12 @@ def test_a_revision_lies_outside_and_nothing_is_left_or_touched(
     monkeypatch.setenv("GIT_DIR", ".git")  # As within a hook.
     for revision in ("v1", "HEAD~1", "main"):
         with checked_out(clone / "sub", revision) as checkout:
-            assert (checkout.folder / "model.py").read_text() == "first = 1\n"
-            assert (checkout.folder, checkout.original) == ((checkout.root or clone) / "sub", clone)
-            assert not (checkout.folder.parent / "untracked.py").exists()
-            assert checkout.folder.parent.parent == temporary
-            (checkout.folder / "train.py").write_text("by whoever measures\n")
+            folder = Path(checkout.folder)
+            assert (folder / "model.py").read_text() == "first = 1\n"
+            assert (str(folder.parent), checkout.original) == (checkout.root, str(clone))
+            assert not (folder.parent / "untracked.py").exists()
+            assert folder.parent.parent == temporary
+            (folder / "train.py").write_text("by whoever measures\n")
     for error in (ValueError(), KeyboardInterrupt(), SystemExit(143)):
         with pytest.raises(type(error)), checked_out(clone, "v1"):
             raise error
@@ -146,24 +147,24 @@ def test_what_cannot_be_checked_out_is_reported(clone: Path, tmp_path: Path, mon
     assert "git cannot be run (No such file or directory): install it" in refusal(clone, "v1")
 
 
-def test_paths_lead_to_the_checkout_and_an_environments_stay(tmp_path: Path) -> None:
+def test_paths_lead_to_the_checkout_and_an_environments_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, other = tmp_path / "original", tmp_path / "other"
     inside = original / ".venv/lib/python3.11/site-packages"
     for folder in (inside, original / "src", other / "src", original / "only"):
         folder.mkdir(parents=True)
-    checkout = Checkout(other, original=original, root=other)
-    for entry, expected in (
-        (original, other),
-        (original / "src", other / "src"),
-        (inside, inside),
-        (original / "only", original / "only"),
-        ("/usr/lib", "/usr/lib"),
-        ("", ""),
-        ("__editable__.x.__path_hook__", "__editable__.x.__path_hook__"),
-    ):
-        assert checkout.map_entry(str(entry)) == str(expected)
-    assert checkout.map_path(f"{original / 'src'}:/usr/lib") == f"{other / 'src'}:/usr/lib"
-    assert Checkout(original).map_entry(str(original / "src")) == str(original / "src")
+    entries = {
+        str(original): str(other),
+        str(original / "src"): str(other / "src"),
+        **{
+            same: same for same in (str(inside), str(original / "only"), "/usr/lib", "", "__editable__.x.__path_hook__")
+        },
+    }
+    monkeypatch.setattr(sys, "path", list(entries))
+    monkeypatch.setenv("PYTHONPATH", f"{original / 'src'}:/usr/lib")
+    paths = ImportPaths.of(other, original=original, root=other)
+    assert paths.sys_path == tuple(entries.values())
+    assert paths.pythonpath == f"{other / 'src'}:/usr/lib"
+    assert ImportPaths.of(original).sys_path == tuple(entries)
 
 
 @pytest.mark.slow

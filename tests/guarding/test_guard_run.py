@@ -17,7 +17,7 @@ from guard_reports import ALL, UNMEASURED, report
 from small_locks import a_case, a_lock, a_measurement
 from small_repository import commit
 
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import (
     AutoaccumError,
@@ -64,9 +64,9 @@ class Bench:
     def entries(self) -> dict[Case, Measurement]:
         return read_lock(self.lock)
 
-    def _measure(self, case: Case, checkout: Checkout, *, micro_batches: Any, **how: Any) -> Measurement:
+    def _measure(self, case: Case, paths: ImportPaths, *, micro_batches: Any, **how: Any) -> Measurement:
         self.asked.append((case.workload, micro_batches))
-        source = self.found if checkout.original is None else self.before
+        source = self.found if paths.original is None else self.before
         answer = source.get(case.workload, a_measurement())
         if isinstance(answer, AutoaccumError):
             raise answer

@@ -14,7 +14,7 @@ from planned import make_plan_setup, make_request
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
@@ -142,7 +142,7 @@ def test_a_size_that_is_requested_and_does_not_fit_is_refused(monkeypatch: pytes
     subject = make_subject(SyntheticTracer(), request_of(case), 2.0)
     monkeypatch.setattr(measuring, "make_setup", lambda *asked, **verb: subject)
     with pytest.raises(DoesNotFitError) as told:
-        measure(case, Checkout(tmp_path))
+        measure(case, ImportPaths.of(tmp_path))
     assert re.fullmatch(
         r"micro-batch 1000 does not fit: it needs at least \d[\d.]+ GiB, 2\.00 GiB are available", told.value.message
     )

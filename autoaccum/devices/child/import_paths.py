@@ -15,66 +15,52 @@ _OWN = Path(autoaccum.__file__).resolve().parent
 """autoaccum's own modules, which are never taken from a checkout."""
 
 
-@dataclass(frozen=True)
-class Checkout:
-    """The folder that a child works in, and the checkout of the user's repository that it belongs to.
+@dataclass(frozen=True, kw_only=True)
+class ImportPaths:
+    """The folders in which a process finds modules and files.
 
     Attributes:
-        folder: The current folder of the child.
+        folder: The current folder.
+        sys_path: The entries of `sys.path`.
+        pythonpath: The variable `PYTHONPATH`; None if it is not set.
         original: The top of the user's repository, if `folder` is in another checkout of it.
         root: The top of that checkout; None: `folder` is in the user's own.
     """
 
-    folder: Path
-    original: Path | None = None
-    root: Path | None = None
-
-    def map_entry(self, entry: str) -> str:
-        """Return the entry of `sys.path` in the checkout; an entry that the checkout lacks stays as it is.
-
-        An empty entry (the current folder) stays, too, and so does the name of an editable installation's hook.
-        """
-        if not entry or not (entry.startswith("/") or Path(entry).exists()):
-            return entry
-        place = Path(entry).resolve()
-        if self.original is not None and self.root is not None and place.is_relative_to(self.original):
-            there = self.root / place.relative_to(self.original)
-            if there.exists():
-                return str(there)
-        return str(Path(entry).absolute())
-
-    def map_path(self, path: str) -> str:
-        """Map every entry of a variable such as `PYTHONPATH`."""
-        return os.pathsep.join(self.map_entry(entry) for entry in path.split(os.pathsep))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportPaths:
-    """The folders in which a process finds modules and files; `original` and `root` as in `Checkout`."""
-
-    cwd: str
+    folder: str
     sys_path: tuple[str, ...]
     pythonpath: str | None
     original: str | None = None
     root: str | None = None
 
     @classmethod
-    def of(cls, checkout: Checkout | None = None) -> ImportPaths:
-        """Return those of a checkout; None: of this process."""
-        checkout = checkout or Checkout(Path.cwd())
+    def of(cls, folder: Path | None = None, *, original: Path | None = None, root: Path | None = None) -> ImportPaths:
+        """Return those of this process, in another folder or another checkout where these are given."""
+
+        def map_entry(entry: str) -> str:
+            # An empty entry is the current folder; others name no folder, but an editable installation's hook.
+            if not entry or not (entry.startswith("/") or Path(entry).exists()):
+                return entry
+            place = Path(entry).resolve()
+            if original is not None and root is not None and place.is_relative_to(original):
+                there = root / place.relative_to(original)
+                if there.exists():  # What the checkout lacks, such as an environment, stays.
+                    return str(there)
+            return str(Path(entry).absolute())
+
         pythonpath = os.environ.get("PYTHONPATH")
         return cls(
-            cwd=str(checkout.folder),
-            sys_path=tuple(checkout.map_entry(entry) for entry in sys.path),
-            pythonpath=None if pythonpath is None else checkout.map_path(pythonpath),
-            original=None if checkout.original is None else str(checkout.original),
-            root=None if checkout.root is None else str(checkout.root),
+            folder=str(folder or Path.cwd()),
+            sys_path=tuple(map(map_entry, sys.path)),
+            pythonpath=pythonpath and os.pathsep.join(map(map_entry, pythonpath.split(os.pathsep))),
+            original=None if original is None else str(original),
+            root=None if root is None else str(root),
         )
 
     def use(self) -> None:
         """Make them those of this process."""
         sys.path[:] = self.sys_path
-        os.chdir(self.cwd)
+        os.chdir(self.folder)
         if self.pythonpath is None:
             os.environ.pop("PYTHONPATH", None)
         else:

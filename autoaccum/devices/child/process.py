@@ -23,7 +23,7 @@ from typing import Any
 
 import autoaccum
 from autoaccum.devices.child.failures import ChildDied, Failure
-from autoaccum.devices.child.import_paths import Checkout, ImportPaths
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Prepare, Reply, Request
 from autoaccum.devices.host_memory import count_oom_kills
 from autoaccum.errors import NotMeasuredError, UsageError
@@ -78,7 +78,7 @@ class ChildProcess:
         handler: The class that handles its requests, as `package.module:Name` (`requests.Handler`).
         on_output: Gets each line that it prints.
         measured: Whether its memory is measured; one that is not is faster (`child_environment`).
-        checkout: Where its modules are, as of `ImportPaths.of`.
+        paths: Where its modules are; None: where this process finds them.
 
     Raises:
         UsageError: This process is such a child itself.
@@ -91,7 +91,7 @@ class ChildProcess:
         *,
         on_output: Callable[[str], None] | None = None,
         measured: bool = True,
-        checkout: Checkout | None = None,
+        paths: ImportPaths | None = None,
     ) -> None:
         if _INSIDE in os.environ:
             raise UsageError(
@@ -123,7 +123,7 @@ class ChildProcess:
         if self._process.stdout is not None:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._watched.append(self._process.stdout)
-        paths = ImportPaths.of(checkout)
+        paths = paths or ImportPaths.of()
         self._preparing: Prepare | None = Prepare(handler=handler, paths=paths, measured=measured)
         self._send(self._preparing)
 

@@ -81,7 +81,7 @@ class Tracer(LoadedChild):
 
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
-        process = ChildProcess(handler, on_output=settings.on_output, measured=False, checkout=settings.checkout)
+        process = ChildProcess(handler, on_output=settings.on_output, measured=False, paths=settings.paths)
         import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
         device = f"the simulated {card.name}"
         super().__init__(
