@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -48,13 +49,13 @@ class Totals(NamedTuple):
         return cls(sums, weights, samples)
 
     @classmethod
-    def of_all(cls, parts: Iterable[Totals]) -> Totals:
+    def of_all(cls, parts: Sequence[Totals]) -> Totals:
         """Return those of all samples of `parts`."""
-        listed = list(parts)
-        sums, weights = add_by_name(one.sums for one in listed), add_by_name(one.weights for one in listed)
-        return cls(sums, weights, sum(one.samples for one in listed))
+        sums, weights = add_by_name(part.sums for part in parts), add_by_name(part.weights for part in parts)
+        return cls(sums, weights, sum(part.samples for part in parts))
 
 
+@dataclass(kw_only=True)
 class Evaluation:
     """Evaluates in eval mode, without gradients, in the precision of training.
 
@@ -65,57 +66,47 @@ class Evaluation:
     share the batches, and begin with the buffers of rank 0, such as BatchNorm's statistics. Of a sharded model, all
     ranks run all batches.
 
-    Args:
+    Attributes:
         evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
             other entries of the mapping are ignored.
         data: As for training. Samples of a dataset are collated in parts as large as memory allows; batches of a
             DataLoader or another iterable are used as they are, unless they are too large.
+        micro_batch: The largest micro-batch; lowered when memory runs out.
         collate: `collate(samples)`; None: torch's default_collate.
         workers: Processes that read a map-style dataset; a DataLoader has its own.
-        micro_batch: The largest micro-batch to begin with.
         loss_batch: The samples of which a coupled loss is computed, in as many parts as fit; None: it is not coupled.
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
         interruptible: Context in which the run may be stopped at any moment without loss.
-
-    Attributes:
-        micro_batch: The largest micro-batch now.
 
     Raises:
         UsageError: The data can be read only once, or has no supported type.
         WorkloadError: `evaluate` is not a function of a model and a batch.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        evaluate: Callable[[nn.Module, Any], Any] | None,
-        precision: str,
-        data: Any,
-        *,
-        micro_batch: int,
-        collate: Callable[[list[Any]], Any] | None = None,
-        workers: int = 0,
-        loss_batch: int | None = None,
-        loss_modules: Iterable[nn.Module] = (),
-        seed: int = 0,
-        interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        ranks: TrainingRanks | None = None,
-    ) -> None:
-        if evaluate is not None:
-            check_function(evaluate, "evaluate", "(model, batch)")
-        self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
-        if hasattr(data, "__next__") or not (self._has_samples or hasattr(data, "__iter__")):
+    objective: Objective
+    evaluate: Callable[[nn.Module, Any], Any] | None = None
+    precision: str = "fp32"
+    data: Any
+    micro_batch: int
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    loss_batch: int | None = None
+    loss_modules: Sequence[nn.Module] = ()
+    seed: int = 0
+    interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ranks: TrainingRanks = field(default_factory=TrainingRanks)
+
+    def __post_init__(self) -> None:
+        if self.evaluate is not None:
+            check_function(self.evaluate, "evaluate", "(model, batch)")
+        self._has_samples = is_map_style(self.data) or isinstance(self.data, IterableDataset)
+        if hasattr(self.data, "__next__") or not (self._has_samples or hasattr(self.data, "__iter__")):
             raise UsageError(
-                f"the evaluation data is {describe_type(data)}, which cannot be read repeatedly",
+                f"the evaluation data is {describe_type(self.data)}, which cannot be read repeatedly",
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
-        self.micro_batch, self._loss_batch = micro_batch, loss_batch
-        self._objective, self._evaluate, self._precision = objective, evaluate, precision
-        self._data, self._collate, self._workers = data, collate, workers
-        self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
-        self._ranks = ranks or TrainingRanks()
-        self._adds_up = evaluate is None and objective.reduction == "sum"
+        self._adds_up = self.evaluate is None and self.objective.reduction == "sum"
 
     def run(self, model: nn.Module, update: int) -> Evaluated:
         """Evaluate `model` after `update`.
@@ -125,22 +116,22 @@ class Evaluation:
             WorkloadError: The data has no samples, or `evaluate` returned no number.
             Exception: Errors of the user's code, unchanged.
         """
-        started, ranks, parts = time.perf_counter(), self._ranks, list[Totals]()
-        ranks.copy_from_first(buffer for module in (model, *self._loss_modules) for buffer in module.buffers())
+        started, ranks, parts = time.perf_counter(), self.ranks, list[Totals]()
+        ranks.copy_from_first(buffer for module in (model, *self.loss_modules) for buffer in module.buffers())
         is_shared = not is_sharded_model(model)
-        with self._restoring_state(model), torch.no_grad(), self._interruptible():
+        with self._restoring_state(model), torch.no_grad(), self.interruptible():
             forward = Backpropagation(
-                model, self._objective, precision=self._precision, scaler=None, on_phase=lambda phase: None
+                model, self.objective, precision=self.precision, scaler=None, on_phase=lambda phase: None
             )
             for batch in self._batches(*((ranks.rank, ranks.size) if is_shared else (0, 1))):
-                parts += self._run_batch(forward, self._objective.wrap_batch(batch))
+                parts += self._run_batch(forward, self.objective.wrap_batch(batch))
         total = Totals.of_all(parts)
         if total.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
             raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
         answers = ranks.gather((self.micro_batch, total))
         self.micro_batch = min(size for size, _ in answers)
         if is_shared:
-            total = Totals.of_all(of_rank for _, of_rank in answers)
+            total = Totals.of_all([of_rank for _, of_rank in answers])
         return Evaluated(update, self._values(total), total.samples, time.perf_counter() - started)
 
     def _batches(self, rank: int, ranks: int) -> Iterator[Any]:
@@ -148,12 +139,12 @@ class Evaluation:
 
         Of several ranks, each has every so many-th batch; only those of a dataset are not read by the others.
         """
-        data, size = self._data, self._loss_batch or self.micro_batch
-        options: dict[str, Any] = {"collate_fn": self._collate, "generator": torch.Generator().manual_seed(self._seed)}
+        data, size = self.data, self.loss_batch or self.micro_batch
+        options: dict[str, Any] = {"collate_fn": self.collate, "generator": torch.Generator().manual_seed(self.seed)}
         if is_map_style(data):
             total = len(data)
             own = (list(range(at, min(at + size, total))) for at in range(rank * size, total, ranks * size))
-            return iter(Entries(DataLoader(data, batch_sampler=own, num_workers=self._workers, **options)))
+            return iter(Entries(DataLoader(data, batch_sampler=own, num_workers=self.workers, **options)))
         entries = Entries(DataLoader(data, batch_size=size, **options) if self._has_samples else data)
         return islice(entries, rank, None, ranks)
 
@@ -184,7 +175,7 @@ class Evaluation:
             whole = UpdateParts([batch], parts)
             loss_of_outputs(forward, whole, outputs)
             figures, _ = whole.losses.read()
-            yield Totals.of(figures, self._objective.weight(batch), batch_size(batch), adds_up=self._adds_up)
+            yield Totals.of(figures, self.objective.weight(batch), batch_size(batch), adds_up=self._adds_up)
 
     def _attempt(self, forward: Backpropagation, part: Any) -> Totals | list[Any] | Exception:
         """Evaluate a part: return its metrics, or its outputs in a list, of which a coupled loss is yet to be computed.
@@ -193,14 +184,14 @@ class Evaluation:
         """
         try:
             moved, samples = move_batch(part, forward.device), batch_size(part)
-            if self._evaluate is not None:
-                with autocast(self._precision, forward.device):
-                    figures = _numbers(self._evaluate(forward.model, unwrap_batch(moved)), self._evaluate)
+            if self.evaluate is not None:
+                with autocast(self.precision, forward.device):
+                    figures = _numbers(self.evaluate(forward.model, unwrap_batch(moved)), self.evaluate)
                 return Totals.of(figures, float(samples), samples)
-            if self._objective.coupled:
+            if self.objective.coupled:
                 return [forward.outputs(moved)]
             terms = {name: float(term) for name, term in forward.uncounted_terms(moved).items()}
-            return Totals.of(terms, self._objective.weight(part), samples, adds_up=self._adds_up)
+            return Totals.of(terms, self.objective.weight(part), samples, adds_up=self._adds_up)
         except Exception as error:
             return error
 
@@ -210,7 +201,7 @@ class Evaluation:
             name: total.sums[name] / (1.0 if self._adds_up else weight) if weight else math.nan
             for name, weight in total.weights.items()
         }
-        if self._evaluate is not None:
+        if self.evaluate is not None:
             return values
         weighty = [values[name] for name, weight in total.weights.items() if weight > 0]
         loss = sum(weighty) if weighty else math.nan
@@ -219,16 +210,16 @@ class Evaluation:
     @contextmanager
     def _restoring_state(self, model: nn.Module) -> Iterator[None]:
         """Switch to eval mode and seed all generators; restore everything on exit."""
-        roots = [model, *self._loss_modules]
+        roots = [model, *self.loss_modules]
         modules = [module for root in roots for module in root.modules()]
         parameters = [parameter for root in roots for parameter in root.parameters()]
         before = Transaction(modules, parameters, generators=module_generators(modules))
         try:
             model.eval()
-            seed_generators(self._seed)
+            seed_generators(self.seed)
             for device in {tensor.device for tensor in (*parameters, *model.buffers())}:
                 if device.type not in ("cpu", "meta"):
-                    torch.get_device_module(device).default_generators[device.index].manual_seed(self._seed)
+                    torch.get_device_module(device).default_generators[device.index].manual_seed(self.seed)
             yield
         finally:
             for root in roots:
@@ -260,10 +251,10 @@ def make_evaluation(
     is_coupled = components.objective.coupled and workload.evaluate is None
     size = workload.evaluation_batch
     return Evaluation(
-        components.objective,
-        workload.evaluate,
-        components.spec.precision,
-        setup.eval_data,
+        objective=components.objective,
+        evaluate=workload.evaluate,
+        precision=components.spec.precision,
+        data=setup.eval_data,
         collate=workload.collate,
         workers=request.workers,
         micro_batch=micro_batch if is_coupled else size or micro_batch,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib.util
-import io
 import json
 import math
 import os
@@ -79,7 +78,7 @@ class RunFolder:
                     f"{self.path} holds {', '.join(others)} and no checkpoint: training would overwrite them",
                     hint="use another folder, or move these files",
                 )
-            self._made = [one for one in (self._folder, self.path, *self.path.parents) if not one.exists()]
+            self._new_folders = [path for path in (self._folder, self.path, *self.path.parents) if not path.exists()]
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path / _LOCK)
         except (FileExistsError, NotADirectoryError):
@@ -99,8 +98,8 @@ class RunFolder:
         if not self.checkpoints():
             with suppress(OSError):
                 (self.path / _LOCK).unlink()
-                for made in self._made:
-                    made.rmdir()
+                for path in self._new_folders:
+                    path.rmdir()
         os.close(self._lock)
         self._lock = None
 
@@ -283,11 +282,10 @@ class MetricsLog:
 
     def __init__(self, folder: Path, update: int, evaluated_at: int, notify: Callable[[Any], Any]) -> None:
         self._path, self._notify = folder / "metrics.jsonl", notify
-        self._file: io.FileIO | None = None
         try:
-            self._file = io.FileIO(self._path, "a+")
-            self._file.seek(0)
-            self._file.truncate(_valid_bytes(self._file.read(), update, min(update, evaluated_at)))
+            with self._path.open("a+b", buffering=0) as file:
+                file.seek(0)
+                file.truncate(_valid_bytes(file.read(), update, min(update, evaluated_at)))
         except OSError as error:
             self._fail(error)
         self._board = _open_board(folder / "tensorboard", update)
@@ -304,36 +302,31 @@ class MetricsLog:
             scalars = {f"evaluation/{name}": value for name, value in event.values.items()}
         else:
             return
-        if self._add(values) and self._board is not None:  # Not on a full disk, which `_add` has noticed.
+        try:
+            self._append(json.dumps(_finite(values), allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            self._fail(error)
+        else:
             with suppress(OSError):
                 for name, value in scalars.items():
-                    if value is not None:
+                    if value is not None and self._board is not None:
                         self._board.add_scalar(name, value, event.update)
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for log in (self._file, self._board):
-            with suppress(OSError):
-                if log is not None:
-                    log.close()
+        with suppress(OSError):
+            if self._board is not None:
+                self._board.close()
 
-    def _add(self, values: Mapping[str, Any]) -> bool:
-        """Append a whole line, or nothing if there is no space for it. Numbers that are not finite become null."""
-        if self._file is None:
-            return False
-        end = self._file.seek(0, io.SEEK_END)
-        line = json.dumps(_finite(values), allow_nan=False).encode() + b"\n"
-        try:
-            if self._file.write(line) < len(line):
+    def _append(self, line: bytes) -> None:
+        """Append a whole line; raise OSError and append nothing if there is no space for it."""
+        with self._path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if file.write(line) < len(line):
+                file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)
-            self._fail(error)
-            return False
-        return True
 
     def _fail(self, error: OSError) -> None:
         self._notify(Notice(f"{self._path} cannot be written ({error.strerror}): some lines are missing"))

@@ -41,6 +41,7 @@ from autoaccum.training.training_state import (
     Progress,
     capture_settings,
     capture_training,
+    capture_training_rng,
     full_weights,
     restore_training,
     restore_training_rng,
@@ -516,7 +517,7 @@ class Run(StepObserver):
 
     def _record(self) -> dict[str, Any]:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
-        plan, training = self._choice.plan, capture_training(self._components)
+        plan = self._choice.plan
         return {
             "run": self._facts,
             "digest": self._setup.workload.digest,
@@ -527,8 +528,8 @@ class Run(StepObserver):
             "stepper": {"ceiling": dict(vars(self._ceiling)), "savers": list(self._added_savers)},
             "evaluation": None if self._evaluation is None else self._evaluation.micro_batch,
             "data": self._data_position,
-            "random": self._ranks.gather(training.pop("random")),
-            "training": training,
+            "random": self._ranks.gather(capture_training_rng(self._components)),
+            "training": capture_training(self._components),
         }
 
     def _position(self) -> tuple[int, ...]:

@@ -94,9 +94,8 @@ class TrainingComponents:
     @property
     def loss_modules(self) -> list[nn.Module]:
         """The criterion, if it is a module, and other modules that the loss uses."""
-        named = find_used_modules(self.objective, unwrap_model(self.model)).values()
-        criterion = self.objective.criterion_module
-        return [*named] if criterion is None else [criterion, *named]
+        criterion, others = self.objective.criterion_module, find_used_modules(self.objective, unwrap_model(self.model))
+        return [*([] if criterion is None else [criterion]), *others.values()]
 
 
 @dataclass(frozen=True)
@@ -125,16 +124,17 @@ class TrainingSetup:
     """
 
     def __init__(self, request: FitRequest) -> None:
-        self.request = request
-        self.is_live = isinstance(request.model_or_workload, nn.Module)
-        self.workload = own = _read_live_model(request) if self.is_live else _read_workload(request)
-        self.objective = own.objective
-        self.data = _as_samples(own.dataset) if request.data is None else request.data
+        self.request, self.is_live = request, isinstance(request.model_or_workload, nn.Module)
+        self.workload = workload = _read_live_model(request) if self.is_live else _read_workload(request)
+        self.objective = workload.objective
+        self.data = _as_samples(workload.dataset) if request.data is None else request.data
         if self.data is None and self.is_live:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
         if self.data is None:
-            raise WorkloadError(f"{own.name} has no dataset to train on", hint="define dataset in it, or give data")
-        self.eval_data = _as_samples(own.evaluation_dataset) if request.eval_data is None else request.eval_data
+            raise WorkloadError(
+                f"{workload.name} has no dataset to train on", hint="define dataset in it, or give data"
+            )
+        self.eval_data = _as_samples(workload.evaluation_dataset) if request.eval_data is None else request.eval_data
         self.device = self._move_live_model() if self.is_live else find_device(request.options.device)
 
     def choose_micro_batch(
@@ -151,9 +151,9 @@ class TrainingSetup:
             UsageError: The given plan is for other updates or another device.
             DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
         """
-        request, plan, micro_batch = self.request, None, self.request.micro_batch
-        text = None if checkpoint is None else checkpoint["plan"]
-        earlier = None if text is None else Plan.from_json(text, source="the plan in the checkpoint")
+        request, micro_batch = self.request, self.request.micro_batch
+        saved, plan = None if checkpoint is None else checkpoint["plan"], None
+        earlier = None if saved is None else Plan.from_json(saved, source="the plan in the checkpoint")
         moved = [] if earlier is None else _place_differences(earlier, self.device)
         if micro_batch is None and request.plan is not None:
             plan = self._read_given_plan(request.plan)
@@ -165,11 +165,11 @@ class TrainingSetup:
             plan = self._make_plan(reader, notify)
             if earlier is not None:  # A tuned learning rate stays valid for the new plan.
                 plan = dataclasses.replace(plan, learning_rate=earlier.learning_rate)
+        micro_batch = micro_batch if plan is None else plan.micro_batch
+        assert micro_batch is not None
         multiple = max(self.workload.multiple_of or 1, 1 if plan is None else plan.multiple_of)
         check_multiple(request.target_batch, multiple, "the target batch")
-        chosen = micro_batch if plan is None else plan.micro_batch
-        assert chosen is not None
-        return MicroBatchChoice(chosen, plan, multiple)
+        return MicroBatchChoice(micro_batch, plan, multiple)
 
     def build(self, plan: Plan | None) -> TrainingComponents:
         """Build the model and its components from the current random states.
@@ -188,7 +188,11 @@ class TrainingSetup:
                 f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
                 hint="give scheduler as a function of the optimizer",
             )
-        spec = self._resolve_spec(plan)
+        options = request.options
+        given = {"coupled": self.workload.coupled or None, **options.spec}
+        if options.chooses_savers:
+            del given["savers"]
+        spec = resolve_spec(given, None if plan is None else plan.spec, self.workload)
         model = self._build_model(plan)
         optimizer = spec.optimizer if isinstance(spec.optimizer, Optimizer) else make_optimizer(spec.optimizer, model)
         if learning_rate is not None:
@@ -290,32 +294,20 @@ class TrainingSetup:
             hint = "" if error.hint is None else f"{error.hint}; or "
             raise type(error)(error.message, hint=f"{hint}{_GIVE_A_NUMBER}") from error.__cause__
 
-    def _resolve_spec(self, plan: Plan | None) -> TrainingSpec:
-        """Return how updates are run: as given, or else as planned, or else as the workload says."""
-        options = self.request.options
-        given = {"coupled": self.workload.coupled or None, **options.spec}
-        if options.chooses_savers:
-            del given["savers"]
-        return resolve_spec(given, None if plan is None else plan.spec, self.workload)
-
     def _build_model(self, plan: Plan | None) -> nn.Module:
-        own = self.workload
         if self.is_live:
             live: nn.Module = self.request.model_or_workload
             return live
-        model = own.build_model()
-        for module in find_auxiliary_modules(own).values():
+        model = self.workload.build_model()
+        for module in find_auxiliary_modules(self.workload).values():
             module.to(self.device)
-        if world_size() > 1 and self._chooses_fsdp2(plan):
-            options = self.request.options
-            mesh = options.mesh or (None if plan is None else plan.mesh) or (world_size(),)
-            check_mesh(mesh, world_size())
-            # On the host, since a card may not have room for a whole model.
-            copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
-            model = shard_model(model, self.device, mesh, own.parallelize)
-        else:
-            model = model.to(self.device)
-        return model
+        if world_size() == 1 or not self._chooses_fsdp2(plan):
+            return model.to(self.device)
+        mesh = self.request.options.mesh or (None if plan is None else plan.mesh) or (world_size(),)
+        check_mesh(mesh, world_size())
+        # On the host, since a card may not have room for a whole model.
+        copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
+        return shard_model(model, self.device, mesh, self.workload.parallelize)
 
     def _chooses_fsdp2(self, plan: Plan | None) -> bool:
         """Return whether ranks shard the workload's model, as requested or planned."""
@@ -362,8 +354,8 @@ def find_device(name: str) -> torch.device:
 
 def _live_objects(request: FitRequest) -> dict[str, Any]:
     """Return a live model and what goes with it, by the names of `autoaccum.plan`'s arguments."""
-    live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
-    return live | {"model": request.model_or_workload, "reduction": _reduction(request)}
+    live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "reduction", "split", "size")}
+    return live | {"model": request.model_or_workload}
 
 
 def _read_live_model(request: FitRequest) -> Workload:
@@ -383,16 +375,12 @@ def _read_workload(request: FitRequest) -> Workload:
     if not isinstance(source, (str, os.PathLike, Workload)):
         raise UsageError(f"model_or_workload is {describe_type(source)}", hint="give a module, a Workload or a file")
     given = [name for name in _OF_THE_LOSS if getattr(request, name) is not None]
-    given += [] if _reduction(request) is None else ["reduction"]
+    given += [] if request.reduction == "mean" else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
     workload = source if isinstance(source, Workload) else FileSource(os.fspath(source)).load()
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **{**request.options.spec, "longest_of": None}, **own)
-
-
-def _reduction(request: FitRequest) -> str | None:
-    return None if request.reduction == "mean" else request.reduction
 
 
 def _as_samples(dataset: Any) -> Any:
@@ -404,6 +392,7 @@ def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]
     here: dict[str, Any] = {"kind": device.type}
     if device.type == "cuda":
         here["card"] = torch.cuda.get_device_properties(device).name
-    different = [(plan.world_size, world_size())] if plan.world_size != world_size() else []
-    by_ranks = [(counted(planned, "rank"), counted(ranks, "rank")) for planned, ranks in different]
-    return [*by_ranks, *differences(plan_facts(plan), here)]
+    different = differences(plan_facts(plan), here)
+    if plan.world_size != world_size():
+        different.insert(0, (counted(plan.world_size, "rank"), counted(world_size(), "rank")))
+    return different

@@ -104,7 +104,7 @@ def capture_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def capture_training(components: TrainingComponents) -> dict[str, Any]:
-    """Return all state that training changes, except the position in the data. Tensors are not copied.
+    """Return all state that training changes, except random states and the position in the data, without copying it.
 
     That of a sharded model is gathered, as all ranks call this.
 
@@ -125,8 +125,12 @@ def capture_training(components: TrainingComponents) -> dict[str, Any]:
         "scheduler": _schedule(components),
         "scaler": None if components.scaler is None else components.scaler.state_dict(),
         "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
-        "random": RngState(components.devices, _generators(root)).saved(),
     }
+
+
+def capture_training_rng(components: TrainingComponents) -> dict[str, Any]:
+    """Return the random states of this rank: those of the process, its devices, and generators of modules."""
+    return RngState(components.devices, _generators(components)).saved()
 
 
 def full_weights(components: TrainingComponents) -> dict[str, Any]:
@@ -182,8 +186,8 @@ def restore_training(
 
 
 def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:
-    """Restore the random states of the interrupted run, as `capture_training` has them."""
-    restore_rng_state(random, components.devices, _generators(_joint_module(components)))
+    """Restore the random states of the interrupted run, as `capture_training_rng` has them."""
+    restore_rng_state(random, components.devices, _generators(components))
 
 
 def seed_training(seed: int, *numbers: int) -> None:
@@ -264,8 +268,8 @@ def _schedule(components: TrainingComponents) -> Any:
     return None if scheduler is None else scheduler.state_dict()
 
 
-def _generators(root: nn.Module) -> list[torch.Generator]:
-    values = (value for module in root.modules() for value in vars(module).values())
+def _generators(components: TrainingComponents) -> list[torch.Generator]:
+    values = (value for module in _joint_module(components).modules() for value in vars(module).values())
     return [value for value in values if isinstance(value, torch.Generator)]
 
 

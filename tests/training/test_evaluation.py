@@ -44,9 +44,8 @@ def net() -> nn.Module:
 
 def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, **options: Any) -> Evaluation:
     objective = resolve_objective(options.pop("loss", CRITERION), **options.pop("objective", {}))
-    return Evaluation(
-        objective, evaluate, "fp32", dataset() if data is None else data, micro_batch=micro_batch, **options
-    )
+    data = dataset() if data is None else data
+    return Evaluation(objective=objective, evaluate=evaluate, data=data, micro_batch=micro_batch, **options)
 
 
 def values(made: Evaluation, model: nn.Module) -> dict[str, float]:
@@ -337,7 +336,7 @@ def test_it_runs_in_the_precision_of_training(precision: str) -> None:
         return 0.0
 
     data = TensorDataset(samples()[0].float(), samples()[1])
-    made = Evaluation(resolve_objective(CRITERION), evaluate, precision, data, micro_batch=50)
+    made = evaluation(data, evaluate=evaluate, precision=precision, micro_batch=50)
     assert isinstance(made.run(net().float(), 0), Evaluated)
     assert seen == [torch.bfloat16 if precision == "bf16" else torch.float32]
 

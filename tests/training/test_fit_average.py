@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from factories import Classifier, labelled_rows
+from small_fit import Interrupted, interrupt_after, of_kind
+from small_fit import fit as fit_small
 from state_digests import digest as digest_of
 from torch import nn
-from torch.optim import swa_utils
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import autoaccum
@@ -22,12 +22,8 @@ from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.run_folder import read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
-EMA: Any = swa_utils.get_ema_multi_avg_fn
 DATA = TensorDataset(*labelled_rows(48, torch.float32))
-
-
-class Enough(Exception):
-    """Any exception of the user's code."""
+WITHOUT: dict[str, Any] = {"ema": None, "ema_decay": None}
 
 
 def build() -> nn.Module:
@@ -35,20 +31,11 @@ def build() -> nn.Module:
     return Classifier(norm=True, dropout=0.3)
 
 
-def fit(model_or_workload: Any = None, *listeners: Callable[[Any], Any], **options: Any) -> autoaccum.FitResult:
-    settings: dict[str, Any] = {
-        "target_batch": 12,
-        "micro_batch": 5,
-        "epochs": 2,
-        "ema": True,
-        "ema_decay": 0.9,
-        "progress": False,
-        "callbacks": listeners,
-    }
-    if model_or_workload is None:
-        settings |= {"loss": nn.CrossEntropyLoss(), "data": DATA}
-    given = settings | options
-    return autoaccum.fit(build() if model_or_workload is None else model_or_workload, given.pop("data", None), **given)
+def fit(model_or_workload: Any = None, **options: Any) -> tuple[autoaccum.FitResult, list[Any]]:
+    settings: dict[str, Any] = {"target_batch": 12, "micro_batch": 5, "epochs": 2, "ema": True, "ema_decay": 0.9}
+    if isinstance(model_or_workload, Workload):
+        return fit_small(model_or_workload, **settings | options)
+    return fit_small(model_or_workload or build(), **{"loss": nn.CrossEntropyLoss(), "data": DATA} | settings | options)
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -58,48 +45,42 @@ def digest(result: autoaccum.FitResult) -> str:
 
 def test_it_is_torch_s_average_of_the_weights_and_is_evaluated_beside_them() -> None:
     expected: list[AveragedModel] = []
-    evaluations: list[Evaluated] = []
     model = build()
 
     def follow(event: Any) -> None:
         if isinstance(event, Updated):
             if not expected:
-                expected.append(AveragedModel(model, multi_avg_fn=EMA(0.9)))
+                expected.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))  # type: ignore[no-untyped-call]
             expected[0].update_parameters(model)
-        if isinstance(event, Evaluated):
-            evaluations.append(event)
 
-    result = fit(model, follow, loss=nn.CrossEntropyLoss(), data=DATA, eval_data=DATA)
+    result, events = fit(model, callbacks=[follow], eval_data=DATA)
+    evaluations = of_kind(Evaluated, events)
     assert (result.updates, len(evaluations)) == (8, 2)
     assert result.ema_model is not None
-    trained, without = result.model.state_dict(), fit(ema=None, ema_decay=None)
+    trained, (without, _) = result.model.state_dict(), fit(**WITHOUT)
     assert digest_of(dict(result.ema_model.state_dict())) == digest_of(dict(expected[0].module.state_dict()))
     assert digest_of(without.model.state_dict()) == digest_of(trained)
     assert without.ema_model is None
-    for name, each in (("loss", result.model), ("ema_loss", result.ema_model)):
+    for name, evaluated in (("loss", result.model), ("ema_loss", result.ema_model)):
         with torch.no_grad():
-            loss = nn.functional.cross_entropy(each.eval()(DATA.tensors[0]), DATA.tensors[1])
+            loss = nn.functional.cross_entropy(evaluated.eval()(DATA.tensors[0]), DATA.tensors[1])
         assert evaluations[-1].values[name] == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) -> None:
-    def stop(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == 3:
-            raise Enough
-
-    whole = fit(run_dir=tmp_path / "whole")
-    with pytest.raises(Enough):
-        fit(None, stop, run_dir=tmp_path / "cut")
-    resumed = fit(run_dir=tmp_path / "cut")
+    whole, _ = fit(run_dir=tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        fit(callbacks=[interrupt_after(3)], run_dir=tmp_path / "cut")
+    resumed, _ = fit(run_dir=tmp_path / "cut")
     assert resumed.resumed_from is not None
     assert digest(resumed) == digest(whole)
     assert resumed.ema_path == tmp_path / "cut" / "ema.pt"
-    saved = torch.load(resumed.ema_path, weights_only=True)
     assert resumed.ema_model is not None
+    saved = torch.load(resumed.ema_path, weights_only=True)
     assert digest_of(saved) == digest_of(dict(resumed.ema_model.state_dict()))
     assert whole.checkpoint is not None
     assert read_checkpoint(whole.checkpoint)["training"]["ema"]["updates"] == 8
-    for other in ({"ema_decay": 0.99}, {"ema": None, "ema_decay": None}):
+    for other in ({"ema_decay": 0.99}, WITHOUT):
         with pytest.raises(UsageError, match=r"ema_decay was 0\.9, is"):
             fit(run_dir=tmp_path / "cut", epochs=3, **other)
 
@@ -112,14 +93,9 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
         dataset=DATA,
         ema=True,
     )
-    result = fit(workload, ema=None, ema_decay=None, micro_batch=None, steps=1)
+    result, _ = fit(workload, **WITHOUT, micro_batch=None, steps=1)
     assert result.plan is not None
     assert result.plan.spec.ema
     assert result.ema_model is not None
     assert result.warnings == ()
-    assert fit(workload, ema=False, ema_decay=None, steps=1).ema_model is None
-
-
-def test_batches_have_no_single_samples_to_look_at() -> None:
-    with pytest.raises(UsageError, match="longest_of is 9, but a list of batches has no single samples"):
-        fit(data=[DATA[:12]] * 4, micro_batch=None, longest_of=9)
+    assert fit(workload, ema=False, ema_decay=None, steps=1)[0].ema_model is None
