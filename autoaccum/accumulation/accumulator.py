@@ -45,7 +45,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import CHECKS, GradSync
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
-from autoaccum.spec import AccumulateIn, BatchNormMode, WholeBatchMode, resolve_spec
+from autoaccum.spec import AccumulateIn, BatchNormMode, TrainingSpec, WholeBatchMode, resolve_spec
 
 
 class Accumulator:
@@ -95,6 +95,8 @@ class Accumulator:
         micro_batch: The most samples to run at once; omit it when `plan` is given.
         plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its
             precision, reduction, batchnorm, accumulate_in, savers and multiple_of where they are not given here.
+        spec: All options of how an update is run at once, such as a Workload; in place of the plan's. Those that are
+            given by name win.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: the number that the mean in `loss` divides by. Default: the number of samples.
         reduction: `mean` (default) or `sum`; the losses of a sum are added without a division.
@@ -155,6 +157,7 @@ class Accumulator:
         *,
         micro_batch: int | None = None,
         plan: PlanLike | None = None,
+        spec: TrainingSpec | None = None,
         criterion: Any = None,
         weight: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
@@ -184,6 +187,7 @@ class Accumulator:
         check_clip_norm(clip_norm)
         check_word(check, "check", CHECKS)
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
+        planned = planned if spec is None else spec.multiple_of or planned
         self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
         self.micro_batch = choose_micro_batch(plan, micro_batch)
         objective = choose_objective(
@@ -194,14 +198,15 @@ class Accumulator:
             plan=plan,
             model=model,
         )
-        given_spec = {
+        by_name = {
             "precision": precision,
             "batchnorm": batchnorm,
             "coupled": objective.coupled or None if coupled is None else coupled,
             "accumulate_in": accumulate_in,
             "savers": savers,
         }
-        spec = resolve_spec(given_spec, None if plan is None else plan.spec)
+        planned_spec = None if plan is None else plan.spec
+        spec = resolve_spec(by_name, planned_spec if spec is None else spec)
         objective = with_coupling(objective, spec.coupled, UsageError)
         if split is not None or size is not None or objective.batching is None:
             expected = getattr(plan, "target_batch", None)

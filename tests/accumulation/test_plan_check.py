@@ -194,3 +194,18 @@ def test_bytes_of_parameters() -> None:
     flat = torch.zeros(100)
     parts = [nn.Parameter(flat[:40]), nn.Parameter(flat[40:60])]
     assert storage_bytes(parts) == 4 * 60
+
+
+def test_a_spec_stands_in_for_the_plan_s_and_what_is_named_wins() -> None:
+    model = Classifier()
+    spec = TrainingSpec(precision="bf16", accumulate_in="parameters", multiple_of=2)
+    made = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        micro_batch=4,
+        spec=spec,
+        precision="fp32",
+    )
+    result = made.step(batch_of(6))
+    assert result.micro_batches == (4, 2)
