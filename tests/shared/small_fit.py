@@ -23,7 +23,7 @@ def fit(model_or_workload: Any, data: Any = None, **options: Any) -> tuple[autoa
     return autoaccum.fit(model_or_workload, data, callbacks=callbacks, **defaults | options), events
 
 
-def of_kind(kind: type, events: list[Any]) -> list[Any]:
+def of_kind(kind: type | tuple[type, ...], events: list[Any]) -> list[Any]:
     """Return the events of a kind."""
     return [event for event in events if isinstance(event, kind)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_fit import Interrupted, interrupt_after, of_kind
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -221,22 +222,15 @@ def test_data_that_is_empty_is_refused() -> None:
 DATA = TensorDataset(torch.ones(20, 3), torch.ones(20, 2))
 
 
-class Enough(Exception):
-    """Any exception of the user's code."""
-
-
-def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options: Any) -> list[Any]:
+def run(due: Callable[[int], bool], **options: Any) -> list[Any]:
     """Return the samples after each update, and `evaluated` after each evaluation."""
-    order: list[Any] = []
-
-    def listen(event: Any) -> None:
-        if isinstance(event, (Updated, Evaluated)):
-            order.append(event.samples if isinstance(event, Updated) else "evaluated")
-
+    events: list[Any] = []
     settings: dict[str, Any] = {"eval_data": DATA, "loss": nn.MSELoss(), "steps": 6, "target_batch": 8}
-    settings |= {"data": DATA, "micro_batch": 8, "callbacks": callbacks} | options
-    train(FitRequest(model_or_workload=nn.Linear(3, 2), eval_due=due, **settings), on_event=listen)
-    return order
+    settings |= {"data": DATA, "micro_batch": 8} | options
+    train(FitRequest(model_or_workload=nn.Linear(3, 2), eval_due=due, **settings), on_event=events.append)
+    return [
+        event.samples if isinstance(event, Updated) else "evaluated" for event in of_kind((Updated, Evaluated), events)
+    ]
 
 
 def test_it_is_called_after_every_update_and_replaces_evaluations_after_epochs() -> None:
@@ -251,15 +245,11 @@ def test_it_is_called_after_every_update_and_replaces_evaluations_after_epochs()
 
 
 def test_a_resumed_run_runs_the_evaluation_it_missed(tmp_path: Path) -> None:
-    def stop(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == 2:
-            raise Enough
-
     def due(samples: int) -> bool:
         return samples == 16
 
-    with pytest.raises(Enough):
-        run(due, stop, run_dir=tmp_path)
+    with pytest.raises(Interrupted):
+        run(due, callbacks=[interrupt_after(2)], run_dir=tmp_path)
     assert run(due, run_dir=tmp_path, steps=3) == ["evaluated", 20, "evaluated"]
     assert run(due, run_dir=tmp_path, steps=3) == []
 

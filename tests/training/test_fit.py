@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from factories import IGNORED, Classifier, LanguageModel, labelled_rows, token_loss
 from factories import tokens as token_rows
+from small_fit import after_update, fit, of_kind
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
@@ -64,6 +66,10 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
 
 
+TEXTS: dict[str, Any] = {"target_batch": TARGET, "loss": token_loss, "weight": count_tokens}
+TEXTS |= {"scheduler": halving, "epochs": EPOCHS}
+
+
 def windows(order: list[int]) -> Iterator[list[int]]:
     for epoch in range(EPOCHS):
         of_epoch = order[epoch * SAMPLES : (epoch + 1) * SAMPLES]
@@ -111,20 +117,8 @@ def test_thirty_updates_are_those_of_full_batches(
     model: LanguageModel, optimizer: Any, micro_batch: int, clip_norm: float | None
 ) -> None:
     data, other = RecordedTexts(), copy.deepcopy(model)
-    result = autoaccum.fit(
-        model,
-        data,
-        target_batch=TARGET,
-        loss=token_loss,
-        weight=count_tokens,
-        optimizer=optimizer,
-        scheduler=halving,
-        micro_batch=micro_batch,
-        epochs=EPOCHS,
-        clip_norm=clip_norm,
-        collate=trim,
-        progress=False,
-    )
+    options = {"optimizer": optimizer, "micro_batch": micro_batch, "clip_norm": clip_norm, "collate": trim}
+    result, _ = fit(model, data, **TEXTS, **options)
     assert (result.updates, result.epochs, result.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
     assert result.model is model
     order = [sorted(data.fetched[epoch * SAMPLES : (epoch + 1) * SAMPLES]) for epoch in range(EPOCHS)]
@@ -137,21 +131,10 @@ def test_thirty_updates_are_those_of_full_batches(
 
 def test_batches_of_any_size_are_regrouped_to_the_target_batch(model: LanguageModel) -> None:
     data, other = RecordedTexts(), copy.deepcopy(model)
-    sizes: list[int] = []
-    autoaccum.fit(
-        model,
-        [data.batch_of(list(range(SAMPLES))[start : start + 20]) for start in range(0, SAMPLES, 20)],
-        target_batch=TARGET,
-        loss=token_loss,
-        weight=count_tokens,
-        optimizer=adamw,
-        scheduler=halving,
-        micro_batch=6,
-        epochs=EPOCHS,
-        progress=False,
-        callbacks=[lambda event: sizes.append(event.samples) if isinstance(event, Updated) else None],
-    )
-    assert [sizes[0], *(b - a for a, b in zip(sizes, sizes[1:], strict=False))] == ([TARGET] * 9 + [11]) * EPOCHS
+    batches = [data.batch_of(list(range(SAMPLES))[start : start + 20]) for start in range(0, SAMPLES, 20)]
+    _, events = fit(model, batches, **TEXTS, optimizer=adamw, micro_batch=6)
+    trained = [0, *(event.samples for event in of_kind(Updated, events))]
+    assert [after - before for before, after in pairwise(trained)] == ([TARGET] * 9 + [11]) * EPOCHS
     train_plainly(other, [data.batch_of(window) for window in windows(list(range(SAMPLES)) * EPOCHS)])
     assert_same_weights(model, other)
 
@@ -165,11 +148,9 @@ def small() -> tuple[nn.Module, TensorDataset]:
 def fit_small(
     model: nn.Module | None = None, data: Any = None, **options: Any
 ) -> tuple[autoaccum.FitResult, list[Any]]:
-    made, rows = small()
-    events: list[Any] = []
+    net, rows = small()
     settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "epochs": 2}
-    settings |= {"callbacks": [lambda event: events.append(event)], "progress": False} | options
-    return autoaccum.fit(model or made, data or rows, **settings), events
+    return fit(model or net, data or rows, **settings | options)
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -196,14 +177,14 @@ def test_events_come_in_order_and_say_what_happened() -> None:
     started = events[0]
     assert isinstance(started, Started)
     assert (started.updates, started.epochs, started.micro_batch, started.target_batch) == (6, 2, 8, 16)
-    last = [event for event in events if isinstance(event, Updated)][-1]
+    last = of_kind(Updated, events)[-1]
     assert (last.update, last.epoch, last.samples, last.micro_batches, last.micro_batch) == (6, 2, 96, 2, 8)
     assert last.loss == result.loss
     assert last.grad_norm is not None
     assert last.peak_bytes is not None
     assert last.peak_bytes > 2**20
-    assert [event.samples for event in events if isinstance(event, EpochEnded)] == [48, 48]
-    assert result.evaluation == dict([event for event in events if isinstance(event, Evaluated)][-1].values)
+    assert [event.samples for event in of_kind(EpochEnded, events)] == [48, 48]
+    assert result.evaluation == dict(of_kind(Evaluated, events)[-1].values)
 
 
 def test_updates_end_in_the_middle_of_an_epoch_too() -> None:
@@ -214,7 +195,7 @@ def test_updates_end_in_the_middle_of_an_epoch_too() -> None:
 
 
 def test_a_callback_that_says_true_ends_the_training() -> None:
-    result, _ = fit_small(callbacks=[lambda event: isinstance(event, Updated) and event.update == 2])
+    result, _ = fit_small(callbacks=[after_update(2, lambda: True)])
     assert (result.updates, result.stopped) == (2, "callback")
 
 
@@ -226,8 +207,7 @@ def test_the_caller_s_random_states_are_restored() -> None:
     random.seed(4), np.random.seed(4), torch.manual_seed(4)
     expected = draw()
     random.seed(4), np.random.seed(4), torch.manual_seed(4)
-    settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 2}
-    autoaccum.fit(model, data, progress=False, eval_data=data, **settings)
+    fit(model, data, loss=nn.CrossEntropyLoss(), eval_data=data, steps=2)
     assert draw() == expected
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from factories import make_plan
+from small_fit import fit as fit_small
+from small_fit import newest_checkpoint, of_kind
 from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
@@ -18,9 +20,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
 from autoaccum.spec import DeviceFacts, TrainingSpec
 from autoaccum.training.fit_events import FitResult, Notice, Updated
-from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import RunFolder, read_checkpoint
-from autoaccum.training.trainer import train
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)
 DATA = TensorDataset(INPUTS, INPUTS[:, :2].clone())
@@ -41,30 +41,11 @@ def decaying(optimizer: Optimizer) -> Any:
     return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-class Recorder:
-    """Records the rates of updates, and notices."""
-
-    def __init__(self) -> None:
-        self.rates: list[float | None] = []
-        self.notes: list[Notice] = []
-
-    def __call__(self, event: Any) -> None:
-        if isinstance(event, Updated):
-            self.rates.append(event.learning_rate)
-        if isinstance(event, Notice):
-            self.notes.append(event)
-
-    @property
-    def texts(self) -> list[str]:
-        return [note.text for note in self.notes]
-
-
-def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, Recorder]:
-    recorded = Recorder()
-    settings: dict[str, Any] = {"target_batch": 8, "steps": 3, "device": "cpu"}
-    settings |= {} if "plan" in options else {"micro_batch": 4}
-    request = FitRequest.of(workload() if model_or_workload is None else model_or_workload, settings | options)
-    return train(request, on_event=recorded), recorded
+def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, list[float | None], list[Notice]]:
+    """Train; return the result, the rates of the updates, and the notices."""
+    given = workload() if model_or_workload is None else model_or_workload
+    result, events = fit_small(given, **{"steps": 3, "device": "cpu"} | options)
+    return result, [event.learning_rate for event in of_kind(Updated, events)], of_kind(Notice, events)
 
 
 def live(**options: Any) -> dict[str, Any]:
@@ -74,10 +55,10 @@ def live(**options: Any) -> dict[str, Any]:
 def test_a_live_model_s_optimizer_is_set_and_a_schedule_made_of_it_follows() -> None:
     model = nn.Linear(3, 2)
     optimizer = two_groups(list(model.parameters()))
-    _, recorded = fit(model, **live(optimizer=optimizer, scheduler=decaying, learning_rate=0.4))
-    assert recorded.rates == [0.4, 0.2, 0.1]
+    _, rates, _ = fit(model, **live(optimizer=optimizer, scheduler=decaying, learning_rate=0.4))
+    assert rates == [0.4, 0.2, 0.1]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.15)
-    assert fit(nn.Linear(3, 2), **live(optimizer="SGD", learning_rate=0.4))[1].rates == [0.4] * 3
+    assert fit(nn.Linear(3, 2), **live(optimizer="SGD", learning_rate=0.4))[1] == [0.4] * 3
 
 
 def test_an_existing_scheduler_is_refused_with_nothing_changed() -> None:
@@ -92,21 +73,20 @@ def test_an_existing_scheduler_is_refused_with_nothing_changed() -> None:
 
 def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "best.json")
-    result, recorded = fit(plan=tmp_path / "best.json")
-    assert recorded.rates == [0.02] * 3
-    assert recorded.texts == ["the learning rate is 0.02: the plan was tuned with it"]
+    result, rates, notices = fit(plan=tmp_path / "best.json")
+    assert rates == [0.02] * 3
+    assert [notice.text for notice in notices] == ["the learning rate is 0.02: the plan was tuned with it"]
     assert result.warnings == ()
     assert result.plan == PLAN
-    assert fit(plan=PLAN, learning_rate=0.4)[1].rates == [0.4] * 3
-    untuned = fit(plan=replace(PLAN, learning_rate=None))[1]
-    assert (untuned.rates, untuned.notes) == ([0.1] * 3, [])
+    assert fit(plan=PLAN, learning_rate=0.4)[1] == [0.4] * 3
+    assert fit(plan=replace(PLAN, learning_rate=None))[1:] == ([0.1] * 3, [])
 
 
 def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path) -> None:
-    whole, _ = fit(plan=PLAN, run_dir=tmp_path / "whole", steps=6)
+    whole, *_ = fit(plan=PLAN, run_dir=tmp_path / "whole", steps=6)
     fit(plan=PLAN, run_dir=tmp_path / "run")
-    resumed, recorded = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
-    assert recorded.rates == [0.02] * 3
+    resumed, rates, _ = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
+    assert rates == [0.02] * 3
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     with pytest.raises(
@@ -119,17 +99,17 @@ def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path)
 def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -> None:
     card = replace(PLAN, device=DeviceFacts(name="cuda:0", kind="cuda", card="NVIDIA T4"))
     fit(plan=PLAN, run_dir=tmp_path)
-    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    newest = newest_checkpoint(tmp_path)
     with RunFolder(tmp_path) as run:
         run.write_checkpoint(3, read_checkpoint(newest) | {"plan": card.to_json()})
-    result, recorded = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
+    result, rates, _ = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
     assert result.plan is not None
     assert (result.plan.device.kind, result.plan.learning_rate) == ("cpu", 0.02)
-    assert recorded.rates == [0.02]
+    assert rates == [0.02]
     assert Plan.load(tmp_path / "plan.json") == result.plan
 
 
 def test_a_plan_gives_the_optimizer_that_it_was_made_with() -> None:
     plan = make_plan(8, 4, workload={}, spec=TrainingSpec(optimizer="RMSprop"))
-    found = [train(FitRequest.of(workload(), {"target_batch": 8, "steps": 1, "plan": used})) for used in (plan, PLAN)]
-    assert [type(result.optimizer).__name__ for result in found] == ["RMSprop", "SGD"]
+    optimizers = [fit(steps=1, plan=used)[0].optimizer for used in (plan, PLAN)]
+    assert [type(optimizer).__name__ for optimizer in optimizers] == ["RMSprop", "SGD"]

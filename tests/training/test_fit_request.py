@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_fit import fit as fit_small
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.sources.workload import Workload
+from autoaccum.training.fit_events import FitResult
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingSetup
 
@@ -94,9 +95,8 @@ def test_setups_that_cannot_be_trained(model_or_workload: Any, options: dict[str
     assert caught.value.exit_code == 2
 
 
-def fit(model_or_workload: Any, data: Any = None, **options: Any) -> autoaccum.FitResult:
-    settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 3, "epochs": 2, "progress": False}
-    return autoaccum.fit(model_or_workload, data, **settings | options)
+def fit(model_or_workload: Any, data: Any = None, **options: Any) -> FitResult:
+    return fit_small(model_or_workload, data, **{"micro_batch": 3, "epochs": 2} | options)[0]
 
 
 def test_a_workload_brings_its_own_data_optimizer_and_schedule() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_fit import Interrupted, fit, interrupt_after, metrics
 from state_digests import digest as digest_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
-from autoaccum.training.fit_events import CheckpointWritten, Updated
+from autoaccum.training.fit_events import CheckpointWritten, EpochEnded, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2
 UPDATES = EPOCHS * 4  # three windows of 12 and one of 8
-
-
-class Enough(Exception):
-    """Any exception of the user's code."""
 
 
 class Augmented(Dataset[Any]):
@@ -64,15 +60,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
-def stopping_after(update: int | None) -> Callable[[Any], None]:
-    def listen(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == update:
-            raise Enough
-
-    return listen
-
-
-def run(folder: Path, stop_after: int | None = None, data: Any = None, **options: Any) -> autoaccum.FitResult:
+def run(folder: Path, stop_after: int = 0, data: Any = None, **options: Any) -> autoaccum.FitResult:
     settings: dict[str, Any] = {
         "target_batch": TARGET,
         "loss": nn.CrossEntropyLoss(),
@@ -84,12 +72,9 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
         "run_dir": folder,
         "eval_data": [(torch.ones(4, 5), torch.zeros(4, dtype=torch.long))],
         "eval_every": 3,
-        "progress": False,
+        "callbacks": [interrupt_after(stop_after)],
     }
-    on_event = options.pop("on_event", None)
-    callbacks = [stopping_after(stop_after), *([] if on_event is None else [on_event])]
-    given = Augmented() if data is None else data() if callable(data) else data
-    return autoaccum.fit(build(), given, **settings | {"callbacks": callbacks} | options)
+    return fit(build(), Augmented() if data is None else data, **settings | options)[0]
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -100,15 +85,15 @@ def digest(result: autoaccum.FitResult) -> str:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Read the log without measured values."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "peak_bytes")} for line in found]
+    measured = ("samples_per_second", "peak_bytes")
+    return [{name: value for name, value in line.items() if name not in measured} for line in metrics(folder)]
 
 
-def interrupted(folder: Path, stops: list[int], **options: Any) -> autoaccum.FitResult:
+def interrupted(folder: Path, stops: list[int], data: Callable[[], Any] = Augmented, **options: Any) -> Any:
     for stop in stops:
-        with pytest.raises(Enough):
-            run(folder, stop, **options)
-    return run(folder, **options)
+        with pytest.raises(Interrupted):
+            run(folder, stop, data(), **options)
+    return run(folder, data=data(), **options)
 
 
 class Kept(IterableDataset[Any]):
@@ -130,18 +115,11 @@ class Kept(IterableDataset[Any]):
         self.place = state["place"]
 
 
-DATA: dict[str, Callable[[], Any]] = {
-    "dataset": Augmented,
-    "stream that knows its place": Kept,
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DATA)
-def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, kind: str) -> None:
-    whole = run(tmp_path / "whole", data=DATA[kind])
-    stops = [1, 3, 4, 7, UPDATES] if kind == "stream that knows its place" else [3, 6]
-    resumed = interrupted(tmp_path / "parts", stops, data=DATA[kind])
+@pytest.mark.parametrize(("data", "stops"), [(Augmented, [3, 6]), (Kept, [1, 3, 4, 7, UPDATES])])
+def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, data: Any, stops: list[int]) -> None:
+    whole = run(tmp_path / "whole", data=data())
+    resumed = interrupted(tmp_path / "parts", stops, data)
     assert resumed.resumed_from is not None
     assert (resumed.updates, resumed.epochs, resumed.samples) == (UPDATES, EPOCHS, EPOCHS * SAMPLES)
     assert digest(resumed) == digest(whole)
@@ -178,16 +156,16 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("where", ["EpochEnded", "Updated"])
-def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("where", [EpochEnded, Updated])
+def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: type) -> None:
     run(tmp_path / "whole", eval_every=None)
 
     def stop(event: Any) -> None:
-        if type(event).__name__ == where and event.update == 4:
-            raise Enough
+        if isinstance(event, where) and event.update == 4:
+            raise Interrupted
 
-    with pytest.raises(Enough):
-        run(tmp_path / "parts", eval_every=None, on_event=stop)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", eval_every=None, callbacks=[stop])
     run(tmp_path / "parts", eval_every=None)
     evaluated = [
         [line["update"] for line in lines(tmp_path / name) if "evaluation" in line] for name in ("parts", "whole")
@@ -210,7 +188,7 @@ def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -
     ],
 )
 def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Enough):
+    with pytest.raises(Interrupted):
         run(tmp_path, 2, max_checkpoints=1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     with pytest.raises(UsageError, match=message):
@@ -226,11 +204,11 @@ def test_must_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_the_first_thing_written(tmp_path: Path) -> None:
-    found: list[list[str]] = []
+    names: list[list[str]] = []
 
     def look(event: Any) -> None:
         if isinstance(event, CheckpointWritten):
-            found.append(sorted(path.name for path in tmp_path.iterdir()))
+            names.append(sorted(path.name for path in tmp_path.iterdir()))
 
-    run(tmp_path, on_event=look)
-    assert found[0] == ["autoaccum.lock", "checkpoints"]
+    run(tmp_path, callbacks=[look])
+    assert names[0] == ["autoaccum.lock", "checkpoints"]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from small_blocks import blocks_source
+from small_fit import after_update, fit, of_kind
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -40,16 +41,12 @@ def net() -> nn.Module:
 
 def train_crowded(folder: str) -> Any:
     """Train where rank 1 runs out of memory from the third update on."""
-
-    def listen(event: Any) -> None:
-        if isinstance(event, Updated) and event.update == 2 and dist.get_rank() == 1:
-            Block.most = 6
-
+    crowd = after_update(2, lambda: setattr(Block, "most", 6) if dist.get_rank() == 1 else None)
     options: dict[str, Any] = {"target_batch": 12, "micro_batch": 3, "run_dir": folder}
     seen = []
     for steps in (4, 6):
-        result, weights, events = rank_training.train(model=net, callbacks=[listen], steps=steps, **options)
-        savers = [event.savers for event in events if isinstance(event, Updated)]
+        result, weights, events = rank_training.train(model=net, callbacks=[crowd], steps=steps, **options)
+        savers = [event.savers for event in of_kind(Updated, events)]
         seen.append((result.oom_retries, result.added_savers, savers))
     return seen, weights
 
@@ -75,7 +72,7 @@ def train_with(run_dir: Path | None = None, steps: int = 6, dtype: torch.dtype =
     data = TensorDataset(torch.randn(36, 8, dtype=dtype), torch.randint(0, 8, (36,)))
     model = nn.Sequential(*(Layer() for _ in range(3))).to(dtype)
     options = {"optimizer": "AdamW", "loss": nn.CrossEntropyLoss(), "micro_batch": 5, "seed": 3, **options}
-    result = autoaccum.fit(model, data, target_batch=12, steps=steps, run_dir=run_dir, progress=False, **options)
+    result, _ = fit(model, data, target_batch=12, steps=steps, run_dir=run_dir, **options)
     return result, model.state_dict()
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_fit import fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-import autoaccum
-from autoaccum.training.fit_events import Updated
 
 UPDATES = 6
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -56,18 +54,12 @@ WAYS: dict[str, Callable[[Weighted], dict[str, Any]]] = {
 }
 
 
-def run(folder: Path, way: str, stop_after: int | None = None) -> dict[str, Any]:
+def run(folder: Path, way: str, steps: int = UPDATES) -> dict[str, Any]:
     torch.manual_seed(0)
     model, weighted = nn.Linear(3, 2), Weighted()
     optimizer = torch.optim.SGD([*model.parameters(), weighted.weight], lr=0.1, momentum=0.9)
-
-    def listen(event: Any) -> bool:
-        return isinstance(event, Updated) and event.update == stop_after
-
-    options: dict[str, Any] = {"target_batch": 8, "micro_batch": 4, "steps": UPDATES, "progress": False}
-    options |= {"run_dir": folder, "optimizer": optimizer, "callbacks": [listen], **WAYS[way](weighted)}
-    result = autoaccum.fit(model, DATA, **options)
-    assert result.updates == (stop_after or UPDATES)
+    result, _ = fit(model, DATA, run_dir=folder, optimizer=optimizer, steps=steps, **WAYS[way](weighted))
+    assert result.updates == steps
     assert result.warnings == ()
     return {"model": model.state_dict(), "weighted": weighted.state_dict()}
 
