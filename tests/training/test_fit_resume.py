@@ -157,7 +157,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [EpochEnded, Updated])
-def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: type) -> None:
+def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: type[EpochEnded | Updated]) -> None:
     run(tmp_path / "whole", eval_every=None)
 
     def stop(event: Any) -> None:
