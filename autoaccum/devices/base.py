@@ -133,7 +133,6 @@ class Inspection:
         update_bytes: Peak of an update of `update_samples` samples without a budget; None if not measured.
         sample_bytes: Bytes of the activations of one sample, kept for its backward; None if not known.
         parallel: How its ranks train one model, where there are several and the device knows; else None.
-        found_multiple: The plan's note on a multiple that was detected.
         coupling: The result of the experiment on batch coupling (samples that depend on others of their batch); None:
             not made.
         warnings: Warnings for the plan: gradients that are not the full batch's.
@@ -150,7 +149,6 @@ class Inspection:
     update_samples: int = 0
     sample_bytes: int | None = None
     parallel: Parallel | None = None
-    found_multiple: Message | None = None
     coupling: Coupling | None = None
     warnings: tuple[Message, ...] = ()
     accumulation_warnings: tuple[Message, ...] = ()

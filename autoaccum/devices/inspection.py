@@ -14,11 +14,8 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from autoaccum.accumulation.activation_checkpointing import (
-    trained_blocks,
-)
+from autoaccum.accumulation.activation_checkpointing import trained_blocks
 from autoaccum.accumulation.argument_checks import storage_bytes, unwrap_model
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
@@ -58,7 +55,7 @@ _SEEDS = 4
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
-LAYOUT_SAMPLES = 3
+_LAYOUT_SAMPLES = 3
 """In a batch of two samples, a pair could be taken for one entry per sample."""
 
 
@@ -74,8 +71,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     size = probe_size(workload, SAMPLES, share)
     run = TrialRun(dataclasses.replace(workload, ema=False, hold_outputs=False), size, meter.device)
     accumulator, batch = run.prepare((size,))
-    assert run.made is not None
-    model, optimizer = run.made
+    model, _ = run.built
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         with collect_warnings() as said:
             before = RngState().digest()
@@ -92,34 +88,27 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
                 accumulator.step_parts([batch, batch])
             elif share >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.
                 accumulator.step(workload.build_batch(2 * size))
-        workload, found_multiple = detect_multiple(workload, model, share)
+        workload, least_size, notes = probe_sizes(workload, model, share, has_drawn=has_drawn)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
-        notes = note_random_memory(workload, model, size) if has_drawn else ()
-        least_size = find_least_size(workload, model, share)
-    batchnorms = batchnorm_names(model)
     if model_device(model) != run.origin:  # `model()` may return the same object again, where it was made.
         model.to(run.origin)
         workload.objective.move_criterion(run.origin)
-    facts = describe_workload(workload, model, optimizer, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
-    coupling = probe_workload(workload, model)
+    coupling, batchnorms = probe_workload(workload, model), batchnorm_names(model)
     if workload.batchnorm == "exact":
         coupling = coupling.without(batchnorms)
     coupled = coupling.warnings(covered=batchnorms, is_joint=bool(workload.coupled))
     said = [warning for warning in said if warning.code not in ("weight_mismatch", "labels_ignored")]
-    whole_batch = accumulator.whole_batch
     # `check_weighting` knows more of the weighting. A coupled loss has no weights, and a part's values of
     # whole_batch(x) are not those of training.
-    weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or whole_batch))
-    recipe = dataclasses.replace(facts.recipe, misweighted=find_advice(weighting))
+    needs_others = bool(coupled or accumulator.whole_batch)
+    weighting = [] if workload.coupled else check_weighting(workload, coupled=needs_others)
     return Inspection(
-        workload=dataclasses.replace(facts, whole_batch=whole_batch, recipe=recipe),
-        spec=workload.recorded(),
+        **describe_run(workload, run, share, terms=first.terms, weighting=weighting),
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
-        found_multiple=found_multiple,
         coupling=coupling,
         warnings=tuple(weighting),
         accumulation_warnings=(*said, *coupled),
@@ -127,12 +116,18 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     )
 
 
-def describe_workload(
-    workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
-) -> WorkloadFacts:
-    """Return the facts of a workload that need no measurement; the batch's form is read from `size` samples."""
+def describe_run(
+    workload: Workload, run: TrialRun, share: int, *, terms: Iterable[str], weighting: Iterable[Message]
+) -> dict[str, Any]:
+    """Return the fields `workload` and `spec` of the inspection of a workload, of which `run` has made an update.
+
+    `terms` are the names of the loss, `weighting` the warnings about its divisor.
+    """
+    model, optimizer = run.built
     objective, parameters = workload.objective, list(model.parameters())
-    return WorkloadFacts(
+    batch = workload.build_batch(probe_size(workload, _LAYOUT_SAMPLES, share))
+    recipe = describe_recipe(objective, model, batch, terms, **describe_model(workload, model))
+    facts = WorkloadFacts(
         name=workload.name,
         digest=workload.digest,
         model=model_class(unwrap_model(model)).__name__,
@@ -145,13 +140,15 @@ def describe_workload(
         reduction=objective.reduction,
         weight=objective.divisor_label,
         has_weight=objective.weight_function is not None,
-        assumes_weight=objective.assumes_divisor,
+        assumes_weight=objective.model_loss is not None and objective.divisor_label.endswith(")"),
+        whole_batch=None if run.accumulator is None else run.accumulator.whole_batch,
         modules={
             name: storage_bytes([*module.parameters(), *module.buffers()])
             for name, module in find_auxiliary_modules(workload).items()
         },
-        recipe=describe_recipe(objective, model, workload.build_batch(size), terms, **describe_model(workload, model)),
+        recipe=dataclasses.replace(recipe, misweighted=next(filter(suggests_weight, weighting), None)),
     )
+    return {"workload": facts, "spec": workload.recorded()}
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -161,36 +158,67 @@ def name_dtype(dtype: torch.dtype) -> str:
 
 def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """Return what the recipe of a step has to know of the model."""
-    ignores = getattr(workload.loss, "ignores_items", ignores_items)
-    own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
         # Of models of transformers only, which a Trainer trains.
-        "checkpointing": own,
-        "ignores_items": ignores(model),
+        "checkpointing": any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+        "ignores_items": getattr(workload.loss, "ignores_items", ignores_items)(model),
         "trainer": getattr(workload.loss, "trained_by", None),
     }
 
 
 def probe_size(workload: Workload, count: int, share: int) -> int:
     """Return `count` rounded up to a multiple that the workload can run, at most `share`."""
-    each = workload.multiple_of or 1
-    return min(-(-count // each) * each, share)
+    multiple = workload.multiple_of or 1
+    return min(-(-count // multiple) * multiple, share)
 
 
-def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, Message | None]:
-    """Return `workload` with `multiple_of=2` if 2 and 4 samples run while 1 and 3 raise, and a note on that.
+def probe_sizes(
+    workload: Workload, model: nn.Module, share: int, *, has_drawn: bool
+) -> tuple[Workload, int, tuple[Message, ...]]:
+    """Find which micro-batches a workload can run; `has_drawn`: an update drew random numbers on the host.
 
-    A workload that sets `multiple_of` stays as it is. BatchNorm refuses 1 sample, but runs 3.
+    Returns:
+        The workload, with `multiple_of=2` if that was found; the least size; notes for the plan.
     """
-    if workload.multiple_of is not None or share < 2 or _run(workload, model, 3) is None:
-        return workload, None
-    raised = _run(workload, model, 1)
-    if raised is None or _run(workload, model, 4) is not None:
-        return workload, None
-    return dataclasses.replace(workload, multiple_of=2), (message("multiple_found", error=first_line(raised)))
+    notes = []
+    if (error := _find_multiple(workload, model, share)) is not None:
+        workload = dataclasses.replace(workload, multiple_of=2)
+        notes.append(message("multiple_found", error=first_line(error)))
+    if has_drawn and _varies_with_draws(workload, model, probe_size(workload, SAMPLES, share)):
+        notes.append(message("random_memory"))
+    return workload, _find_least_size(workload, model, share), tuple(notes)
 
 
-def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
+def _find_multiple(workload: Workload, model: nn.Module, share: int) -> Exception | None:
+    """Return the error of 1 sample if 2 and 4 samples run while 1 and 3 raise; BatchNorm refuses 1, but runs 3.
+
+    None if that is not so, or if the workload sets `multiple_of`.
+    """
+    if workload.multiple_of is not None or share < 2 or _try_forward(workload, model, 3) is None:
+        return None
+    error = _try_forward(workload, model, 1)
+    return error if error is not None and _try_forward(workload, model, 4) is None else None
+
+
+def _find_least_size(workload: Workload, model: nn.Module, share: int) -> int:
+    """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel.
+
+    Under `exact` it normalises by all of the update's `share` samples.
+    """
+    multiple = workload.multiple_of or 1
+    sees_one = workload.batchnorm != "frozen" and (workload.batchnorm != "exact" or share == 1)
+    norms = [] if not sees_one else batchnorm_names(model, workload.objective.criterion_module)
+    if multiple > 1 or not norms:
+        return multiple
+    error = _try_forward(workload, model, 1)
+    if error is None:
+        return 1
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        return 2  # torch/nn/functional.py, _verify_batch_size
+    raise error
+
+
+def _try_forward(workload: Workload, model: nn.Module, size: int) -> Exception | None:
     """Return the exception of a forward of `size` samples; None if it ran, or ran out of memory."""
     try:
         workload.objective.terms(model, move_batch(workload.build_batch(size), model_device(model)))
@@ -199,16 +227,21 @@ def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
     return None
 
 
+def _varies_with_draws(workload: Workload, model: nn.Module, size: int) -> bool:
+    """Return whether forward of `size` samples holds other memory with other random numbers."""
+    batch, held = workload.build_batch(size), set[int]()
+    with suppress(Exception):  # A model that cannot be observed can still train.
+        for seed in range(_SEEDS):
+            seed_everything(seed)
+            held.add(_held_bytes(workload, model, batch))
+    return len(held) > 1
+
+
 def name_loss(workload: Workload) -> Literal["loss", "criterion", "model"]:
     """Return the name of the workload's loss: `model` if the model computes it."""
     if workload.objective.model_loss is not None:
         return "model"
     return "loss" if workload.criterion is None else "criterion"
-
-
-def find_advice(warnings: Iterable[Message]) -> Message | None:
-    """Return the warning that says what the loss divides by instead, if there is one."""
-    return next(filter(suggests_weight, warnings), None)
 
 
 @contextmanager
@@ -225,24 +258,6 @@ def collect_warnings() -> Iterator[list[Message]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def find_least_size(workload: Workload, model: nn.Module, share: int) -> int:
-    """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel.
-
-    Under `exact` it normalises by all of the update's `share` samples.
-    """
-    each = workload.multiple_of or 1
-    sees_one = workload.batchnorm != "frozen" and (workload.batchnorm != "exact" or share == 1)
-    norms = [] if not sees_one else batchnorm_names(model, workload.objective.criterion_module)
-    if each > 1 or not norms:
-        return each
-    raised = _run(workload, model, 1)
-    if raised is None:
-        return 1
-    if isinstance(raised, ValueError) and "more than 1 value per channel" in str(raised):
-        return 2  # torch/nn/functional.py, _verify_batch_size
-    raise raised
-
-
 def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
     """Return the bytes per sample that stay alive after forward for its backward, without workspaces and gradients.
 
@@ -254,18 +269,6 @@ def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int
     except Exception:  # A model that cannot be observed can still train.
         return None
     return (large - small) // size if large > small else None
-
-
-def note_random_memory(workload: Workload, model: nn.Module, size: int) -> tuple[Message, ...]:
-    """Return a note for the plan if forward of `size` samples holds other memory with other random numbers."""
-    batch, held = workload.build_batch(size), set[int]()
-    with suppress(Exception):  # A model that cannot be observed can still train.
-        for seed in range(_SEEDS):
-            seed_everything(seed)
-            held.add(_held_bytes(workload, model, batch))
-    if len(held) < 2:
-        return ()
-    return (message("random_memory"),)
 
 
 def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:

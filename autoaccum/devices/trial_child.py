@@ -105,8 +105,7 @@ def prepare_timing(workload: Workload, device: torch.device, target_batch: int) 
         move_model(module, device)
     run = TrialRun(replace(workload, ema=False, hold_outputs=False), target_batch, device)
     prepared = run.prepare([target_batch])
-    assert run.made is not None
-    for group in run.made[1].param_groups:
+    for group in run.built[1].param_groups:
         if "lr" in group:
             group["lr"] = group["lr"] * 0  # A tensor stays one.
     return prepared

@@ -61,7 +61,7 @@ class TrialRun:
     """The model, optimizer, batch and updates of one trial; `phase` is the current phase, or the one that failed.
 
     Attributes:
-        made: The model and its optimizer, once they are built.
+        made: The model and its optimizer; None before they are built.
         origin: The device that the model was made on.
         accumulator: The Accumulator, once it is built: the one that trains by the plan, except that running out of
             memory ends the trial.
@@ -112,6 +112,12 @@ class TrialRun:
         return self.accumulator.phase
 
     @property
+    def built(self) -> tuple[nn.Module, Optimizer]:
+        """The model and its optimizer, which are built."""
+        assert self.made is not None
+        return self.made
+
+    @property
     def averages(self) -> list[Tensor]:
         """The copies of weights and buffers, if there is an EMA."""
         return [] if self._ema is None else self._ema.tensors
@@ -146,9 +152,8 @@ class TrialRun:
             first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
-            assert self.made is not None
             self._phase = "evaluation"
-            evaluate(self._workload, self.made[0])
+            evaluate(self._workload, self.built[0])
             self._phase = "forward"
             self._update(accumulator, first)
         result = self._update(accumulator, last)

@@ -164,8 +164,6 @@ def all_notes(
                 world_size=schedule.world_size,
             )
         )
-    if inspection.found_multiple is not None:
-        notes.append(inspection.found_multiple)
     if facts.modules:
         notes.append(message("modules_beside", sizes=dict(facts.modules)))
     rate = message(

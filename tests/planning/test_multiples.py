@@ -86,7 +86,7 @@ def test_is_nothing_that_other_failures_tell() -> None:
         inspect_workload(workload(loss=at_most_two), share=8)
     normed = workload(model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), loss=nn.MSELoss())
     inspection = inspect_workload(normed, share=8)
-    assert (inspection.multiple_of, inspection.least_size, inspection.found_multiple) == (1, 2, None)
+    assert (inspection.multiple_of, inspection.least_size, inspection.notes) == (1, 2, ())
 
 
 def test_is_asked_for() -> None:

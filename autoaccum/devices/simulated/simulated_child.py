@@ -23,16 +23,12 @@ from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.inspection import (
-    LAYOUT_SAMPLES,
     SAMPLES,
     collect_warnings,
     describe_environment,
-    describe_workload,
-    detect_multiple,
-    find_advice,
-    find_least_size,
-    note_random_memory,
+    describe_run,
     probe_size,
+    probe_sizes,
 )
 from autoaccum.devices.simulated.alike_ranks import ALLOCATORS, join_alike_ranks
 from autoaccum.devices.simulated.simulation_requests import (
@@ -167,24 +163,14 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     with collect_warnings() as messages:
         trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, **of_ranks)
         trace = trial.trace()
-    run = trial.run
-    assert run.made is not None
-    assert run.accumulator is not None
-    model, optimizer = run.made
-    workload, found_multiple = detect_multiple(workload, model, share)
-    samples = probe_size(workload, LAYOUT_SAMPLES, share)
-    facts = describe_workload(workload, model, optimizer, samples, list(trial.result.terms))
-    recipe = replace(facts.recipe, misweighted=find_advice(messages))
-    random_notes = note_random_memory(workload, model, size) if run.has_drawn else ()
+    workload, least_size, notes = probe_sizes(workload, trial.run.built[0], share, has_drawn=trial.run.has_drawn)
     inspection = Inspection(
-        workload=replace(facts, whole_batch=run.accumulator.whole_batch, recipe=recipe),
-        spec=workload.recorded(),
+        **describe_run(workload, trial.run, share, terms=list(trial.result.terms), weighting=messages),
         environment=describe_environment(DEVICE),
-        least_size=find_least_size(workload, model, share),
-        found_multiple=found_multiple,
+        least_size=least_size,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
-        notes=(*mode.checks, *random_notes),
+        notes=(*mode.checks, *notes),
     )
     return inspection, trace
 
