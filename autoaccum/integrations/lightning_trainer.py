@@ -407,15 +407,15 @@ def is_a(value: Any, name: str) -> bool:
     return any(kind.__name__ == name and _is_lightnings(kind) for kind in kinds)
 
 
-def find_configured(made: Any) -> Iterator[Any]:
+def find_configured(returned: Any) -> Iterator[Any]:
     """Yield the optimizers and the schedules in what `configure_optimizers` returned (core/optimizer.py)."""
-    if isinstance(made, Mapping):
-        made = list(made.values())
-    if isinstance(made, list | tuple):
-        for part in made:
+    if isinstance(returned, Mapping):
+        returned = list(returned.values())
+    if isinstance(returned, list | tuple):
+        for part in returned:
             yield from find_configured(part)
-    elif hasattr(made, "state_dict"):
-        yield made
+    elif hasattr(returned, "state_dict"):
+        yield returned
 
 
 def overrides(owner: Any, name: str) -> bool:

@@ -41,11 +41,9 @@ _KNOWN: tuple[tuple[Callable[..., Any], type[nn.Module], Divisor], ...] = (
     (functional.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, "rows of classes"),
 )
 FUNCTIONS: Mapping[Callable[..., Any], Divisor] = {function: divisor for function, _, divisor in _KNOWN}
-CLASSES: Mapping[type[nn.Module], Divisor] = {
-    **{known: divisor for _, known, divisor in _KNOWN},
-    # New in torch 2.13.
-    **({nn.LinearCrossEntropyLoss: "targets"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
-}
+CLASSES: dict[type[nn.Module], Divisor] = {kind: divisor for _, kind, divisor in _KNOWN}
+if hasattr(nn, "LinearCrossEntropyLoss"):  # New in torch 2.13.
+    CLASSES[nn.LinearCrossEntropyLoss] = "targets"
 _OF_TORCH = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
 _WORDS = {"elements": "elements of the targets", "rows of classes": "rows of the targets", "samples": "samples"}
 
@@ -191,7 +189,7 @@ def _find_divisor(inner: Any) -> Divisor | None:
     if "forward" in vars(inner):
         return None
     forward = type(inner).forward
-    return next((divisor for known, divisor in CLASSES.items() if forward is known.forward), None)
+    return next((divisor for kind, divisor in CLASSES.items() if forward is kind.forward), None)
 
 
 def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
@@ -204,8 +202,8 @@ def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
             hint="write a loss(model, batch) that calls it",
         )
     reduction = getattr(inner, "reduction", None)
-    known = reduction if reduction in ("mean", "sum") else None
-    return Criterion(criterion, name, None, known, f"samples ({name} is no criterion autoaccum knows)")
+    reduction = reduction if reduction in ("mean", "sum") else None
+    return Criterion(criterion, name, None, reduction, f"samples ({name} is no criterion autoaccum knows)")
 
 
 def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:

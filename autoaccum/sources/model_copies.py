@@ -71,10 +71,11 @@ def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
 
 def empty_tensors(model: nn.Module) -> dict[int, Any]:
     """Return a memo for `copy_module` that makes a copy with empty parameters and buffers."""
-    empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
-    for one in model.parameters():
-        empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
-    return empty
+    buffers = {id(buffer): buffer.new_empty(0) for buffer in model.buffers()}
+    return buffers | {
+        id(parameter): nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
 
 
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:

@@ -296,8 +296,9 @@ def _may_read(function: Any, position: int) -> bool:
     if code is None or code.co_argcount <= position or inspect.ismethod(function) or "locals" in code.co_names:
         return True
     name = code.co_varnames[position]
+    arguments = [instruction.argval for instruction in dis.get_instructions(code)]
     return name in code.co_cellvars or any(
-        name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) for one in dis.get_instructions(code)
+        name in (argument if isinstance(argument, tuple) else (argument,)) for argument in arguments
     )
 
 

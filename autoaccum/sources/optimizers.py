@@ -33,13 +33,13 @@ def check_optimizer(optimizer: Any) -> Callable[..., Any]:
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
     if optimizer is None or isinstance(optimizer, str):
-        known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+        classes = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
         name = (optimizer or "AdamW").lower()
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or ["adamw", "sgd"]
-            names = ", ".join(known[key].__name__ for key in close)
+        if name not in classes:
+            close = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or ["adamw", "sgd"]
+            names = ", ".join(classes[key].__name__ for key in close)
             raise WorkloadError(f"torch.optim has no optimizer {optimizer!r}", hint=f"did you mean {names}?")
-        optimizer = known[name]
+        optimizer = classes[name]
     if not callable(optimizer):
         raise WorkloadError(f"optimizer is {describe_type(optimizer)}", hint=_FACTORY)
     if _is_optimizer(optimizer) and needs_closure(optimizer):
@@ -61,22 +61,20 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
         WorkloadError: As in `check_optimizer`, the model has no trainable parameters, or `optimizer` does not make an
             optimizer of them.
     """
-    check_optimizer(optimizer)
-    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not params:
-        count = sum(1 for _ in model.parameters())
+    parameters = list(model.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
         raise WorkloadError(
-            f"none of the {count} parameters of {type_name(model)} is trainable",
+            f"none of the {len(parameters)} parameters of {type_name(model)} is trainable",
             hint="give a model with at least one parameter that requires a gradient",
         )
-    made = call_factory(optimizer, params)
-    of_model = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in of_model for group in made.param_groups for parameter in group["params"]):
+    built = call_factory(optimizer, trainable)
+    if {id(member) for group in built.param_groups for member in group["params"]}.isdisjoint(map(id, parameters)):
         raise WorkloadError(
-            f"the {type_name(made)} that optimizer(params) returned holds no parameter of the model",
+            f"the {type_name(built)} that optimizer(params) returned holds no parameter of the model",
             hint="build it from the params it is given",
         )
-    return made
+    return built
 
 
 def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
@@ -87,16 +85,16 @@ def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
     """
     factory = check_optimizer(optimizer)
     try:
-        made = factory(params)
+        built = factory(params)
     except (TypeError, ValueError) as error:
         if not isinstance(factory, type):
             raise
         raise WorkloadError(f"{factory.__name__}(params) failed ({error})", hint=_FACTORY) from error
-    if not isinstance(made, Optimizer):
-        raise WorkloadError(f"optimizer(params) returned {describe_type(made)}, not an optimizer", hint=_FACTORY)
-    if needs_closure(type(made)):
-        raise closure_refusal(type_name(made))
-    return made
+    if not isinstance(built, Optimizer):
+        raise WorkloadError(f"optimizer(params) returned {describe_type(built)}, not an optimizer", hint=_FACTORY)
+    if needs_closure(type(built)):
+        raise closure_refusal(type_name(built))
+    return built
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -126,15 +124,15 @@ class OptimizerLike:
 
     def __init__(self, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> None:
         self._places = [nn.Parameter(torch.empty(0)) for _ in trained]
-        known = {id(parameter): place for parameter, place in zip(trained, self._places, strict=True)}
+        places = {id(parameter): place for parameter, place in zip(trained, self._places, strict=True)}
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if id(parameter) not in known and parameter.requires_grad:
+            if id(parameter) not in places and parameter.requires_grad:
                 raise UsageError(
                     f"the {type_name(optimizer)} holds parameters that are not the model's",
                     hint="build it from the model's; or write model, batch and loss into a file and plan that",
                 )
-            known.setdefault(id(parameter), nn.Parameter(torch.empty(0), requires_grad=False))
-        self._empty = copy.deepcopy(optimizer, {**known, id(optimizer.state): defaultdict(dict)})
+            places.setdefault(id(parameter), nn.Parameter(torch.empty(0), requires_grad=False))
+        self._empty = copy.deepcopy(optimizer, {**places, id(optimizer.state): defaultdict(dict)})
         for group in self._empty.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
@@ -189,15 +187,14 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         WorkloadError: As for `get_learning_rate`; nothing is changed.
     """
     factor = rate / get_learning_rate(optimizer)
-    wanted = [each * factor for each in _rates(optimizer)]
-    wanted[0] = rate
-    for group, each in zip(optimizer.param_groups, wanted, strict=True):
+    rates = [rate, *(other * factor for other in _rates(optimizer)[1:])]
+    for group, new in zip(optimizer.param_groups, rates, strict=True):
         for key in ("lr", "initial_lr"):
             if isinstance(group.get(key), Tensor):
                 with torch.no_grad():
-                    group[key].fill_(each)
+                    group[key].fill_(new)
             elif key in group:
-                group[key] = each
+                group[key] = new
 
 
 def scheduler_follows_rate(make_optimizer: Callable[[], Optimizer], make_scheduler: Callable[[Optimizer], Any]) -> bool:
@@ -217,7 +214,7 @@ def scheduler_follows_rate(make_optimizer: Callable[[], Optimizer], make_schedul
     set_learning_rate(second, get_learning_rate(first) / 2)
     make_scheduler(first)
     make_scheduler(second)
-    return all(one != other or one == 0 for one, other in zip(_rates(first), _rates(second), strict=True))
+    return all(rate != other or rate == 0 for rate, other in zip(_rates(first), _rates(second), strict=True))
 
 
 def _rates(optimizer: Optimizer) -> list[float]:

@@ -165,17 +165,17 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
         try:
             if not isinstance(node, dict | UserDict):
                 return type(node)(items)  # type: ignore[call-arg]
-            made: Any = copy.copy(node)
+            mapping: Any = copy.copy(node)
             for key, value in items.items():
-                made[key] = value
+                mapping[key] = value
         except Exception:  # The class is the user's and may raise anything.
             return items
-        return made
+        return mapping
     if _is_dataclass(node):
-        made = copy.copy(node)
+        record = copy.copy(node)
         for (step, _), value in zip(children(node) or [], content, strict=True):
-            object.__setattr__(made, step.removeprefix("."), value)
-        return made
+            object.__setattr__(record, step.removeprefix("."), value)
+        return record
     return type(node)._make(content) if _is_namedtuple(node) else rebuild_sequence(node, content)
 
 
@@ -218,18 +218,18 @@ def map_tensors(
 
 def contains_tensors(node: Any) -> bool:
     """Return whether an object that is no container holds tensors, which could not be split."""
-    return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for each in _walk(node))
+    return any(isinstance(part, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for part in _walk(node))
 
 
 def map_object_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of an object that is no container, with `change` applied to the tensors inside it."""
-    found = {id(tensor): tensor for tensor in inner_tensors(node)}
-    return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
+    inside = {id(tensor): tensor for tensor in inner_tensors(node)}
+    return copy.deepcopy(node, {key: change(tensor) for key, tensor in inside.items()})
 
 
 def inner_tensors(node: Any) -> Iterator[Tensor]:
     """Yield the tensors inside an object that is no container, such as a graph of torch_geometric."""
-    return (each for each in _walk(node) if isinstance(each, Tensor))
+    return (part for part in _walk(node) if isinstance(part, Tensor))
 
 
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
@@ -243,7 +243,7 @@ def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
         inside = list(node)
     else:
         slots = [vars(base).get("__slots__", ()) for base in type(node).__mro__]
-        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+        names = [name for declared in slots for name in ([declared] if isinstance(declared, str) else declared)]
         inside = [*getattr(node, "__dict__", {}).values(), *(getattr(node, name, None) for name in names)]
     for value in inside:
         yield from _walk(value, depth - 1)

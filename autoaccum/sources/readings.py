@@ -59,13 +59,13 @@ class Readings:
             size = self._expected
         if size is not None and size not in sizes:
             return batch
-        samples = size or min((one for one in sizes if one != ANY), key=lambda one: (sizes[one], -one), default=ANY)
-        found, shown, rows = dict[Any, bool](), dict[Any, bool](), dict[Any, Any]()
+        samples = size or min(sizes.keys() - {ANY}, key=lambda likely: (sizes[likely], -likely), default=ANY)
+        choices, shown, rows = dict[Any, bool](), dict[Any, bool](), dict[Any, Any]()
 
         def decide(key: Any, node: Any, top: bool) -> bool:
             if all(map(pytree.is_record, node)) and _reading_costs(node, top=top) == _ROWS:
                 rows[key] = node
-            if (read := found.setdefault(key, is_samples(node, samples, top=top))) or len(node) != samples:
+            if (read := choices.setdefault(key, is_samples(node, samples, top=top))) or len(node) != samples:
                 shown[key] = read  # Else as many rows as entries, which may be chance.
             return read
 
@@ -73,9 +73,10 @@ class Readings:
         if samples < 2:
             return marked
         for key, node in rows.items():
-            other = {**found, key: not found[key]}
+            other = {**choices, key: not choices[key]}
             flipped = reading_sizes(_mark(batch, lambda key, *_, other=other: other.get(key)), top=True)
-            rivals = {one for one, cost in flipped.items() if one != ANY and one == (size or one) and cost < _UNLIKELY}
+            rivals = {rival for rival, cost in flipped.items() if rival != ANY and cost < _UNLIKELY}
+            rivals &= rivals if size is None else {size}
             if rivals and again is not None:
                 with suppress(Exception):  # Some sizes cannot be made.
                     self.wrap(again(samples + 1), samples + 1)
@@ -165,7 +166,7 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int | None, int |
     if len({pytree.structure(entry) for entry in node}) > 1:
         return 0, None
     are_lists = isinstance(node, list) and all(isinstance(entry, list) for entry in node)
-    if are_lists and all(isinstance(one, int | float) for entry in node for one in entry) and (any(node) or not top):
+    if are_lists and all(isinstance(item, int | float) for entry in node for item in entry) and (any(node) or not top):
         return 3, 0  # Token ids before padding.
     if top and isinstance(node, tuple):
         return 0, _UNLIKELY
@@ -177,11 +178,13 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int | None, int |
 def _have_own_values(entries: Sequence[Any]) -> bool:
     """Return whether the entries have what belongs to one sample: numbers, or texts that differ between records."""
     fields = [dict(pytree.children(entry) or ()) for entry in entries]
-    texts = [{name: value for name, value in one.items() if isinstance(value, str)} for one in fields]
-    return (all(map(pytree.is_record, entries)) and any(one != texts[0] for one in texts)) or any(
+    texts = [{name: value for name, value in values.items() if isinstance(value, str)} for values in fields]
+    if all(map(pytree.is_record, entries)) and texts.count(texts[0]) < len(texts):
+        return True
+    return any(
         isinstance(value, int | float) or (pytree.is_leaf(value) and value.ndim == 0)
-        for one in fields
-        for value in one.values()
+        for values in fields
+        for value in values.values()
     )
 
 

@@ -79,8 +79,8 @@ def take_longest(workload: Workload, count: Any, largest_batch: int | None = Non
         longest = longest_first(some_samples(workload.dataset, number), kept, workload.collate)
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one with samples, or write def batch(size)")
-    made = LongestBatches(longest, workload.collate, workload.batching)
-    return dataclasses.replace(workload, batch=made, longest_of=number)
+    batches = LongestBatches(longest, workload.collate, workload.batching)
+    return dataclasses.replace(workload, batch=batches, longest_of=number)
 
 
 def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
@@ -149,17 +149,17 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     """
     has_batch, hint = workload.batch is not no_batch, "write def batch(size)"
     with user_code(f"batch({size})"):
-        made = workload.build_batch(size) if has_batch else None
+        batch = workload.build_batch(size) if has_batch else None
     samples = _mixed_samples(workload.dataset, size)
     if len(samples) < size:
         if not has_batch:
             raise WorkloadError(f"the dataset has {len(samples)} samples, {size} are needed", hint=hint)
-        return made
+        return batch
     with suppress(*[WorkloadError] * has_batch), user_code("collating samples of the dataset"):
         collated = (workload.collate or default_collate)(samples)
         collated = read_batch(collated, workload.batching, size, "collate()")
-        return collated if not has_batch or _structure(collated) == _structure(made) else made
-    return made
+        return collated if not has_batch or _structure(collated) == _structure(batch) else batch
+    return batch
 
 
 def _mixed_samples(dataset: Any, size: int) -> list[Any]:

@@ -26,14 +26,14 @@ def describe_recipe(
     objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str], **of_model: Any
 ) -> StepRecipe:
     """Return the recipe of a step; `batch` is a small one, `of_model` are the fields about the model's framework."""
-    criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
-    code = own.code(batch) if own is not None and objective.weight_function is None else None
+    criterion, weight, model_loss = objective.criterion, objective.weight(batch), objective.model_loss
+    code = model_loss.code(batch) if model_loss is not None and objective.weight_function is None else None
     half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
     return StepRecipe(
         divisor=find_divisor(objective, batch),
         ignore_index=None if criterion is None else ignored_class(criterion.settings),
         calls_criterion=criterion is not None,
-        own=None if own is None else {"loss": own.access, "weight": code},
+        own=None if model_loss is None else {"loss": model_loss.access, "weight": code},
         terms=() if list(terms) == ["loss"] else tuple(terms),
         weights=tuple(weight) if isinstance(weight, dict) else (),
         batch=describe_form(batch, batch_size(batch)),

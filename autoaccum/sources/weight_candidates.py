@@ -190,15 +190,10 @@ def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool, apart: bool =
         new_labels: Whether labels may get ignored entries that have none; a loss that does not ignore these raises.
         apart: Whether no two of labels, masks and ids are to count alike; parts may then differ already.
     """
-    tensors = (
-        []
-        if isinstance(batch, pytree.CustomBatch)
-        else [  # Its rows are not samples.
-            (path, leaf)
-            for path, leaf in find_leaves(batch)
-            if isinstance(leaf, Tensor) and len(leaf) == batch_size(batch) and leaf.numel()
-        ]
-    )
+    if isinstance(batch, pytree.CustomBatch):  # Its rows are not samples.
+        return []
+    leaves = {path: leaf for path, leaf in find_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()}
+    tensors = {path: leaf for path, leaf in leaves.items() if len(leaf) == batch_size(batch)}
     counters = _find_counters(tensors, new_labels)
     if not counters or not (apart or any(counter.is_even(sizes) for counter in counters)):
         return []
@@ -212,11 +207,11 @@ def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool, apart: bool =
     return ways
 
 
-def _find_counters(tensors: list[tuple[str, Tensor]], new_labels: bool) -> list[_Counter]:
+def _find_counters(tensors: Mapping[str, Tensor], new_labels: bool) -> list[_Counter]:
     """Find labels and masks; labels without an ignored entry only if there is a mask of their shape."""
-    masks = {path: mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None}
+    masks = {path: mask for path, leaf in tensors.items() if (mask := _read_mask(path, leaf)) is not None}
     shapes, labels = {mask.leaf.shape for mask in masks.values() if mask.leaf.ndim > 1 and new_labels}, []
-    for path, leaf in tensors:
+    for path, leaf in tensors.items():
         if path in masks or not is_integer(leaf) or not leaf.dtype.is_signed:
             continue
         is_marked = bool((leaf == IGNORED).any())
@@ -240,7 +235,7 @@ def _read_mask(path: str, leaf: Tensor) -> _Counter | None:
     return _Counter(path, leaf, 0, is_named and leaf.ndim == 2)
 
 
-def _shorten(tensors: list[tuple[str, Tensor]], counters: Sequence[_Counter], apart: bool) -> dict[str, Tensor]:
+def _shorten(tensors: Mapping[str, Tensor], counters: Sequence[_Counter], apart: bool) -> dict[str, Tensor]:
     """Return by path all `counters` shortened, and ids and lengths with them: those of the same size alike.
 
     Or each in another way, where counts are to be told `apart`.
@@ -256,7 +251,7 @@ def _shorten(tensors: list[tuple[str, Tensor]], counters: Sequence[_Counter], ap
 
     for path, leaf, ignored, _ in counters:
         cut(path, leaf, ignored)
-    for path, leaf in tensors:
+    for path, leaf in tensors.items():
         if path in changed or not is_integer(leaf):
             continue
         if leaf.ndim == 1 and "len" in path.lower() and len(ends) == 1:
@@ -269,8 +264,8 @@ def _shorten(tensors: list[tuple[str, Tensor]], counters: Sequence[_Counter], ap
 def _padding(ids: Tensor, counters: Sequence[_Counter]) -> float:
     """Return the value of all entries of `ids` that do not count; 0 where all count, or they differ."""
     for counter in reversed(counters):  # Masks first: labels ignore more than padding.
-        if counter.leaf.shape == ids.shape and len(found := torch.unique(ids[counter.leaf == counter.ignored])) == 1:
-            return float(found)
+        if counter.leaf.shape == ids.shape and len(fill := torch.unique(ids[counter.leaf == counter.ignored])) == 1:
+            return float(fill)
     return 0.0
 
 
@@ -291,10 +286,10 @@ def _ends(counted: Tensor, turn: int) -> Tensor:
 def _cut(leaf: Tensor, ignored: float, ends: Tensor) -> Tensor:
     """Return `leaf` with the entries from `ends` on ignored, except in samples of which nothing would be left."""
     rows = leaf.reshape(len(leaf), -1)
-    made = rows.masked_fill((torch.arange(rows.shape[1]) >= ends[:, None]).to(leaf.device), ignored)
+    cut = rows.masked_fill((torch.arange(rows.shape[1]) >= ends[:, None]).to(leaf.device), ignored)
     if rows.shape[1] > 1:
-        made = torch.where((made == ignored).all(1, keepdim=True), rows, made)
-    return made.reshape(leaf.shape)
+        cut = torch.where((cut == ignored).all(1, keepdim=True), rows, cut)
+    return cut.reshape(leaf.shape)
 
 
 def _replaced(node: Any, changed: Mapping[str, Tensor], path: str = "batch") -> Any:

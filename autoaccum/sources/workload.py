@@ -123,12 +123,11 @@ class Workload(TrainingSpec):
             object.__setattr__(self, "loss", ModelLoss())
         if isinstance(self.loss, ModelLoss) and isinstance(self.model, nn.Module):
             self.loss.read_model(self.model)
-        criterion = self.objective.criterion
-        if isinstance(module := getattr(criterion, "function", None), nn.Module):
-            trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
-            if trainable:
+        criterion = self.objective.criterion_module or nn.Module()
+        for name, parameter in criterion.named_parameters():
+            if parameter.requires_grad:
                 raise WorkloadError(
-                    f"the criterion has trainable parameters ({trainable[0]}), which no optimizer would update",
+                    f"the criterion has trainable parameters ({name}), which no optimizer would update",
                     hint=AS_ONE_MODULE,
                 )
 
@@ -162,7 +161,7 @@ class Workload(TrainingSpec):
     def make_model(self) -> nn.Module:
         """Return a new model as `build_model` does, but leave it in train or eval mode as it is."""
         try:
-            made = copy_module(self.model) if isinstance(self.model, nn.Module) else self.model()
+            model = copy_module(self.model) if isinstance(self.model, nn.Module) else self.model()
         except (TypeError, RuntimeError, AttributeError) as error:
             if not isinstance(self.model, nn.Module):
                 raise
@@ -170,11 +169,11 @@ class Workload(TrainingSpec):
                 f"the model, an instance of {type_name(self.model)}, cannot be copied ({error})",
                 hint="give a function that builds it",
             ) from error
-        if not isinstance(made, nn.Module):
-            raise WorkloadError(f"model() returned {describe_type(made)}", hint="return an nn.Module")
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(f"model() returned {describe_type(model)}", hint="return an nn.Module")
         if isinstance(self.loss, ModelLoss):
-            self.loss.read_model(made)
-        return made
+            self.loss.read_model(model)
+        return model
 
     def build_batch(self, size: int) -> Any:
         """Return `batch(size)`, after checking that it holds `size` samples.
@@ -201,10 +200,10 @@ class Workload(TrainingSpec):
         if self.scheduler is None:
             return None
         check_function(self.scheduler, "scheduler", "(optimizer)")
-        made = self.scheduler(optimizer)
-        if made is None:
+        scheduler = self.scheduler(optimizer)
+        if scheduler is None:
             raise WorkloadError("scheduler(optimizer) returned None", hint="return the scheduler that it makes")
-        return made
+        return scheduler
 
 
 def _check_model(model: Any) -> None:
