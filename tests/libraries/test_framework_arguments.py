@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import environment
+from quiet_frameworks import forget_accelerate, quiet_trainer
 from tiny_transformers import WORDS, llama
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -165,22 +166,18 @@ def train_with_lightning(plan: Plan, data: Dataset[Any], **changes: Any) -> Upda
             self.updates.end()  # The optimizer's own hook runs before the last micro-batch, which its step computes.
 
     module, given = Module(), arguments_for(plan, "lightning")
-    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "max_epochs": 1}
-    trainer = lightning.Trainer(**quiet, **given["trainer"], **changes)
+    trainer = quiet_trainer(lightning, Path(), max_epochs=1, **given["trainer"], **changes)
     trainer.fit(module, DataLoader(data, **given["dataloader"]))
     return module.updates
 
 
 def train_with_accelerate(plan: Plan, data: Dataset[Any], **changes: Any) -> Updates:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import GradientAccumulationPlugin
 
     given, model = arguments_for(plan, "accelerate"), Net()
     updates, optimizer = watched(model)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    forget_accelerate()
     plugin = GradientAccumulationPlugin(**given["plugin"] | changes)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin, **given["accelerator"])
     ready, stepper, loader = accelerator.prepare(model, optimizer, DataLoader(data, **given["dataloader"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import runpy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from imported_files import import_file
+from quiet_frameworks import forget_accelerate, largest_difference, quiet_trainer
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -85,41 +87,30 @@ def full_batches(net: Net, dataset: TensorDataset, epochs: int = 1) -> dict[str,
     return net.state_dict()
 
 
-def check_same(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    for name, tensor in expected.items():
-        assert float((weights[name] - tensor).abs().max()) <= 1e-10 * largest, name
-
-
 @pytest.fixture
-def accelerator(accelerate_loop: Any) -> Iterator[Any]:
+def make_accelerator(accelerate_loop: Any) -> Iterator[Any]:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    forget()  # What Trainers of other tests left, such as a window that is not over.
-    yield Accelerator(cpu=True)
-    forget()
+    forget_accelerate()
+    yield partial(Accelerator, cpu=True)
+    forget_accelerate()
 
 
-def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: Any, accelerator: Any) -> None:
+def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: Any, make_accelerator: Any) -> None:
     net, dataset = make()
     expected = full_batches(net, dataset)
-    results = list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+    results = list(accelerate_loop.train(make_accelerator(), net, sgd(net), loader(dataset), MICRO_BATCH))
     assert [result.micro_batches for result in results] == [(4, 4, 4), (4, 4, 4), (4, 4)]
-    check_same(net.state_dict(), expected)
+    assert largest_difference(net.state_dict(), expected) <= 1e-10
 
 
-def test_out_of_memory_under_accelerate_changes_no_update(accelerate_loop: Any, accelerator: Any) -> None:
+def test_out_of_memory_under_accelerate_changes_no_update(accelerate_loop: Any, make_accelerator: Any) -> None:
     net, dataset = make(most=3)
     expected = full_batches(net, dataset)
     with pytest.warns(AccumulationWarning, match="out of memory"):
-        results = list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
+        results = list(accelerate_loop.train(make_accelerator(), net, sgd(net), loader(dataset), MICRO_BATCH))
     assert [result.retries for result in results] == [1, 0, 0]
-    check_same(net.state_dict(), expected)
+    assert largest_difference(net.state_dict(), expected) <= 1e-10
 
 
 def run_alone(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +120,7 @@ def run_alone(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nan" not in told
 
 
-@pytest.mark.usefixtures("accelerator")
+@pytest.mark.usefixtures("make_accelerator")
 def test_the_example_for_accelerate_runs(accelerate_loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run_alone(accelerate_loop, capsys)
 
@@ -162,26 +153,18 @@ def check_plan_fits(net: Net, optimizer: Any) -> None:
     assert facts["optimizer"] == "SGD"
 
 
-def test_accelerates_own_accumulation_is_refused(accelerate_loop: Any) -> None:
+def test_accelerates_own_accumulation_is_refused(accelerate_loop: Any, make_accelerator: Any) -> None:
     """Its optimizer would leave out updates, and say nothing."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
     net, dataset = make()
-    try:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-        with pytest.raises(UsageError, match="one update in 4 steps: omit gradient_accumulation_steps"):
-            next(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    accelerator = make_accelerator(gradient_accumulation_steps=4)
+    with pytest.raises(UsageError, match="one update in 4 steps: omit gradient_accumulation_steps"):
+        next(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
 
 
 def trainer(folder: Path, **settings: Any) -> Any:
     import lightning.pytorch as pl
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **(quiet | settings))
+    return quiet_trainer(pl, folder, **settings)
 
 
 def classifier(lightning_manual: Any, net: Net) -> Any:
@@ -200,14 +183,15 @@ def test_updates_in_lightning_are_those_of_the_full_batch_also_from_its_checkpoi
     net, dataset = make()
     expected = full_batches(net, dataset, epochs=2)
     keeping = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
-    trainer(tmp_path, max_epochs=1, callbacks=[keeping]).fit(classifier(lightning_manual, net), loader(dataset))
+    run = trainer(tmp_path, max_epochs=1, callbacks=[keeping], enable_checkpointing=True)
+    run.fit(classifier(lightning_manual, net), loader(dataset))
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=3.ckpt"]
     again, _ = make()
-    run = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
+    run = trainer(tmp_path, max_epochs=2)
     module = classifier(lightning_manual, again)
     run.fit(module, loader(dataset), ckpt_path=str(tmp_path / "epoch=0-step=3.ckpt"))
     assert run.global_step == 6
-    check_same(again.state_dict(), expected)
+    assert largest_difference(again.state_dict(), expected) <= 1e-10
 
 
 def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any, tmp_path: Path) -> None:
@@ -221,7 +205,7 @@ def test_a_first_update_that_fails_in_lightning_is_undone(lightning_manual: Any,
             check_plan_fits(net, self.optimizers())
             check_undone(net, self.optimizers(), dataset)
 
-    run = trainer(tmp_path, max_steps=1, limit_train_batches=1, enable_checkpointing=False)
+    run = trainer(tmp_path, max_steps=1, limit_train_batches=1)
     run.fit(Failing(net, MICRO_BATCH), loader(dataset))
 
 
@@ -231,6 +215,6 @@ def test_lightnings_own_scaling_is_refused(lightning_manual: Any, tmp_path: Path
 
     net, dataset = make()
     scaling = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False, plugins=[scaling])
+    run = trainer(tmp_path, max_epochs=1, plugins=[scaling])
     with pytest.raises(UsageError, match="the framework's optimizer scales gradients for fp16"):
         run.fit(classifier(lightning_manual, net), loader(dataset))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import Command
 from factories import codes
+from quiet_frameworks import quiet_trainer
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -88,14 +89,13 @@ class Net(pl.LightningModule):  # type: ignore[misc]
 
 
 def make_trainer(folder: Path, **settings: Any) -> Any:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    usual = quiet | {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "max_epochs": 2}
-    return pl.Trainer(**(usual | settings))
+    return quiet_trainer(pl, folder, **{"max_epochs": 2, **settings})
 
 
 def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> None:
     module, data = Net(), Sentences()
-    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[pl.callbacks.EMAWeightAveraging()])
+    averaging = pl.callbacks.EMAWeightAveraging()
+    trainer = make_trainer(tmp_path, precision="bf16-mixed", callbacks=[averaging], logger=True)
     attributes, digest = dict(vars(module)), state_digest(module, torch.optim.SGD(module.parameters()))
     plan = autoaccum.plan(
         trainer=trainer, model=module, data=data, target_batch=8, max_micro_batch=4, memory="2GiB", device="cpu"
@@ -109,7 +109,9 @@ def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> N
     assert state_digest(module, torch.optim.SGD(module.parameters())) == digest
     assert not hasattr(data, "samples")
     assert list(tmp_path.iterdir()) == []  # The logger has written nothing.
-    assert autoaccum.verify(trainer=make_trainer(tmp_path), model=module, data=data, target_batch=4).equivalent
+    assert autoaccum.verify(
+        trainer=make_trainer(tmp_path, logger=True), model=module, data=data, target_batch=4
+    ).equivalent
 
 
 FILE = """
@@ -149,17 +151,15 @@ def test_a_file_is_planned_for_a_card_that_is_not_there(tmp_path: Path, command:
     done = command(tmp_path, *words.split())
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    recorded = {
-        name: (plan["spec"] | plan["workload"])[name]
-        for name in ("name", "model", "precision", "optimizer", "evaluation_batch")
-    }
-    assert recorded == {
+    expected = {
         "name": "train:trainer",
         "model": "Net",
         "precision": "fp16",
         "optimizer": "SGD",
         "evaluation_batch": 16,
     }
+    recorded = plan["spec"] | plan["workload"]
+    assert {name: recorded[name] for name in expected} == expected
     assert (plan["kind"], plan["micro_batches"]) == ("predicted", [4, 4])
     assert plan["arguments"]["lightning"]["trainer"]["precision"] == "16-mixed"
 
@@ -214,7 +214,7 @@ class Lossless(Plain):
 def test_what_cannot_be_planned_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: Any, settings: Any, said: str
 ) -> None:
-    trainer = make_trainer(tmp_path, logger=False)
+    trainer = make_trainer(tmp_path)
     if settings:  # A Trainer on the CPU refuses to shard.
         from lightning.pytorch.strategies import FSDPStrategy
 
@@ -231,7 +231,7 @@ def take_step(workload: Any) -> Any:
 
 def test_a_true_half_precision_converts_a_copy(tmp_path: Path) -> None:
     module = Plain()
-    workload = workload_of(make_trainer(tmp_path, precision="bf16-true", logger=False), model=module, data=rows())
+    workload = workload_of(make_trainer(tmp_path, precision="bf16-true"), model=module, data=rows())
     assert workload is not None
     (loss,) = take_step(workload).values()
     assert (loss.dtype, module.layer.weight.dtype) == (torch.bfloat16, torch.float32)
@@ -247,5 +247,5 @@ def test_gradients_of_the_last_update_are_there_in_the_next_forward_as_in_a_tria
             return super().training_step(batch)
 
     module, loader = Looking(), rows()
-    make_trainer(tmp_path, logger=False, max_epochs=1).fit(module, loader)
+    make_trainer(tmp_path, max_epochs=1).fit(module, loader)
     assert seen == [False, True, True]

@@ -15,6 +15,7 @@ import pytest
 import pytorch_lightning
 import torch
 from command_line import environment
+from quiet_frameworks import largest_difference, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from warm_children import WarmRanks
@@ -80,14 +81,8 @@ def module_of(package: ModuleType) -> Any:
 
 
 def train(folder: Path, callbacks: list[Any], package: ModuleType = pl, **settings: Any) -> nn.Module:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "accumulate_grad_batches": PARTS}
-    trainer = package.Trainer(**(quiet | usual | settings), default_root_dir=folder, callbacks=callbacks)
+    settings |= {"max_epochs": EPOCHS, "accumulate_grad_batches": PARTS, "callbacks": callbacks}
+    trainer = quiet_trainer(package, folder, **settings)
     module = module_of(package)
     data, ranks = sentences(), trainer.world_size
     share = Subset(data, range(trainer.global_rank, len(data), ranks))  # The Trainer's own sampler would shuffle.
@@ -98,8 +93,7 @@ def train(folder: Path, callbacks: list[Any], package: ModuleType = pl, **settin
 
 
 def difference(model: nn.Module, other: nn.Module) -> float:
-    largest = max(float(tensor.abs().max()) for tensor in other.state_dict().values())
-    return max(float((model.state_dict()[k] - v).abs().max()) for k, v in other.state_dict().items()) / largest
+    return largest_difference(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning])
@@ -166,7 +160,7 @@ def test_exact_accumulation_is_refused_where_the_loop_is_not_the_trainers(
 ) -> None:
     from autoaccum.integrations.lightning import ExactAccumulation
 
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer(pl, tmp_path)
     module = prepare(trainer)
     with pytest.raises(UsageError, match=said):
         ExactAccumulation().on_fit_start(trainer, module)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autoaccum
 from autoaccum.errors import WorkloadError
@@ -88,27 +87,16 @@ def uneven(graphs: dict[str, Any], count: int) -> Any:
     return made
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
 def test_an_update_is_the_full_batch_s(graphs: dict[str, Any]) -> None:
     whole = graphs["model"]().double()
     parts = copy.deepcopy(whole)
     full = uneven(graphs, 10)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
     graphs["loss"](whole, full).backward()
-    largest = max(float(gradient.abs().max()) for gradient in gradients(whole))
-    optimizer.step()
-    accumulator = autoaccum.Accumulator(
-        parts,
-        torch.optim.SGD(parts.parameters(), lr=0.5),
-        graphs["loss"],
-        micro_batch=4,
-        split=graphs["split"],
-        size=graphs["size"],
-    )
+    torch.optim.SGD(whole.parameters(), lr=0.5).step()
+    optimizer, asked = torch.optim.SGD(parts.parameters(), lr=0.5), {name: graphs[name] for name in ("split", "size")}
+    accumulator = autoaccum.Accumulator(parts, optimizer, graphs["loss"], micro_batch=4, **asked)
     assert accumulator.step(full).micro_batches == (4, 3, 3)
+    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= 1e-10 * largest
     accumulator.step_parts([uneven(graphs, 3), uneven(graphs, 6)])
@@ -158,22 +146,19 @@ def test_is_trained(graphs: dict[str, Any], form: str) -> None:
 
     data = [graphs["graph"](number) for number in range(22)]
     loader = DataLoader(data, batch_size=5)
-    given: Any = {"loader": loader, "batches": list(loader), "stream": Stream(loader)}[form]
+    stream = type("Stream", (), {"__iter__": lambda _: iter(loader)})()  # Batches that can only be gone through.
+    given: Any = {"loader": loader, "batches": list(loader), "stream": stream}[form]
+    usual: Any = {"optimizer": "SGD", "learning_rate": 0.1, "epochs": 1, "progress": False}
     model = graphs["model"]()
     plain = copy.deepcopy(model)
     found = autoaccum.fit(
         model,
         given,
         target_batch=8,
-        loss=graphs["loss"],
-        split=graphs["split"],
-        size=graphs["size"],
-        optimizer="SGD",
-        learning_rate=0.1,
         micro_batch=None if form == "loader" else 4,
-        epochs=1,
         eval_data=list(loader),
-        progress=False,
+        **{name: graphs[name] for name in ("loss", "split", "size")},
+        **usual,
     )
     assert (found.updates, found.samples) == (3, 22)
     assert (found.plan is not None) == (form == "loader")
@@ -185,16 +170,6 @@ def test_is_trained(graphs: dict[str, Any], form: str) -> None:
         optimizer.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-class Stream:
-    """Batches that can only be gone through."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
 
 
 def test_the_weight_of_nodes_is_named(graphs: dict[str, Any]) -> None:
