@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,24 +24,46 @@ _HINT = (
 )
 
 
+@dataclass(frozen=True)
+class CountedLabels:
+    """The labels that a mean divides by: all that are not `ignored`, where `shifted` without the first of a sample."""
+
+    ignored: int = IGNORED
+    shifted: bool = False
+
+    def mask(self, labels: Tensor) -> Tensor:
+        """Return which labels count."""
+        return (labels[..., 1:] if self.shifted else labels) != self.ignored
+
+    def expression(self, labels: str = "labels") -> str:
+        """Return the mask as code.
+
+        >>> CountedLabels(shifted=True).expression('batch["labels"]')
+        'batch["labels"][..., 1:] != -100'
+        """
+        return f"{labels}{'[..., 1:]' if self.shifted else ''} != {self.ignored}"
+
+
 class ModelLoss:
     """The loss `model(**batch).loss` and its divisor, inferred from the class of the model (`infer_divisor`).
 
     Attributes:
         model: The name of the class that computes the loss; empty before `read_model`.
-        divisor: `labels[..., 1:] != -100`, `labels != -100` or `samples`.
+        divisor: The labels that its mean counts; None: it counts samples.
         reduction: `mean`, or `sum` for a class that sums, as the CTC losses of transformers do by default.
         access: The expression that takes the loss from the model's output: `["loss"]`, `.loss` or `[0]`.
     """
 
     def __init__(self) -> None:
-        self.model, self.divisor, self.access = "", "samples", '["loss"]'
+        self.model, self.access = "", '["loss"]'
+        self.divisor: CountedLabels | None = None
         self.reduction: Literal["mean", "sum"] = "mean"
 
     @property
     def divisor_label(self) -> str:
         """The divisor, with the name of the class from which it was inferred."""
-        return f"{self.divisor} ({self.model})" if self.model else self.divisor
+        label = "samples" if self.divisor is None else self.divisor.expression()
+        return f"{label} ({self.model})" if self.model else label
 
     def read_model(self, model: nn.Module) -> None:
         """Infer divisor and reduction from the class of `model`."""
@@ -69,14 +92,16 @@ class ModelLoss:
     def weight(self, batch: Any) -> float:
         """Return the number that the mean over `batch` divides by."""
         labels = _named(batch).get("labels")
-        if self.divisor == "samples" or not isinstance(labels, Tensor):
+        if self.divisor is None or not isinstance(labels, Tensor):
             return float(batch_size(batch))
-        return float(label_mask(labels, self.divisor).sum())
+        return float(self.divisor.mask(labels).sum())
 
     def code(self, batch: Any) -> str | None:
         """Return the weight as an expression of `batch`; None if it is the number of samples."""
-        has_labels = self.divisor != "samples" and isinstance(_named(batch).get("labels"), Tensor)
-        return label_code('batch["labels"]', self.divisor) if has_labels else None
+        if self.divisor is None or not isinstance(_named(batch).get("labels"), Tensor):
+            return None
+        expression = self.divisor.expression('batch["labels"]')
+        return f"({expression}).sum()"
 
 
 def find_loss_module(model: nn.Module) -> nn.Module | None:
@@ -87,34 +112,31 @@ def find_loss_module(model: nn.Module) -> nn.Module | None:
     return next((module for module in model.modules() if _computes_loss(module)), None)
 
 
-def infer_divisor(model: nn.Module) -> str:
-    """Return the divisor of the loss of a transformers model; `samples` if its class is unknown."""
-    computing = find_loss_module(model)
-    return "samples" if computing is None else _divisor_of_class(computing)
-
-
-def _divisor_of_class(model: nn.Module) -> str:
-    """Return the divisor that the code of the model's `forward` implies; `samples` if unknown.
+def infer_divisor(model: nn.Module) -> CountedLabels | None:
+    """Return the labels that the loss of a transformers model counts; None if it counts samples, or is unknown.
 
     A `forward` either calls `self.loss_function`, whose name is known, or a cross-entropy directly. Only decoders shift
     the labels; encoder-decoders get shifted inputs instead (`decoder_input_ids`).
     """
-    config, forward, name = getattr(model, "config", None), _forward_code(model), type_name(model)
+    computing = find_loss_module(model)
+    if computing is None:
+        return None
+    config, forward, name = getattr(computing, "config", None), _forward_code(computing), type_name(computing)
     if sum("label" in argument for argument in forward.co_varnames[: forward.co_argcount]) > 1:
-        return "samples"  # The loss is a sum of several means.
+        return None  # The loss is a sum of several means.
     if "SemanticSegmentation" in name:
-        return f"labels != {getattr(config, 'semantic_loss_ignore_index', 255)}"
+        return CountedLabels(getattr(config, "semantic_loss_ignore_index", 255))
     regresses = getattr(config, "num_labels", 0) == 1 or getattr(config, "problem_type", None) == "regression"
     if "Segmentation" in name or "Detection" in name or (regresses and "Classification" in name):
-        return "samples"
+        return None
     if "loss_function" in forward.co_names:
-        function = getattr(getattr(model, "loss_function", None), "__name__", "")
+        function = getattr(getattr(computing, "loss_function", None), "__name__", "")
         shifts = function in _SHIFTED and not getattr(config, "is_encoder_decoder", False)
         is_known = function in _SHIFTED | _MARKED
     else:
         is_known = any(used.endswith(("CrossEntropyLoss", "cross_entropy", "loss_fct")) for used in forward.co_names)
         shifts = "shift_labels" in forward.co_varnames
-    return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}" if is_known else "samples"
+    return CountedLabels(shifted=shifts) if is_known else None
 
 
 def ignores_items(model: nn.Module) -> bool:
@@ -134,20 +156,6 @@ def balances_experts(model: nn.Module) -> bool:
     configs = [getattr(module, "config", None) for module in model.modules()]
     owners = [*model.modules(), *configs, *(getattr(config, "text_config", None) for config in configs)]
     return any(getattr(owner, "output_router_logits", False) for owner in owners)
-
-
-def label_code(path: str, divisor: str) -> str:
-    """Return the expression that counts the labels.
-
-    >>> label_code('batch["labels"]', "labels[..., 1:] != -100")
-    '(batch["labels"][..., 1:] != -100).sum()'
-    """
-    return f"({path}{divisor.removeprefix('labels')}).sum()"
-
-
-def label_mask(labels: Tensor, divisor: str) -> Tensor:
-    """Return a mask of the labels that count, as in `label_code`."""
-    return (labels[..., 1:] if "1:" in divisor else labels) != int(divisor.rpartition("!= ")[2])
 
 
 def _named(batch: Any) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoaccum.messages import Message, message
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size
-from autoaccum.sources.model_loss import IGNORED, infer_divisor, label_code, label_mask
+from autoaccum.sources.model_loss import IGNORED, CountedLabels, infer_divisor
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.readings import is_samples
 
@@ -134,11 +134,11 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     if not marked:
         return None
     path, inferred = min(sorted(marked), key=path_rank), infer_divisor(model)
-    divisor = f"labels != {IGNORED}" if inferred == "samples" else inferred
-    counts = torch.cat([label_mask(leaf, divisor).flatten(1).sum(1) for place, leaf in labels if place == path])
-    if inferred == "samples" and len(set(counts.tolist())) < 2:
+    counted = inferred or CountedLabels()
+    counts = torch.cat([counted.mask(leaf).flatten(1).sum(1) for place, leaf in labels if place == path])
+    if inferred is None and len(set(counts.tolist())) < 2:
         return None
-    return message("labels_ignored", labels=path, code=label_code(path, divisor))
+    return message("labels_ignored", labels=path, code=f"({counted.expression(path)}).sum()")
 
 
 _KEPT = 2
