@@ -1,4 +1,4 @@
-"""Batches whose samples are not rows: detection and packed tokens."""
+"""Batches whose samples are not rows, such as the boxes of images."""
 
 from __future__ import annotations
 
@@ -58,100 +58,54 @@ def split_detections(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[st
     return parts
 
 
-class Packed(nn.Module):
-    """Predict each token from the tokens before it in its sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
-
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        hidden = [one.cumsum(0).tanh() for one in self.embedding(tokens).split(cu_seqlens.diff().tolist())]
-        return torch.as_tensor(self.head(torch.cat(hidden)))
-
-
-def packed(size: int) -> dict[str, Tensor]:
-    lengths = torch.tensor([3 + number % 4 for number in range(size)])
-    generator = torch.Generator().manual_seed(size)
-    ends = F.pad(lengths.cumsum(0), (1, 0))
-    return {"tokens": torch.randint(11, (int(ends[-1]),), generator=generator), "cu_seqlens": ends}
-
-
-def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(**batch), batch["tokens"])
-
-
-def split_packed(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
-    ends, parts, start = batch["cu_seqlens"], [], 0
-    for size in sizes:
-        own = ends[start : start + size + 1]
-        parts.append({"tokens": batch["tokens"][own[0] : own[-1]], "cu_seqlens": own - own[0]})
-        start += size
-    return parts
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "detection": {
-        "model": Detector,
-        "batch": detections,
-        "loss": box_loss,
-        "weight": box_count,
-        "split": split_detections,
-        "size": lambda batch: len(batch["images"]),
-    },
-    "packed": {
-        "model": Packed,
-        "batch": packed,
-        "loss": packed_loss,
-        "weight": lambda batch: len(batch["tokens"]),
-        "split": split_packed,
-        "size": lambda batch: len(batch["cu_seqlens"]) - 1,
-    },
+DETECTION: dict[str, Any] = {
+    "model": Detector,
+    "batch": detections,
+    "loss": box_loss,
+    "weight": box_count,
+    "split": split_detections,
+    "size": lambda batch: len(batch["images"]),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_equals_that_of_the_full_batch(kind: str) -> None:
-    made = KINDS[kind]
-    whole = made["model"]().double()
+def test_the_gradient_equals_that_of_the_full_batch() -> None:
+    whole = Detector().double()
     parts = copy.deepcopy(whole)
-    full = {name: value.double() if value.is_floating_point() else value for name, value in made["batch"](11).items()}
-    made["loss"](whole, full).backward()
-    grads = [parameter.grad for parameter in whole.parameters()]
-    largest = max(float(grad.abs().max()) for grad in grads)
+    full = {name: value.double() for name, value in detections(11).items()}
+    box_loss(whole, full).backward()  # type: ignore[no-untyped-call]
+    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters() if parameter.grad is not None)
     torch.optim.SGD(whole.parameters(), lr=0.5).step()
-    named = {name: made[name] for name in ("weight", "split", "size")}
+    named = {name: DETECTION[name] for name in ("weight", "split", "size")}
     optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
-    accumulator = autoaccum.Accumulator(parts, optimizer, made["loss"], micro_batch=4, **named)
+    accumulator = autoaccum.Accumulator(parts, optimizer, box_loss, micro_batch=4, **named)
     assert accumulator.step(full).micro_batches == (4, 4, 3)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= 1e-10 * largest
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_is_planned_and_verified(kind: str) -> None:
-    made = Workload(**KINDS[kind])
-    found = autoaccum.plan(made, target_batch=10, max_micro_batch=4, device="cpu")
-    assert found.micro_batches == (4, 3, 3)
-    assert autoaccum.verify(made).equivalent
+def test_is_planned_and_verified() -> None:
+    workload = Workload(**DETECTION)
+    plan = autoaccum.plan(workload, target_batch=10, max_micro_batch=4, device="cpu")
+    assert plan.micro_batches == (4, 3, 3)
+    assert autoaccum.verify(workload).equivalent
     with pytest.raises(UsageError, match=r"split by the workload's own split\(batch, sizes\)"):
-        emit_wrapper(found)
+        emit_wrapper(plan)
 
 
 def test_a_wrong_weight_is_found() -> None:
-    found = autoaccum.verify(Workload(**{**KINDS["detection"], "weight": None}))
+    found = autoaccum.verify(Workload(**{**DETECTION, "weight": None}))
     assert not found.equivalent
     assert any("targets" in (cause.change or "") for cause in found.causes)
 
 
 def test_needs_both_functions() -> None:
     with pytest.raises(WorkloadError, match="split and size must be two functions") as error:
-        Workload(**{**KINDS["packed"], "size": None})
+        Workload(**{**DETECTION, "size": None})
     assert error.value.hint == "write both: def split(batch, sizes) and def size(batch)"
     with pytest.raises(WorkloadError, match=r"size\(batch\) is 'many'"):
-        Workload(**{**KINDS["packed"], "size": lambda batch: "many"}).build_batch(4)
+        Workload(**{**DETECTION, "size": lambda batch: "many"}).build_batch(4)
     with pytest.raises(WorkloadError, match=r"batch\(4\) returned 5 samples"):
-        Workload(**{**KINDS["packed"], "size": lambda batch: len(batch["cu_seqlens"])}).build_batch(4)
+        Workload(**{**DETECTION, "size": lambda batch: 5}).build_batch(4)
 
 
 def written(folder: Path, text: str) -> str:
