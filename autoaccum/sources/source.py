@@ -62,16 +62,13 @@ class FileSource(Source):
     @property
     def file(self) -> str:
         """The path of the file."""
-        return self._split()[0]
+        return self.name if self.variable is None else self.name.rpartition(":")[0]
 
     @property
     def variable(self) -> str | None:
         """What follows the colon; None if there is none."""
-        return self._split()[1]
-
-    def _split(self) -> tuple[str, str | None]:
         file, _, variable = self.name.rpartition(":")
-        return (file, variable) if file and re.fullmatch(r"\w*", variable) else (self.name, None)
+        return variable if file and re.fullmatch(r"\w*", variable) else None
 
     def at(self, file: str | Path) -> FileSource:
         """Return the same variable of another file."""
