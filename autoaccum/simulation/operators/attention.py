@@ -66,7 +66,7 @@ class AttentionCall:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the head sizes of query, key and value."""
+        """The head sizes of query, key and value."""
         return tuple(shape[-1] for shape in self.shapes)
 
     @property
@@ -218,16 +218,6 @@ def choose_attention(
     return next((kernel for kernel in order if kernel in enabled and _CAN[kernel](call)), None)
 
 
-def _enabled() -> list[Kernel]:
-    flags: dict[Kernel, bool] = {
-        "flash": torch._C._get_flash_sdp_enabled(),
-        "efficient": torch._C._get_mem_efficient_sdp_enabled(),
-        "math": torch._C._get_math_sdp_enabled(),
-        "cudnn": torch._C._get_cudnn_sdp_enabled(),
-    }
-    return [kernel for kernel, on in flags.items() if on]
-
-
 def scaled_dot_product_attention(
     in_use: CardInUse,
     query: Tensor,
@@ -252,7 +242,8 @@ def scaled_dot_product_attention(
         card=in_use.card,
     )
     order = [_KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(_KERNELS)]
-    enabled = _enabled()
+    names = {"efficient": "mem_efficient"}
+    enabled = [kernel for kernel in _KERNELS if getattr(torch._C, f"_get_{names.get(kernel, kernel)}_sdp_enabled")()]
     kernel = in_use.choose(lambda card: choose_attention(replace(call, card=card), enabled, order))
     if kernel is None:
         raise RuntimeError(f"no enabled attention kernel can run on {call.card.name}: enable another one")

@@ -173,10 +173,6 @@ def _batch_norm(
     return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
 
 
-def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
-    return before_outputs(layout_copies(call["input"]))
-
-
 def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     """Partial sums for weight and bias, which are added up one after the other."""
     tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
@@ -184,11 +180,13 @@ def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     if not columns:
         return []
     numbers = (tensor.numel() // columns, columns, tensor.dtype.itemsize)
-    partial, *summed = (Workspace(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
-    copies = layout_copies(call["grad_out"], call["grad_output"], tensor)
+    partial_sums, *summed = (Workspace(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
+    steps = before_outputs(layout_copies(call["grad_out"], call["grad_output"], tensor))
     count = sum(map(bool, mask[1:]))
-    each: list[MemoryStep] = [*summed, Freed(2)]
-    return [*before_outputs(copies), *[partial] * count, *each * count]
+    steps += [partial_sums] * count
+    for _ in range(count):
+        steps += [*summed, Freed(2)]
+    return steps
 
 
 def _group_norm(call: OperatorCall) -> list[MemoryStep]:
@@ -222,10 +220,8 @@ def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
 
 
 def _group_norm_layout(call: OperatorCall) -> torch.memory_format:
-    if call.torch_version < (2, 15):
-        return torch.contiguous_format
-    layout: torch.memory_format = suggest_memory_format(call["input"])
-    return layout
+    is_old = call.torch_version < (2, 15)
+    return torch.contiguous_format if is_old else suggest_memory_format(call["input"])
 
 
 def _native_batch_norm(call: OperatorCall) -> list[Workspace]:
@@ -259,7 +255,9 @@ WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(("addmm", "_addmm_activation"), partial(_product, with_bias=True)),
     "convolution": _convolution,
     "convolution_backward": _convolution_gradient,
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+    **dict.fromkeys(
+        ("native_layer_norm", "_fused_rms_norm"), lambda call: before_outputs(layout_copies(call["input"]))
+    ),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_gradient,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +36,10 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return out
 
 
-def _softmax(operator: Any) -> Callable[..., Tensor]:
-    """Return softmax as in ATen/native/SoftMax.cpp: on CUDA one kernel from fp16 to fp32; bf16 is copied first."""
-
-    def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        into_wide = tensor.dtype is torch.float16 and dtype is torch.float32
-        out: Tensor = operator(tensor if dtype is None or into_wide else tensor.to(dtype), dim, into_wide)
-        return out
-
-    return kernel
+def _softmax(operator: Any, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Run softmax as in ATen/native/SoftMax.cpp: on CUDA one kernel from fp16 to fp32; bf16 is copied first."""
+    into_wide = tensor.dtype is torch.float16 and dtype is torch.float32
+    return operator(tensor if dtype is None or into_wide else tensor.to(dtype), dim, into_wide)
 
 
 def _ctc_loss(
@@ -103,42 +99,26 @@ class _Ctc(torch.autograd.Function):
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "softmax.int": _softmax(_aten._softmax.default),
-    "log_softmax.int": _softmax(_aten._log_softmax.default),
+    "softmax.int": partial(_softmax, _aten._softmax.default),
+    "log_softmax.int": partial(_softmax, _aten._log_softmax.default),
     "ctc_loss.IntList": _ctc_loss,
     "ctc_loss.Tensor": _ctc_loss,
 }
 
 
-def _dropout_workspaces(call: OperatorCall) -> list[MemoryStep]:
-    """The mask before the output (`dropout_cuda` in ATen/native/cuda/Dropout.cu)."""
-    return [OutputAllocated(1), OutputAllocated(0)] if call["train"] is not False else []
+def _loss(call: OperatorCall, *, logarithms: bool = False, keeps_elements: bool = False) -> list[MemoryStep]:
+    """The loss of each element, before they are reduced.
 
-
-def _loss(call: OperatorCall) -> list[Workspace]:
-    if call["reduction"] == 0:
-        return []
-    tensor = call.first
-    losses = Workspace("loss_elements", (bytes_of(tensor),))
-    return [losses, *reduction_workspaces(tensor, (), accumulator=accumulator_bytes(tensor.dtype))]
-
-
-def _loss_with_logits(call: OperatorCall) -> list[Workspace]:
-    """The logarithm of the sigmoid lives at the same time as the losses."""
-    return [Workspace("loss_elements", (bytes_of(call.first),)), *_loss(call)]
-
-
-def _loss_keeping_elements(call: OperatorCall) -> list[MemoryStep]:
-    """The reduced loss keeps the memory of one loss per element: it is made so large and then resized.
-
-    `TORCH_META_FUNC` of `mse_loss` and `smooth_l1_loss` in ATen/native/BinaryOps.cpp.
+    With `logarithms`, that of the sigmoid lives at the same time. A loss that `keeps_elements` is made as large as they
+    are and then resized (`TORCH_META_FUNC` of `mse_loss` and `smooth_l1_loss` in ATen/native/BinaryOps.cpp).
     """
-    kept = [Kept(Workspace("loss_elements", (bytes_of(call.first),)), 0)] if call["reduction"] else []
-    return [*kept, *_loss(call)]
-
-
-def _softmax_copies(call: OperatorCall) -> list[Workspace]:
-    return layout_copies(call["self"], call["grad_output"], call["output"])
+    tensor, elements = call.first, Workspace("loss_elements", (bytes_of(call.first),))
+    steps: list[MemoryStep] = [elements] if logarithms else []
+    if call["reduction"] == 0:
+        return steps
+    if keeps_elements:
+        steps.append(Kept(elements, 0))
+    return [*steps, elements, *reduction_workspaces(tensor, (), accumulator=accumulator_bytes(tensor.dtype))]
 
 
 def _softmax_gradient(call: OperatorCall) -> list[Workspace]:
@@ -149,11 +129,15 @@ def _softmax_gradient(call: OperatorCall) -> list[Workspace]:
 
 
 WORKSPACES: Mapping[str, Handler] = {
-    "native_dropout": _dropout_workspaces,
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_keeping_elements),
+    # The mask before the output (`dropout_cuda` in ATen/native/cuda/Dropout.cu).
+    "native_dropout": lambda call: [OutputAllocated(1), OutputAllocated(0)] if call["train"] is not False else [],
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), partial(_loss, keeps_elements=True)),
     **dict.fromkeys(("huber_loss", "binary_cross_entropy"), _loss),
-    "binary_cross_entropy_with_logits": _loss_with_logits,
-    **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax_copies),
+    "binary_cross_entropy_with_logits": partial(_loss, logarithms=True),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_log_softmax_backward_data"),
+        lambda call: layout_copies(call["self"], call["grad_output"], call["output"]),
+    ),
     "_softmax_backward_data": _softmax_gradient,
     "_ctc_loss_backward": lambda call: [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))],
 }

@@ -220,12 +220,6 @@ def _extreme(call: OperatorCall) -> list[Workspace]:
     return reduction_workspaces(call.first, _dims(call), accumulator=accumulator)
 
 
-def _logsumexp(call: OperatorCall) -> list[Workspace]:
-    tensor = call.first
-    difference = Workspace("difference", (bytes_of(tensor),))
-    return [difference, *reduction_workspaces(tensor, _dims(call), accumulator=accumulator_bytes(tensor.dtype))]
-
-
 def _foreach_norm(call: OperatorCall) -> list[Workspace]:
     tensors: Sequence[Tensor] = call["self"]
     if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
@@ -240,25 +234,22 @@ def _dims(call: OperatorCall) -> Sequence[int]:
 
 
 def _embedding_gradient(call: OperatorCall) -> list[MemoryStep]:
-    grad, indices = call["grad_output"], call["indices"]
-    least = 1 if call["scale_grad_by_freq"] else _MANY_INDICES
-    return layout_copies(grad, indices) + _embedding(grad, indices, call["num_weights"], least)
-
-
-def _embedding_bag_gradient(call: OperatorCall) -> list[MemoryStep]:
-    if call["mode"] == _BAG_OF_MAXIMA:
-        return []
-    return _embedding(call["grad"], call["indices"], call["num_weights"], least=1)
-
-
-def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[MemoryStep]:
     """Sort the indices, allocate the gradient, then add up each run of equal indices in parts."""
+    grad, indices, rows = call["grad_output"], call["indices"], call["num_weights"]
+    copies, least = [], 1
+    if grad is None:  # Of an `nn.EmbeddingBag`.
+        grad = call["grad"]
+        if call["mode"] == _BAG_OF_MAXIMA:
+            return []
+    else:
+        copies = layout_copies(grad, indices)
+        least = 1 if call["scale_grad_by_freq"] else _MANY_INDICES
     count, each = indices.numel(), indices.dtype.itemsize
     sums = Workspace("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
     names = ("indices", "segments", "partials")
     one, segment, partials = (Workspace(f"embedding_{name}", (count, rows, each, least)) for name in names)
     temporary = Workspace("sorted_pairs", (count, 2 * each, least))
-    sorting: list[MemoryStep] = [one, one, one, temporary, Freed(2), OutputAllocated()]
+    sorting: list[MemoryStep] = [*copies, one, one, one, temporary, Freed(2), OutputAllocated()]
     return [*sorting, one, segment, segment, partials, sums]
 
 
@@ -296,10 +287,11 @@ WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(("sum", "mean", "prod", "nansum", "linalg_vector_norm", "norm"), _total),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _moments),
     **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin"), _extreme),
-    "logsumexp": _logsumexp,
+    "logsumexp": lambda call: [Workspace("difference", (bytes_of(call.first),)), *_total(call)],
     "_foreach_norm": _foreach_norm,
-    "embedding_dense_backward": _embedding_gradient,
-    **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _embedding_bag_gradient),
+    **dict.fromkeys(
+        ("embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward"), _embedding_gradient
+    ),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
     "sort": _sort,
     **dict.fromkeys(("cumsum", "cumprod"), _scan),

@@ -119,42 +119,18 @@ def cudnn_batch_norm(on: Target, channels: int, channels_last: int) -> Estimate:
     return _guess(0, 2 * 4 * channels * shares)
 
 
-def recurrent(_: Target, rows: int, hidden: int, gates: int, directions: int, element_bytes: int) -> Estimate:
-    """The workspace of an RNN; a row is a step of a sample."""
-    return _guess(rows * hidden * gates * directions * element_bytes)
-
-
-def recurrent_reserve(_: Target, reserve_bytes: int, percent: int) -> Estimate:
-    """The band of an RNN's reserve."""
-    return _guess(0, ceil_div(reserve_bytes * percent, 100))
-
-
-def layer_norm_gradient(on: Target, rows: int, columns: int, element_bytes: int) -> int:
-    """Partial sums for the weight (or the bias) of many narrow rows."""
-    return _partial_rows(on, rows, columns) * columns * element_bytes
-
-
-def layer_norm_staging(on: Target, rows: int, columns: int, element_bytes: int) -> int:
-    """The staging area in which those are added up."""
-    return reduction(on, *_partial_sums(on, rows, columns, element_bytes))
-
-
-def layer_norm_flags(on: Target, rows: int, columns: int, element_bytes: int) -> int:
-    """The counters of that sum."""
-    return reduction_flags(on, *_partial_sums(on, rows, columns, element_bytes))
-
-
 def _partial_rows(on: Target, rows: int, columns: int) -> int:
-    """Return the number of partial sums for each column; 0 if one kernel adds up everything."""
+    """Return how many partial sums a layer norm has for each weight; 0 if one kernel adds up everything."""
     if rows <= 64 * 1024 or columns // 32 >= on.card.multiprocessors // 2:
         return 0
     return min(32 * 1024 // ceil_div(columns, 32), ceil_div(rows, 32))
 
 
-def _partial_sums(on: Target, rows: int, columns: int, element_bytes: int) -> tuple[int, ...]:
-    """Return the numbers of the reduction that adds up partial sums over their rows, in fp32 at least."""
+def _partial_sums(on: Target, rows: int, columns: int, element_bytes: int) -> tuple[int, int]:
+    """Return the staging area and the counters of the reduction that adds them up, in fp32 at least."""
     layout = reduction_layout((_partial_rows(on, rows, columns), columns), (columns, 1), (0,))
-    return reduction_numbers(layout, accumulator_bytes=max(4, element_bytes), element_bytes=element_bytes)
+    numbers = reduction_numbers(layout, accumulator_bytes=max(4, element_bytes), element_bytes=element_bytes)
+    return staging_and_flags(numbers, on.card)
 
 
 def batch_norm(_: Target, values: int, channels: int, sums_bytes: int) -> int:
@@ -172,41 +148,6 @@ _SMALL_SORT = 4096
 """The longest row that one block of threads sorts (ATen/native/cuda/Sort.cu)."""
 _ROWS_PER_THREAD = 10
 _SCAN_TILE = 15 * 128
-
-
-def reduction(on: Target, *numbers: int) -> int:
-    """The staging area in which blocks of threads share their results: `reduction_numbers`."""
-    return staging_and_flags(numbers, on.card)[0]
-
-
-def reduction_flags(on: Target, *numbers: int) -> int:
-    """One counter for each column of blocks: `reduction_numbers`."""
-    return staging_and_flags(numbers, on.card)[1]
-
-
-def foreach_norm(_: Target, tensors: int, largest: int, norm_bytes: int) -> int:
-    """One partial norm for each chunk; `largest` is the number of elements of the largest tensor."""
-    return tensors * ceil_div(largest, _NORM_CHUNK) * norm_bytes
-
-
-def embedding_sums(_: Target, indices: int, rows: int, columns: int, sum_bytes: int, least: int) -> int:
-    """The partial sums in fp32, for a table of rows and columns; fewer than `least` indices are not sorted."""
-    return _partials(indices, rows, least) * columns * sum_bytes
-
-
-def embedding_indices(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
-    """One number per index: the sorted indices, their positions, or their counts."""
-    return indices * index_bytes if indices >= least else 0
-
-
-def embedding_segments(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
-    """The starts of the runs of equal indices, or of their partial sums."""
-    return min(indices, rows) * index_bytes if indices >= least else 0
-
-
-def embedding_partials(_: Target, indices: int, rows: int, index_bytes: int, least: int) -> int:
-    """The start of each partial sum."""
-    return _partials(indices, rows, least) * index_bytes
 
 
 def _partials(indices: int, rows: int, least: int) -> int:
@@ -232,11 +173,6 @@ def sort(_: Target, rows: int, columns: int, key_bytes: int) -> int | Estimate:
     return _guess(size, size // 2)
 
 
-def scan(_: Target, elements: int) -> Estimate:
-    """The state of each tile of a scan over one long row, and of 32 more."""
-    return _guess(round_up(8 * (ceil_div(elements, _SCAN_TILE) + 32), 256) + 511)
-
-
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
@@ -247,16 +183,6 @@ def flash_gradient(on: Target, batch: int, heads: int, queries: int, head_size: 
     copies = max(1, ceil_div(on.card.multiprocessors, max(1, batch * heads))) if deterministic else 1
     band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
     return Estimate(bytes=each * rounded * copies, uncertainty_bytes=band, measured=band == 0)
-
-
-def flash_row_sums(_: Target, batch: int, heads: int, queries: int) -> int:
-    """The row sums of the softmax's gradient (`softmax_d`)."""
-    return 4 * batch * heads * round_up(queries, 128)
-
-
-def flash_splits(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
-    """The partial outputs of a forward pass that is split over the keys to keep the card busy (no dropout)."""
-    return flash_split_sums(on, batch, heads, queries, keys, head_size) * round_up(head_size, 32)
 
 
 def flash_split_sums(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
@@ -291,11 +217,6 @@ class EfficientCall(NamedTuple):
     dropout: int
     deterministic: int
 
-    @property
-    def rows(self) -> int:
-        """Return the number of queries of all heads and samples."""
-        return self.batch * self.heads * self.queries
-
 
 def efficient_gradient(on: Target, *numbers: int) -> Estimate:
     """The workspace of memory-efficient attention's backward pass, by the tile that fits in shared memory."""
@@ -306,31 +227,19 @@ def efficient_gradient(on: Target, *numbers: int) -> Estimate:
     return Estimate(bytes=size, uncertainty_bytes=band, measured=band == 0)
 
 
-def efficient_cast(on: Target, *numbers: int) -> int:
-    """Half-precision output or gradient in fp32, if no kernel sums its rows."""
-    call = EfficientCall(*numbers)
-    return efficient_product(on, *numbers) if call.element_bytes < 4 else 0
-
-
-def efficient_product(on: Target, *numbers: int) -> int:
-    """The output times its gradient in fp32, if no kernel sums its rows."""
-    return efficient_product_sums(on, *numbers) * EfficientCall(*numbers).value_size
-
-
-def efficient_product_sums(on: Target, *numbers: int) -> int:
-    """The row sums of that product, before they become `delta`.
+def _efficient_sums(on: Target, *numbers: int) -> int:
+    """The row sums of the output times its gradient, before they become `delta`.
 
     The kernel itself sums (`kKernelComputesDelta`) the rows of halves, except for wide heads on Volta.
     """
     call, on_volta = EfficientCall(*numbers), (7, 0) <= on.card.capability < (7, 5)
     kernel_sums = call.element_bytes < 4 and (_efficient_tile(call, on.card).in_registers or not on_volta)
-    return 0 if kernel_sums else 4 * call.rows
+    return 0 if kernel_sums else 4 * call.batch * call.heads * call.queries
 
 
-def efficient_output(_: Target, batch: int, heads: int, queries: int, value_size: int, element_bytes: int) -> int:
-    """The output of half-precision heads above 128 in fp32."""
-    needed = element_bytes < 4 and value_size > 128
-    return 4 * batch * heads * queries * value_size if needed else 0
+def _efficient_product(on: Target, *numbers: int) -> int:
+    """The output times its gradient in fp32, if no kernel sums its rows."""
+    return _efficient_sums(on, *numbers) * EfficientCall(*numbers).value_size
 
 
 class _Tile(NamedTuple):
@@ -378,19 +287,55 @@ def cudnn_gradient(
     return _guess(size)
 
 
-_RULES: tuple[Rule, ...] = (
-    *(product, convolution, cudnn_batch_norm, recurrent, recurrent_reserve),
-    *(layer_norm_gradient, layer_norm_staging, layer_norm_flags, batch_norm, reduction, reduction_flags, foreach_norm),
-    *(embedding_sums, embedding_indices, embedding_segments, embedding_partials, sorted_pairs, sort, scan),
-    *(flash_gradient, flash_row_sums, flash_splits, flash_split_sums, cudnn_gradient),
-    *(efficient_gradient, efficient_cast, efficient_product, efficient_product_sums, efficient_output),
-)
 RULES: Mapping[str, Rule] = {
-    **{rule.__name__: rule for rule in _RULES},
+    "product": product,
     "product_with_bias": lambda on, thread, _: 1 << 20,  # Of cuBLASLt.
+    "convolution": convolution,
+    # An RNN; a row is a step of a sample. The band of its reserve follows.
+    "recurrent": lambda on, *numbers: _guess(prod(numbers)),  # Rows, hidden units, gates, directions, bytes of one.
+    "recurrent_reserve": lambda on, reserve_bytes, percent: _guess(0, ceil_div(reserve_bytes * percent, 100)),
+    # Norms. Of a layer norm the partial sums for the weight (or the bias) of many narrow rows, and their reduction.
+    "layer_norm_gradient": lambda on, rows, columns, each: _partial_rows(on, rows, columns) * columns * each,
+    "layer_norm_staging": lambda on, *numbers: _partial_sums(on, *numbers)[0],
+    "layer_norm_flags": lambda on, *numbers: _partial_sums(on, *numbers)[1],
+    "group_norm": _product_of,  # One number for each sample and channel, or group: count, bytes of one.
+    "batch_norm": batch_norm,
+    "cudnn_batch_norm": cudnn_batch_norm,
+    # Reductions (`reduction_numbers`): blocks of threads share their results in a staging area; each column of blocks
+    # has a counter.
+    "reduction": lambda on, *numbers: staging_and_flags(numbers, on.card)[0],
+    "reduction_flags": lambda on, *numbers: staging_and_flags(numbers, on.card)[1],
+    # One partial norm for each chunk; `largest` is the number of elements of the largest tensor.
+    "foreach_norm": lambda on, tensors, largest, each: tensors * ceil_div(largest, _NORM_CHUNK) * each,
+    # The gradient of a table of rows and columns, of which fewer than `least` indices are not sorted: partial sums in
+    # fp32; one number per index (sorted, positions, or counts); starts of runs of equal indices, or of their partial
+    # sums; the start of each partial sum.
+    "embedding_sums": lambda on, indices, rows, columns, each, least: _partials(indices, rows, least) * columns * each,
+    "embedding_indices": lambda on, indices, rows, each, least: indices * each if indices >= least else 0,
+    "embedding_segments": lambda on, indices, rows, each, least: min(indices, rows) * each if indices >= least else 0,
+    "embedding_partials": lambda on, indices, rows, each, least: _partials(indices, rows, least) * each,
     "index_put": lambda on, count: 8 * count,  # Indices: linear, sorted, original ones, or their range.
-    "efficient_row_sums": lambda on, *rows: 4 * prod(rows),  # The rows' sums (`delta`): batch, heads, queries.
-    "flash_grouped": _product_of,  # For every query head: batch, heads, keys, head size, bytes of an element.
+    "sorted_pairs": sorted_pairs,
+    "sort": sort,
+    # The state of each tile of a scan over one long row, and of 32 more.
+    "scan": lambda on, elements: _guess(round_up(8 * (ceil_div(elements, _SCAN_TILE) + 32), 256) + 511),
+    # Flash attention: row sums of the softmax's gradient (`softmax_d`); partial outputs of a forward pass that is split
+    # over the keys (no dropout), and the logarithms of their row sums; and for every query head, batch, heads, keys,
+    # head size, bytes of an element.
+    "flash_gradient": flash_gradient,
+    "flash_row_sums": lambda on, batch, heads, queries: 4 * batch * heads * round_up(queries, 128),
+    "flash_splits": lambda on, *numbers: flash_split_sums(on, *numbers) * round_up(numbers[-1], 32),
+    "flash_split_sums": flash_split_sums,
+    "flash_grouped": _product_of,
+    # Memory-efficient attention, where no kernel sums rows: half-precision output or gradient in fp32, their product
+    # and its sums. Then the sums of each row (`delta`), and the output of half-precision heads above 128 in fp32.
+    "efficient_gradient": efficient_gradient,
+    "efficient_cast": lambda on, *n: _efficient_product(on, *n) if EfficientCall(*n).element_bytes < 4 else 0,
+    "efficient_product": _efficient_product,
+    "efficient_product_sums": _efficient_sums,
+    "efficient_row_sums": lambda on, *rows: 4 * prod(rows),
+    "efficient_output": lambda on, *n: 4 * prod(n[:4]) if n[3] > 128 and n[4] < 4 else 0,  # As `EfficientCall`'s rows.
+    "cudnn_gradient": cudnn_gradient,
     "empty_cache": _product_of,  # No workspace: see `trace_records.EMPTY_CACHE`.
     "layout_copy": _product_of,  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.
     "cast_copy": _product_of,  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
@@ -398,9 +343,8 @@ RULES: Mapping[str, Rule] = {
     "loss_elements": _product_of,  # ATen/native/Loss.cpp: the losses before they are averaged.
     "softmax_product": _product_of,  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
     "ctc_gradient": _product_of,  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
-    "group_norm": _product_of,  # One number for each sample and channel, or group: count, bytes of one.
 }
-"""By name, as a `Workspace` refers to them."""
+"""By name, as a `Workspace` refers to them. Those written out here are exact, unless they guess."""
 
 
 def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:

@@ -24,7 +24,7 @@ from autoaccum.simulation.unsupported import UnsupportedError
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
 _NO_OPERATION = """
-caching_allocator_enable check_error ipc_collect manual_seed manual_seed_all
+caching_allocator_enable check_error empty_host_cache ipc_collect manual_seed manual_seed_all
 reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
 reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
 set_rng_state_all set_sync_debug_mode synchronize _lazy_init
@@ -33,107 +33,91 @@ _NEEDS_DRIVER = """
 caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
 current_solver_handle graph_pool_handle power_draw temperature
 """
-_EMPTY_CACHE = ("empty_cache", "_cuda_emptyCache", "_accelerator_emptyCache")
+_HELD_BYTES = """
+memory_allocated memory_reserved memory_cached max_memory_allocated max_memory_reserved max_memory_cached
+device_memory_used
+"""
 _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """The message of `torch.cuda` if NVML finds no driver."""
 
 
 def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> None:
     """Make `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` report `card` until `stack` is closed."""
-    streams = stream_answers(recorder)
-    answers = streams | _answers(card, recorder)
-    answers |= dict.fromkeys(_NO_OPERATION.split(), _do_nothing)
-    answers |= dict.fromkeys(_NEEDS_DRIVER.split(), partial(_raise, _NO_DRIVER))
-    for name, answer in answers.items():
-        for owner in (torch.cuda, torch.cuda.memory, *((torch._C,) if name in _EMPTY_CACHE else ())):
-            if hasattr(owner, name):
-                patch(stack, owner, name, answer)
-    patch(stack, torch.cuda, "_initialized", True)
-    patch(stack, torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    of_streams = {name: streams[name] for name in ("current_stream", "set_stream")}
-    for name, answer in (_accelerator_answers(card, recorder) | of_streams).items():
-        for owner in (torch.accelerator, torch.accelerator.memory):
-            if hasattr(owner, name):
-                patch(stack, owner, name, answer)
-    cudnn: Any = torch.backends.cudnn
-    patch(stack, cudnn, "is_available", lambda: True)
-    # PyTorch's own refuses the cards that this build's cuDNN has no kernels for.
-    patch(stack, cudnn, "version", cudnn_version)
-    nvtx: Any = torch.cuda.nvtx
-    for name in ("range_push", "range_pop", "mark"):
-        patch(stack, nvtx, name, _do_nothing)
-    patch(stack, nvtx, "range", lambda *_, **__: nullcontext())
-
-
-def _answers(card: CardInUse, recorder: Recorder) -> dict[str, Any]:
-    return {
+    answers = {
+        **{name: _query(answer) for name, answer in _queries(card, recorder).items()},
+        **dict.fromkeys(_NO_OPERATION.split(), _do_nothing),
+        **dict.fromkeys(_NEEDS_DRIVER.split(), partial(_raise, _NO_DRIVER)),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), check_index),
         **dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard),
-        **_memory_answers(card, recorder),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": check_index,
-        "get_device_name": _query(lambda: card.answer(lambda one: one.title)),
-        "get_device_capability": _query(lambda: card.answer(lambda one: one.capability)),
-        "get_device_properties": _query(lambda: _CudaDeviceProperties(card)),
-        "get_arch_list": lambda: ["sm_{}{}".format(*card.answer(lambda one: one.capability))],
-        "get_gencode_flags": lambda: "",
         "can_device_access_peer": lambda *_: False,
-        "get_sync_debug_mode": lambda: 0,
-        "get_allocator_backend": lambda: "native",
-        "initial_seed": lambda: 0,
-        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        **dict.fromkeys(("utilization", "memory_usage"), _query(lambda: 0)),
-        "list_gpu_processes": _query(lambda: "GPU:0\nno processes are running"),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "empty_cache": recorder.record_empty_cache,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.answer(_is_ampere),
-        "is_tf32_supported": lambda: card.answer(_is_ampere),
+        "memory_snapshot": lambda *_, **__: [],
+        **stream_answers(recorder),
     }
+    for owner in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
+        for name, answer in answers.items():
+            if hasattr(owner, name):
+                patch(stack, owner, name, answer)
+    for name in ("_cuda_emptyCache", "_accelerator_emptyCache"):
+        if hasattr(torch._C, name):
+            patch(stack, torch._C, name, recorder.record_empty_cache)
+    if hasattr(torch.accelerator, "get_device_capability"):  # As on a real card.
+        raises = partial(_raise, "Backend doesn't support getting device capabilities.")
+        patch(stack, torch.accelerator, "get_device_capability", raises)
+    cudnn: Any = torch.backends.cudnn
+    nvtx: Any = torch.cuda.nvtx
+    for owner, name, value in (
+        (torch.cuda, "_initialized", True),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (cudnn, "is_available", lambda: True),
+        # PyTorch's own refuses the cards that this build's cuDNN has no kernels for.
+        (cudnn, "version", cudnn_version),
+        *((nvtx, name, _do_nothing) for name in ("range_push", "range_pop", "mark")),
+        (nvtx, "range", lambda *_, **__: nullcontext()),
+    ):
+        patch(stack, owner, name, value)
 
 
-def _memory_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-    held = [f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved", "cached")]
-    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
+def _queries(card: CardInUse, recorder: Recorder) -> dict[str, Callable[[], Any]]:
+    """Return the answers to functions that ask for nothing but a device, by name."""
 
-    def stats(*_: Any, **__: Any) -> dict[str, int]:
-        named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
-        return defaultdict(int, dict.fromkeys(named, recorder.live_bytes))
-
-    def info(*_: Any, **__: Any) -> tuple[int, int]:
+    def memory_info() -> tuple[int, int]:
         total_bytes = card.answer(lambda one: one.total_bytes)
         return total_bytes - recorder.live_bytes, total_bytes
 
+    def memory_stats() -> dict[str, int]:
+        kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
+        named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
+        return defaultdict(int, dict.fromkeys(named, recorder.live_bytes))
+
     return {
-        **dict.fromkeys((*held, "device_memory_used"), lambda *_, **__: recorder.live_bytes),
-        "mem_get_info": info,
-        "get_per_process_memory_fraction": _query(lambda: 1.0),
-        "memory_stats": stats,
-        "memory_stats_as_nested_dict": _query(lambda: {}),
+        **dict.fromkeys(_HELD_BYTES.split(), lambda: recorder.live_bytes),
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), memory_info),
+        "memory_stats": memory_stats,
+        "memory_stats_as_nested_dict": dict,
         "host_memory_stats": lambda: defaultdict(int),
         "host_memory_stats_as_nested_dict": dict,
-        "memory_summary": lambda *_, **__: "",
-        "memory_snapshot": lambda *_, **__: [],
-        **dict.fromkeys(_EMPTY_CACHE, recorder.record_empty_cache),
-    }
-
-
-def _accelerator_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-    memory = _memory_answers(card, recorder)
-    actions = ("synchronize", "empty_host_cache")
-    resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
-    return {
-        **memory,
-        **dict.fromkeys((*actions, *resets), _do_nothing),
-        "get_memory_info": memory["mem_get_info"],
-        # As on a real card.
-        "get_device_capability": partial(_raise, "Backend doesn't support getting device capabilities."),
-        "is_available": lambda: True,
+        "memory_summary": str,
+        "get_per_process_memory_fraction": lambda: 1.0,
+        "get_allocator_backend": lambda: "native",
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: 1,
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
-        **dict.fromkeys(("set_device_index", "set_device_idx"), check_index),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: 0),
+        "get_device_name": lambda: card.answer(lambda one: one.title),
+        "get_device_capability": lambda: card.answer(lambda one: one.capability),
+        "get_device_properties": lambda: _CudaDeviceProperties(card),
+        "get_arch_list": lambda: ["sm_{}{}".format(*card.answer(lambda one: one.capability))],
+        "get_gencode_flags": str,
+        "get_sync_debug_mode": lambda: 0,
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        **dict.fromkeys(("utilization", "memory_usage"), lambda: 0),
+        "list_gpu_processes": lambda: "GPU:0\nno processes are running",
+        "is_tf32_supported": lambda: card.answer(_is_ampere),
     }
 
 
@@ -201,7 +185,7 @@ class _Guard(nullcontext[None]):
 def _query(answer: Callable[[], Any]) -> Callable[..., Any]:
     """Return a function that takes a device and returns what `answer` does."""
 
-    def query(device: Any = None) -> Any:
+    def query(device: Any = None, *_: Any, **__: Any) -> Any:
         check_index(device)
         return answer()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoaccum.sharded_tensors import local_part, model_class
 from autoaccum.simulation.trace_records import (
@@ -66,7 +66,7 @@ class ModuleTracker:
         self._model = model
         self._modules: list[nn.Module] = []
         self._indices: dict[int, int] = {}
-        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._owners = WeakTensorKeyDictionary()
         self._stacks: WeakKeyDictionary[greenlet, list[tuple[int, bool]]] = WeakKeyDictionary()
         self._numbers: list[int] = []
         self._running: list[int] = []
@@ -100,21 +100,19 @@ class ModuleTracker:
         self._find_modules()
         return self._indices.get(id(module), 0)
 
-    def owner_of(self, tensor: torch.Tensor) -> int:
+    def owner_of(self, tensor: Tensor) -> int:
         """Return the index of the module that has `tensor` as a parameter or buffer; 0 if none has."""
-        entry = self._owners.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else 0  # Ids are reused.
+        index: int = self._owners.get(tensor, 0)  # type: ignore[no-untyped-call]
+        return index
 
     def modules(self) -> Iterator[tuple[nn.Module, int]]:
         """Yield the modules of the model, once it exists, with their indices; a shared module only once."""
         self._find_modules()
         return zip(self._modules, count(1), strict=False)
 
-    def set_owner(self, tensor: torch.Tensor, module: int) -> None:
+    def set_owner(self, tensor: Tensor, module: int) -> None:
         """Set the module that owns `tensor`, unless it has an owner already."""
-        entry = self._owners.get(id(tensor))
-        if entry is None or entry[0]() is not tensor:
-            self._owners[id(tensor)] = weakref.ref(tensor), module
+        self._owners.setdefault(tensor, module)  # type: ignore[no-untyped-call]
 
     def _find_modules(self) -> None:
         model = None if self._modules else self._model()
