@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -247,12 +247,10 @@ class Replays:
     """What cards have in common whose kernels take equal workspaces.
 
     Attributes:
-        workspaces: The different workspaces of a trace.
         sized: Traces with sizes, by the estimates of their workspaces.
         unlimited: The replay of a trace without a limit on the first card that had one.
     """
 
-    workspaces: dict[Trace, tuple[Workspace, ...]] = field(default_factory=dict)
     sized: dict[tuple[Trace, tuple[Estimate, ...]], SizedTrace] = field(default_factory=dict)
     unlimited: dict[Trace, ReplayResult] = field(default_factory=dict)
 
@@ -269,7 +267,6 @@ class Replayer:
     ) -> None:
         self._card, self._torch_version = card, torch_version
         self.settings, self._replays = settings, replays or Replays()
-        self._estimates: dict[Workspace, Estimate] = {}
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
 
     def with_sizes(self, trace: Trace) -> SizedTrace:
@@ -338,25 +335,21 @@ class Replayer:
 
     def _with_sizes(self, trace: Trace) -> SizedTrace:
         """Return a trace with the size of each block; the same object for equal estimates of its workspaces."""
-        if trace not in self._replays.workspaces:
-            found = dict.fromkeys(size for size in trace.sizes if isinstance(size, Workspace))
-            self._replays.workspaces[trace] = tuple(found)
-        estimates = {workspace: self._estimate(workspace) for workspace in self._replays.workspaces[trace]}
+        estimates = {
+            size: estimate(size, self._card, self._torch_version)
+            for size in dict.fromkeys(trace.sizes)
+            if isinstance(size, Workspace)
+        }
         key = trace, tuple(estimates.values())
         if key not in self._replays.sized:
-            self._replays.sized[key] = _size(trace, estimates.__getitem__)
+            self._replays.sized[key] = _size(trace, estimates)
         return self._replays.sized[key]
 
-    def _estimate(self, workspace: Workspace) -> Estimate:
-        if workspace not in self._estimates:
-            self._estimates[workspace] = estimate(workspace, self._card, self._torch_version)
-        return self._estimates[workspace]
 
-
-def _size(trace: Trace, estimate_size: Callable[[Workspace], Estimate]) -> SizedTrace:
+def _size(trace: Trace, estimates: Mapping[Workspace, Estimate]) -> SizedTrace:
     """Return a trace with the estimated sizes of its workspaces."""
     workspaces = {block: size for block, size in enumerate(trace.sizes) if isinstance(size, Workspace)}
-    found = {block: estimate_size(workspace) for block, workspace in workspaces.items()}
+    found = {block: estimates[workspace] for block, workspace in workspaces.items()}
     sizes = [found[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
     bands = {block: estimate.uncertainty_bytes for block, estimate in found.items() if estimate.uncertainty_bytes}
     changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -63,11 +63,11 @@ RNN = "_cudnn_rnn"
 _FP32 = torch.float32
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 """Keys that are excluded while an autocast kernel calls its operator."""
-_copy = torch.ops.aten._to_copy.default
 _HALF = torch.float16
 """RNNs run in fp16 even if the autocast dtype is bf16, as a run of the binaries of 2.11 and 2.15 shows."""
 _KEY = "AutocastCUDA"
 _aten: Any = torch.ops.aten
+_copy = _aten._to_copy.default
 Kernel = Callable[..., Any]
 
 
@@ -117,9 +117,9 @@ class CastCache:
         )
 
 
-def make_rnn_kernel(casts: CastCache) -> Callable[..., Any]:
+def make_rnn_kernel(casts: CastCache) -> Kernel:
     """Return the autocast kernel of `_cudnn_rnn`, which casts the weights at every call and caches none."""
-    operator = torch.ops.aten._cudnn_rnn.default
+    operator = _aten._cudnn_rnn.default
 
     def kernel(data: Tensor, weights: list[Tensor], stride: int, flat: Tensor | None, *rest: Any) -> Any:
         hidden, cell, *others = rest
@@ -148,15 +148,15 @@ def flatten(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Make autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
-    cache = CastCache()
+    casts = CastCache()
     clear_native = torch.clear_autocast_cache
 
     def clear() -> None:
-        cache.clear()
+        casts.clear()
         clear_native()
 
     patch(stack, torch, "clear_autocast_cache", clear)
-    stack.callback(cache.clear)
+    stack.callback(casts.clear)
     _patch_nesting(stack)
     register: Any = library.impl
     with warnings.catch_warnings():
@@ -164,8 +164,8 @@ def install(library: torch.library.Library, stack: ExitStack) -> None:
         for name in cast_operators():
             # An operator that only a later PyTorch casts: fp32 rather overestimates its memory.
             make_kernel = _MAKERS[POLICIES.get(name, "fp32")]
-            register(name, make_kernel(_overload(name), cache), _KEY, allow_override=True)
-        register(RNN, make_rnn_kernel(cache), _KEY, allow_override=True)
+            register(name, make_kernel(_overload(name), casts), _KEY, allow_override=True)
+        register(RNN, make_rnn_kernel(casts), _KEY, allow_override=True)
 
 
 def _patch_nesting(stack: ExitStack) -> None:
@@ -225,23 +225,17 @@ def _promote(operator: Any, casts: CastCache) -> Kernel:
     positions = sorted(_tensor_positions(operator._schema))
 
     def widest(args: Sequence[Any]) -> torch.dtype:
-        lower = found = torch.get_autocast_dtype("cuda")
-        for i in positions[: len(args)]:
-            for tensor in args[i] if isinstance(args[i], list | tuple) else (args[i],):
-                found = _wider(found, tensor, lower)
-        return found
+        lower = dtype = torch.get_autocast_dtype("cuda")
+        nested = (args[i] if isinstance(args[i], list | tuple) else (args[i],) for i in positions[: len(args)])
+        for tensor in (tensor for group in nested for tensor in group):
+            if tensor is not None and is_eligible(tensor):
+                if _FP32 in (dtype, tensor.dtype):
+                    dtype = _FP32
+                elif tensor.dtype is not lower:
+                    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+        return dtype
 
     return _casting(operator, casts, widest)
-
-
-def _wider(found: torch.dtype, tensor: Tensor | None, lower: torch.dtype) -> torch.dtype:
-    if tensor is None or not is_eligible(tensor):
-        return found
-    if _FP32 in (found, tensor.dtype):
-        return _FP32
-    if tensor.dtype is not lower:
-        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-    return found
 
 
 def _set_dtype(operator: Any, _: CastCache) -> Kernel:
@@ -272,17 +266,14 @@ def _append_dtype(operator: Any, _: CastCache) -> Kernel:
     return kernel
 
 
-def _banned(_: Any, __: CastCache) -> Kernel:
-    def kernel(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
-            "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
-            "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
-            "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
-            "safe to autocast."
-        )
-
-    return kernel
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+        "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+        "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+        "safe to autocast."
+    )
 
 
 _MAKERS: dict[Policy, Callable[[Any, CastCache], Kernel]] = {
@@ -291,5 +282,5 @@ _MAKERS: dict[Policy, Callable[[Any, CastCache], Kernel]] = {
     "fp32_set_opt_dtype": _set_dtype,
     "fp32_append_dtype": _append_dtype,
     "promote": _promote,
-    "banned": _banned,
+    "banned": lambda operator, casts: _refuse,
 }

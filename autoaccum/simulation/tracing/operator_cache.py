@@ -61,29 +61,20 @@ class OperatorCache:
         """Cache a call and its result, if calls of this operator can be cached; what is written to `out=` cannot."""
         if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
             return
-        given = {id(one) for one in find_tensors(list(kwargs.values()))} if kwargs else ()
-        if given and any(id(one) in given for one in find_tensors([out])):
+        given = {id(tensor) for tensor in find_tensors(kwargs.values())}
+        if given and any(id(tensor) in given for tensor in find_tensors([out])):
             return
-        maker = self._result_maker(args, out)
-        if maker is not None:
-            self.makers[key] = maker
-
-    def _result_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
-        if not isinstance(out, tuple | list):
-            return self._part_maker(args, out)
-        parts = [self._part_maker(args, one) for one in out]
-        whole = [part for part in parts if part is not None]
-        if len(whole) < len(parts) or _share_storages(args, out):
-            return None
+        is_several = isinstance(out, tuple | list)
+        makers = [self._part_maker(args, part) for part in (out if is_several else [out])]
+        parts = [maker for maker in makers if maker is not None]
+        if len(parts) < len(makers) or (is_several and _share_storages(args, out)):
+            return
         kind = list if isinstance(out, list) else tuple  # Those that run in Python, as layer_norm, return named tuples.
-        return lambda args: kind(part(args) for part in whole)
+        self.makers[key] = (lambda args: kind(part(args) for part in parts)) if is_several else parts[0]
 
-    def _part_maker(self, args: Sequence[Any], one: Any) -> ResultMaker | None:
-        if one is None or type(one) is int:
-            return lambda args: one
-        return self._tensor_maker(args, one) if isinstance(one, Tensor) else None
-
-    def _tensor_maker(self, args: Sequence[Any], out: Tensor) -> ResultMaker | None:
+    def _part_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
+        if out is None or type(out) is int:
+            return lambda args: out
         if not isinstance(out, FakeTensor) or out.constant is not None or out.layout is not torch.strided:
             return None
         for index, arg in enumerate(args):
