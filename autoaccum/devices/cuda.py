@@ -209,13 +209,13 @@ class CudaDevice(ChildDevice):
         """As `Device`."""
         from autoaccum.devices.device_choice import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+        from autoaccum.devices.simulated.trace_cache import TraceCache
         from autoaccum.simulation.cards import context_memory
 
         card = self._installed.to_simulate()
         return SimulatedDevice(
             card,
-            lambda: self._make_tracer(card),
-            share=self._settings.share,
+            TraceCache(lambda: self._make_tracer(card), self._settings.share),
             torch_version=read_torch_release(),
             memory=MemorySize(bytes=min(self.limit_bytes, card.total_bytes - context_memory(card).bytes)),
         )

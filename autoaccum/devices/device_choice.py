@@ -36,10 +36,12 @@ def make_device(settings: TrialSettings) -> Device:
     if options.gpu is not None:
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
         from autoaccum.devices.simulated.simulation_requests import Tracer
+        from autoaccum.devices.simulated.trace_cache import TraceCache
         from autoaccum.simulation.cards import find_card
 
         card = find_card(options.gpu)
-        return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))
+        traces = TraceCache(partial(Tracer, settings, card), settings.share)
+        return SimulatedDevice(card, traces, **_simulated_fields(settings))
     if options.values is not None:
         raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
     check_device(options.device)
@@ -62,7 +64,7 @@ def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet[Simulate
     fields = _simulated_fields(settings)
     return CardFleet(
         partial(Tracer, settings),
-        lambda card, traces, replays: SimulatedDevice(card, traces, replays=replays, **fields),
+        lambda card, traces: SimulatedDevice(card, traces, **fields),
         settings.share,
         confirms=confirms,
     )
@@ -71,7 +73,6 @@ def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet[Simulate
 def _simulated_fields(settings: TrialSettings) -> dict[str, Any]:
     options = settings.options
     return {
-        "share": settings.share,
         "torch_version": read_torch_release(),
         "memory": options.memory,
         "reserve": options.reserve,

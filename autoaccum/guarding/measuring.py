@@ -86,11 +86,11 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
     micro_batches = micro_batches or (() if plan is None else plan.micro_batches)
     parts = _trial_parts(request, micro_batches, inspection)
     trial = _run(device, parts)
-    report = device.explain(parts, changes=False, detail=True)
+    report = device.explain(parts, changes=False, repeatable=True)
     if report.explanation.peak_bytes != peak_bytes(trial):
         # Explaining made a new trace, which differs from the scaled one: run the trial by the new one.
         trial = _run(device, parts)
-        report = device.explain(parts, changes=False, detail=True)
+        report = device.explain(parts, changes=False, repeatable=True)
     prediction, described = device.predict(parts), device.describe()
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}

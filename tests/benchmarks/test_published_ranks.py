@@ -9,6 +9,7 @@ from published_ranks import CARD, PUBLISHED, WORKLOAD
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.options import Options
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.source import FileSource
@@ -20,9 +21,8 @@ def test_a_published_peak_is_predicted_within_3_percent() -> None:
     run, card = PUBLISHED[0], find_card(CARD)
     options = Options(world_size=run.ranks, parallel="fsdp2")
     settings = TrialSettings(source=FileSource(str(WORKLOAD)), share=run.samples, options=options)
-    with SimulatedDevice(
-        card, lambda: InProcessTracer(settings, card), share=run.samples, torch_version=read_torch_release()
-    ) as device:
+    traces = TraceCache(lambda: InProcessTracer(settings, card), run.samples)
+    with SimulatedDevice(card, traces, torch_version=read_torch_release()) as device:
         peak = device.trial((run.samples,)).peak_reserved_bytes
     assert peak is not None
     assert peak / 2**30 == pytest.approx(float(run.published_gib), rel=0.03)

@@ -18,6 +18,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import WorkloadError
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Phase
@@ -75,8 +76,7 @@ def simulated(settings: TrialSettings) -> Device:
     card = find_card("rtx3090")
     return SimulatedDevice(
         card,
-        lambda: Tracer(settings, card),
-        share=settings.share,
+        TraceCache(lambda: Tracer(settings, card), settings.share),
         torch_version=read_torch_release(),
         memory=settings.options.memory,
         environment={},

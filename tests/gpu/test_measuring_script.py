@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.simulation.cards import find_card
 from autoaccum.units import GIB, MIB
 from tests.gpu.comparison import CASES, GRAIN_BYTES, MOST_TRIALS, TOLERANCE, Case, find_least, measure, predict
@@ -126,8 +127,8 @@ def test_the_least_lies_between_what_failed_and_what_ran(needed: int, slack: flo
 def test_the_same_card_once_more_is_measured_as_predicted() -> None:
     case = Case("lstm_fp32_sgd", 64)
     predicted = predict(case, CARD)
-    tracer = partial(Tracer, case.settings, CARD)
-    with SimulatedDevice(CARD, tracer, share=2 * case.size, torch_version=read_torch_release()) as device:
+    traces = TraceCache(partial(Tracer, case.settings, CARD), 2 * case.size)
+    with SimulatedDevice(CARD, traces, torch_version=read_torch_release()) as device:
         measured = measure(case, device, predicted)
     rows = {case.title: {"simulated": predicted, "measured": measured}}
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from in_process_tracer import InProcessTracer
-from planned import make_plan_setup, make_request
+from planned import make_plan_setup, make_request, simulated_card
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
@@ -28,21 +29,13 @@ from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.source import FileSource
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.units import GIB, MIB
 
 ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}
 
 
 def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> PlanSetup:
-    device = SimulatedDevice(
-        find_card("rtx3090"),
-        lambda: tracer,
-        share=request.share,
-        torch_version=(2, 13),
-        memory=MemorySize(bytes=int(gib * GIB)),
-        environment={},
-    )
-    return make_plan_setup(device)
+    return make_plan_setup(simulated_card(tracer, request.share, int(gib * GIB)))
 
 
 def measure_traces(
@@ -170,8 +163,8 @@ def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path)
     request, card, found = request_of(case), find_card("rtx3090"), []
     settings = TrialSettings(source=FileSource(str(path)), share=request.share, options=case.options)
     for _ in range(2):
-        tracer = partial(InProcessTracer, settings, card)
-        device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release(), environment={})
+        traces = TraceCache(partial(InProcessTracer, settings, card), request.share)
+        device = SimulatedDevice(card, traces, torch_version=read_torch_release(), environment={})
         with device:
             found.append(measure_simulated(make_plan_setup(device, str(path)), request, None))
     assert found[0] == found[1]

@@ -20,6 +20,7 @@ from planned import make_plan_setup
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement, Verdict
 from autoaccum.guarding.lock import read_lock, write_lock
@@ -75,12 +76,11 @@ def measure_here(
     for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
     reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.options.gpu))
-    tracer = partial(InProcessTracer, TrialSettings(source=FileSource(reference), share=request.share), card)
+    settings = TrialSettings(source=FileSource(reference), share=request.share)
+    traces = TraceCache(partial(InProcessTracer, settings, card), request.share)
     if case.micro_batch is not None:
         micro_batches = request.schedule(request.cap).micro_batches
-    with SimulatedDevice(
-        card, tracer, share=request.share, torch_version=read_torch_release(), memory=case.options.memory
-    ) as device:
+    with SimulatedDevice(card, traces, torch_version=read_torch_release(), memory=case.options.memory) as device:
         return measure_simulated(make_plan_setup(device, reference), request, micro_batches)
 
 

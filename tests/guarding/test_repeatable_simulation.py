@@ -12,6 +12,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.source import FileSource
 
@@ -95,12 +96,12 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         card, settings = find_card("rtx3090"), TrialSettings(source=FileSource("model.py"), share=sum(PARTS))
-        release = read_torch_release()
-        with SimulatedDevice(card, lambda: Tracer(settings, card), share=sum(PARTS), torch_version=release) as device:
+        traces = TraceCache(lambda: Tracer(settings, card), sum(PARTS))
+        with SimulatedDevice(card, traces, torch_version=read_torch_release()) as device:
             device.inspect()
             for parts in first:
                 assert device.trial(parts, fresh=True).ran
-            report = device.explain(PARTS, changes=False, detail=True)
+            report = device.explain(PARTS, changes=False, repeatable=True)
             return (
                 device.trial(PARTS).peak_reserved_bytes,
                 report,

@@ -161,7 +161,7 @@ class Telling(SyntheticTracer):
 def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
     cards = [find_card(name) for name in ("t4", "rtx3090", "rtx2080-ti", "a10", "rtx4090")]
     tracers: list[Telling] = []
-    fields: dict[str, Any] = {"share": 64, "torch_version": (2, 13), "memory": MemorySize(bytes=GIB)}
+    fields: dict[str, Any] = {"torch_version": (2, 13), "memory": MemorySize(bytes=GIB)}
     fields["environment"] = {}
 
     def make_tracer(card: Card, others: tuple[Card, ...]) -> Any:
@@ -172,9 +172,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
         setup = make_plan_setup(device)
         return plan_row(setup, make_request(64, gpu=card.name), card.name, estimates=True)
 
-    fleet = CardFleet(
-        make_tracer, lambda card, traces, replays: SimulatedDevice(card, traces, replays=replays, **fields), 64
-    )
+    fleet = CardFleet(make_tracer, lambda card, traces: SimulatedDevice(card, traces, **fields), 64)
     rows = {card.name: row for card, row in fleet.each(cards, plan)}
     fleet.close()
     assert list(rows) == ["t4", "rtx2080-ti", "rtx3090", "a10", "rtx4090"], "by generation"

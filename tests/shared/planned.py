@@ -10,6 +10,7 @@ from typing import Any
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.options import Options, make_options
 from autoaccum.planning.plan_events import Event
 from autoaccum.planning.plan_record import Plan
@@ -58,9 +59,8 @@ def simulated_card(
 ) -> SimulatedDevice:
     """Return an RTX 3090 with that budget, whose traces `tracer` makes."""
     memory = MemorySize(bytes=memory_bytes)
-    return SimulatedDevice(
-        CARD, lambda: tracer, share=share, torch_version=(2, 13), memory=memory, environment=environment
-    )
+    traces = TraceCache(lambda: tracer, share)
+    return SimulatedDevice(CARD, traces, torch_version=(2, 13), memory=memory, environment=environment)
 
 
 def plan_simulated(tracer: Tracer, target: int = 256, memory_bytes: int = 2 * GIB, **asked: Any) -> Plan:

@@ -13,7 +13,7 @@ from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.explanation import Explanation
-from autoaccum.devices.simulated.breakdown import MemoryBreakdown, explain_peak
+from autoaccum.devices.simulated.breakdown import MemoryBreakdown
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
 from autoaccum.options import make_options
@@ -80,7 +80,6 @@ class Explained:
     labelled: LabelledTrace
     breakdown: MemoryBreakdown
     explanation: Explanation
-    replayer: Replayer
 
     def before(self, phase: str) -> dict[str, int]:
         """What is held, by category, when `phase` begins for the last time."""
@@ -93,10 +92,9 @@ class Explained:
 
 def make_explained(labelled: LabelledTrace) -> Explained:
     replayer = Replayer(find_card("rtx3090"), AllocatorSettings(), read_torch_release())
-    breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))
-    peak_bytes = replayer.peak_bytes(labelled.trace)
-    explanation = explain_peak(breakdown, card="rtx3090 (simulated)", peak_bytes=peak_bytes, context_bytes=0)
-    return Explained(labelled, breakdown, explanation, replayer)
+    breakdown = MemoryBreakdown(labelled, replayer)
+    explanation = breakdown.explain_peak(card="rtx3090 (simulated)", context_bytes=0)
+    return Explained(labelled, breakdown, explanation)
 
 
 @pytest.fixture

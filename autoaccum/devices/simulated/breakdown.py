@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 from autoaccum.devices.explanation import Explanation, Holding, ModuleShare
-from autoaccum.simulation.allocator.replay import SizedTrace
+from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.trace_records import CATEGORIES, Category, LabelledTrace, Phase, Role, Trace
 from autoaccum.sources.module_names import compact_names, mask_numbers
 
@@ -20,13 +19,11 @@ _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
 _WITHIN_RECOMPUTATION: tuple[Role, ...] = ("recomputed", "workspace")
 _MAX_MODULES = 10
-"""The path of an entry of a list, such as `encoder.layer.3`."""
 _ATTENTION_OPS: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
 """Parts of operator names that show how attention is computed; such blocks are listed separately."""
 
 
-@dataclass(frozen=True)
-class BlockUse:
+class BlockUse(NamedTuple):
     """The category and module of a block between two events; `module` is an index in `LabelledTrace.modules`."""
 
     category: Category
@@ -35,7 +32,7 @@ class BlockUse:
     freed_at: int
 
 
-class MicroBatch(NamedTuple):
+class _MicroBatch(NamedTuple):
     """The events of one micro-batch: inputs and forward from `start`, backward from `backward` to before `end`."""
 
     start: int
@@ -53,20 +50,19 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
     """
     trace = labelled.trace
     lives = _lives(trace)
-    batches = micro_batches(trace)
+    batches = _micro_batches(trace)
     starts = [batch.start for batch in batches]
     recomputation_ends = _ends_of_recomputation(labelled, [allocated_at for allocated_at, _ in lives])
-    found = []
+    uses = []
     for block, (allocated_at, freed_at) in enumerate(lives):
         origin, owner = labelled.origins[block], labelled.owners.get(block)
-        if owner is not None:
-            found.append(BlockUse(owner.category, owner.module, allocated_at, freed_at))
-            continue
         index = bisect_right(starts, allocated_at) - 1
         batch = batches[index] if index >= 0 and allocated_at < batches[index].end else None
         category: Category = "temporaries"
         module = origin.module
-        if origin.role == "workspace":
+        if owner is not None:
+            category, module = owner
+        elif origin.role == "workspace":
             category = "workspace"
             module = module if freed_at < len(trace.events) else 0
         elif batch is None:
@@ -76,20 +72,20 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
             category = "gradients"
         elif freed_at > (batch.backward if allocated_at < batch.backward else recomputation_ends[block]):
             category = "activations"
-        found.append(BlockUse(category, module, allocated_at, freed_at))
-    return found
+        uses.append(BlockUse(category, module, allocated_at, freed_at))
+    return uses
 
 
-def micro_batches(trace: Trace) -> list[MicroBatch]:
+def _micro_batches(trace: Trace) -> list[_MicroBatch]:
     """Return the micro-batches of a trace in order, each with its transfer, forward and backward."""
     ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
-    found: list[MicroBatch] = []
+    found: list[_MicroBatch] = []
     last = None
     for (start, phase), end in zip(trace.phases, ends, strict=True):
         stage = _STAGES.get(phase)
         if stage is not None:
-            batch = MicroBatch(start, start, end) if last is None or stage <= last else found.pop()
-            found.append(MicroBatch(batch.start, end if stage < _BACKWARD else batch.backward, end))
+            batch = _MicroBatch(start, start, end) if last is None or stage <= last else found.pop()
+            found.append(_MicroBatch(batch.start, end if stage < _BACKWARD else batch.backward, end))
         last = stage
     return found
 
@@ -122,11 +118,17 @@ def _ends_of_recomputation(labelled: LabelledTrace, allocated_at: Sequence[int])
 
 
 class MemoryBreakdown:
-    """Adds up the live blocks of a trace."""
+    """Adds up the live blocks of a trace, with the sizes that they have on the card of a replayer."""
 
-    def __init__(self, labelled: LabelledTrace, sized: SizedTrace) -> None:
-        self.labelled, self.sized = labelled, sized
+    def __init__(self, labelled: LabelledTrace, replayer: Replayer) -> None:
+        self.labelled, self.replayer = labelled, replayer
+        self.sized = replayer.with_sizes(labelled.trace)
         self.uses: Sequence[BlockUse] = classify_blocks(labelled)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the allocator without a limit."""
+        return self.replayer.peak_bytes(self.labelled.trace)
 
     @cached_property
     def totals(self) -> Mapping[Category, Sequence[int]]:
@@ -134,9 +136,8 @@ class MemoryBreakdown:
         steps = {category: [0] * (len(self.labelled.trace.events) + 1) for category in CATEGORIES}
         del steps["unused"]
         for use, size in zip(self.uses, self.sized.sizes, strict=True):
-            own = steps[use.category]
-            own[use.allocated_at] += size
-            own[use.freed_at] -= size
+            steps[use.category][use.allocated_at] += size
+            steps[use.category][use.freed_at] -= size
         return {category: list(accumulate(step[:-1])) for category, step in steps.items()}
 
     @cached_property
@@ -153,90 +154,74 @@ class MemoryBreakdown:
         )
         return max(requests, key=lambda at: (held[at], at))
 
-    def alive(self, event: int) -> list[tuple[int, Category]]:
-        """Return the blocks that are alive after an event, with their categories."""
-        return [
-            (block, use.category) for block, use in enumerate(self.uses) if use.allocated_at <= event < use.freed_at
-        ]
+    def alive(self, event: int) -> list[int]:
+        """Return the blocks that are alive after an event."""
+        return [block for block, use in enumerate(self.uses) if use.allocated_at <= event < use.freed_at]
+
+    def holdings(self, event: int) -> tuple[Holding, ...]:
+        """Return everything held after an event, in the order of the model, first what belongs to no module.
+
+        A holding names the operator that allocated most of it, of equal ones the first. Blocks that show how attention
+        is computed are holdings of their own.
+        """
+        by_origin: dict[tuple[int, int, str, str], Counter[str]] = {}
+        for block in self.alive(event):
+            use, origin = self.uses[block], self.labelled.origins[block]
+            attention = origin.op if any(part in origin.op for part in _ATTENTION_OPS) else ""
+            key = use.module, CATEGORIES.index(use.category), origin.dtype, attention
+            by_origin.setdefault(key, Counter())[origin.op] += self.sized.sizes[block]
+        return tuple(
+            Holding(
+                category=CATEGORIES[category],
+                module=self.labelled.modules[module].path,
+                kind=self.labelled.modules[module].kind,
+                dtype=dtype,
+                op=max(by_op.items(), key=itemgetter(1))[0],
+                bytes=by_op.total(),
+            )
+            for (module, category, dtype, _), by_op in sorted(by_origin.items(), key=itemgetter(0))
+            if by_op.total()
+        )
+
+    def explain_peak(self, *, card: str, context_bytes: int) -> Explanation:
+        """Explain the moment at which most is held; suggested changes are added later."""
+        at, trace = self.peak_at, self.labelled.trace
+        categories: dict[Category, int] = {category: held[at] for category, held in self.totals.items()}
+        categories["unused"] = self.peak_bytes - sum(categories.values())
+        origin = self.labelled.origins[trace.events[at]]
+        shares = module_shares(self.holdings(at))
+        return Explanation(
+            card=card,
+            parts=trace.parts,
+            peak_bytes=self.peak_bytes,
+            categories=categories,
+            context_bytes=context_bytes,
+            phase=self.sized.phase_at(at),
+            op=origin.op,
+            module=self.labelled.modules[origin.module].path,
+            modules=tuple(sorted(shares, key=lambda share: -share.bytes)[:_MAX_MODULES]),
+        )
 
 
-def module_shares(breakdown: MemoryBreakdown, event: int) -> list[ModuleShare]:
-    """Return the share of each module after an event, in the order of the model; equal modules are one record.
+def module_shares(holdings: Iterable[Holding]) -> list[ModuleShare]:
+    """Return the share of each module, in the order of the holdings; equal modules are one record.
 
     An EMA belongs to no module: it is part of the share without one, so that the shares add up.
     """
-    found: dict[int, Counter[Category]] = {}
-    for block, category in breakdown.alive(event):
-        found.setdefault(breakdown.uses[block].module, Counter())[category] += breakdown.sized.sizes[block]
-    unnamed: list[ModuleShare] = []
-    alike: dict[tuple[object, ...], list[str]] = {}
-    shares: dict[str, ModuleShare] = {}
-    for module, held in sorted(found.items()):
-        name, kind = breakdown.labelled.modules[module]
-        categories = {category: held[category] for category in CATEGORIES if held[category]}
-        if not categories:
-            continue
-        share = ModuleShare(name=name, kind=kind, count=1, bytes=held.total(), categories=categories)
-        if name:
-            shares[name] = share
-            alike.setdefault((mask_numbers(name), kind, *categories.items()), []).append(name)
-        else:
-            unnamed.append(share)
-    groups = (group for names in alike.values() for group in compact_names(names))
-    return [*unnamed, *(_multiply(shares[of[0]], name, len(of)) for name, of in groups)]
-
-
-def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> tuple[ModuleShare, ...]:
-    """Return the largest shares, in descending order."""
-    return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
-
-
-def _multiply(share: ModuleShare, name: str, count: int) -> ModuleShare:
-    categories = {category: held * count for category, held in share.categories.items()}
-    return replace(share, name=name, count=count, bytes=share.bytes * count, categories=categories)
-
-
-def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:
-    """Return everything held after an event, in the order of the model, first what belongs to no module.
-
-    A holding names the operator that allocated most of it, of equal ones the first. Blocks that show how attention is
-    computed are holdings of their own.
-    """
-    labelled, sizes = breakdown.labelled, breakdown.sized.sizes
-    made: dict[tuple[int, int, str, str], Counter[str]] = {}
-    for block, category in breakdown.alive(event):
-        origin = labelled.origins[block]
-        apart = origin.op if any(part in origin.op for part in _ATTENTION_OPS) else ""
-        key = breakdown.uses[block].module, CATEGORIES.index(category), origin.dtype, apart
-        made.setdefault(key, Counter())[origin.op] += sizes[block]
-    return tuple(
-        Holding(
-            category=CATEGORIES[category],
-            module=labelled.modules[module].path,
-            kind=labelled.modules[module].kind,
-            dtype=dtype,
-            op=max(by_op.items(), key=itemgetter(1))[0],
-            bytes=by_op.total(),
+    held: dict[tuple[str, str], Counter[Category]] = {}
+    for holding in holdings:
+        held.setdefault((holding.module, holding.kind), Counter())[holding.category] += holding.bytes
+    alike: dict[tuple[str, str, tuple[tuple[Category, int], ...]], list[str]] = {}
+    for (name, kind), categories in held.items():
+        alike.setdefault((mask_numbers(name), kind, tuple(categories.items())), []).append(name)
+    return [
+        ModuleShare(
+            name=pattern,
+            kind=kind,
+            count=len(names),
+            bytes=len(names) * sum(size for _, size in categories),
+            categories={category: len(names) * size for category, size in categories},
         )
-        for (module, category, dtype, _), by_op in sorted(made.items(), key=itemgetter(0))
-        if by_op.total()
-    )
-
-
-def explain_peak(breakdown: MemoryBreakdown, *, card: str, peak_bytes: int, context_bytes: int) -> Explanation:
-    """Explain the moment at which most is held; suggested changes are added later."""
-    at, trace = breakdown.peak_at, breakdown.labelled.trace
-    categories: dict[Category, int] = {category: held[at] for category, held in breakdown.totals.items()}
-    categories["unused"] = peak_bytes - sum(categories.values())
-    origin = breakdown.labelled.origins[trace.events[at]]
-    return Explanation(
-        card=card,
-        parts=trace.parts,
-        peak_bytes=peak_bytes,
-        categories=categories,
-        context_bytes=context_bytes,
-        phase=breakdown.sized.phase_at(at),
-        op=origin.op,
-        module=breakdown.labelled.modules[origin.module].path,
-        modules=largest_shares(module_shares(breakdown, at)),
-    )
+        for (_, kind, categories), group in alike.items()
+        for pattern, names in compact_names(group)
+    ]

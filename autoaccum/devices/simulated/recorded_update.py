@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import eq
 from typing import Final
@@ -85,9 +85,9 @@ class UpdateComparison:
     Requests of less than 64 KiB count in the figures only: loops differ in scalars.
     """
 
-    snapshot: str = ""
-    events: int = 0
-    card: str = ""
+    snapshot: str
+    events: int
+    card: str
     parts: tuple[int, ...]
     held: Figure
     reserved: Figure
@@ -122,68 +122,63 @@ def compare_snapshot(
         )
     recording = read_recording(snapshot)
     schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
-    breakdown, reserved_bytes = device.break_down(schedule.micro_batches, recording.settings)
-    compared = compare_update(recording, breakdown, reserved_bytes)
-    return replace(compared, snapshot=str(snapshot), events=len(recording.entries), card=device.name)
-
-
-def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_bytes: int) -> UpdateComparison:
-    """Lay the end of a recording beside the last update of a labelled trace, whose reserved peak is `reserved_bytes`.
-
-    The last requests of the recording are those of the update, as many as are predicted.
-
-    Raises:
-        UsageError: The record does not end with such an update.
-    """
+    breakdown = device.break_down(schedule.micro_batches, recording.settings)
     trace, sizes, entries = breakdown.labelled.trace, breakdown.sized.sizes, recording.entries
     blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event] >= _SMALLEST]
     requests = [at for at, entry in enumerate(entries) if entry.action == "alloc" and entry.size >= _SMALLEST]
     last = requests[-len(blocks) :]
     common = Counter(entries[at].size for at in last) & Counter(sizes[block] for block in blocks)
     if not common or 2 * common.total() < len(blocks):
-        raise _no_such_update(recording, trace.parts, len(blocks), len(requests))
+        dropped = "; older events were dropped (max_entries)" if recording.overflowed else ""
+        raise UsageError(
+            f"the record does not end with an update in micro-batches of {format_parts(trace.parts)}: not half of its "
+            f"{len(blocks)} predicted requests for memory are the last of {len(requests)} recorded ones{dropped}",
+            hint="give the --micro-batch, --target-batch and further flags of that run, and dump the snapshot behind "
+            "an update",
+        )
     changes = (_CHANGES.get(entry.action, 0) * entry.size for entry in entries)
     recorded = list(accumulate(changes, initial=sum(recording.before.values())))
     reserved = list(accumulate((entry.reserved_bytes for entry in entries), initial=recording.reserved_before))
-    start = last[0]
-    peak = max(range(start + 1, len(recorded)), key=lambda at: (recorded[at], at))
+    recorded_at = max(range(last[0] + 1, len(recorded)), key=lambda at: (recorded[at], at))
     held = breakdown.held_bytes
-    at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
-    uncertainty = max(breakdown.sized.uncertainty_bytes, held[at] // _UNCERTAINTY_SHARE)
-    reserved_band = max(breakdown.sized.uncertainty_bytes, reserved_bytes // _UNCERTAINTY_SHARE) + LARGE_SEGMENT_BYTES
-    differs = _first_difference([entries[at].size for at in requests], [sizes[block] for block in blocks])
+    predicted_at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
+
+    def figure(recorded: int, predicted: int, grain_bytes: int = 0) -> Figure:
+        uncertainty = max(breakdown.sized.uncertainty_bytes, predicted // _UNCERTAINTY_SHARE) + grain_bytes
+        return Figure(recorded, predicted, uncertainty)
+
     return UpdateComparison(
+        snapshot=str(snapshot),
+        events=len(entries),
+        card=device.name,
         parts=trace.parts,
-        held=Figure(recorded[peak], held[at], uncertainty),
-        reserved=Figure(max(reserved[start:]), reserved_bytes, reserved_band),
-        first_difference=differs and _describe(recording, breakdown, requests[differs[0]], blocks[differs[1]]),
-        differences=_compare_sources(recording, breakdown, peak, at),
+        held=figure(recorded[recorded_at], held[predicted_at]),
+        reserved=figure(max(reserved[last[0] :]), breakdown.peak_bytes, LARGE_SEGMENT_BYTES),
+        first_difference=_first_difference(recording, requests, breakdown, blocks),
+        differences=_compare_sources(recording, breakdown, recorded_at, predicted_at),
     )
 
 
-def _first_difference(recorded: Sequence[int], predicted: Sequence[int]) -> tuple[int, int] | None:
-    """Return the places of the first requests that differ in size, recorded and predicted; None if all are equal.
+def _first_difference(
+    recording: Recording, requests: Sequence[int], breakdown: MemoryBreakdown, blocks: Sequence[int]
+) -> RequestDifference | None:
+    """Return the first of the recorded `requests` and the predicted `blocks` that differ in size; None: all are equal.
 
     The update begins at the recorded request that is as large as the first one predicted, or with as many requests left
     as are predicted: where most of those that follow are as predicted; the latest of several.
     """
+    recorded = [recording.entries[at].size for at in requests]
+    predicted = [breakdown.sized.sizes[block] for block in blocks]
     least = max(0, len(recorded) - 2 * len(predicted))
     starts = [start for start in range(least, len(recorded)) if recorded[start] == predicted[0]]
     starts.append(max(0, len(recorded) - len(predicted)))
     equal = {start: sum(map(eq, islice(recorded, start, None), predicted)) for start in starts}
     start = max(equal, key=lambda start: (equal[start], start))
-    pairs = enumerate(zip(islice(recorded, start, None), predicted, strict=False))
-    return next(((start + place, place) for place, (size, other) in pairs if size != other), None)
-
-
-def _no_such_update(recording: Recording, parts: tuple[int, ...], predicted: int, recorded: int) -> UsageError:
-    dropped = "; older events were dropped (max_entries)" if recording.overflowed else ""
-    return UsageError(
-        f"the record does not end with an update in micro-batches of {format_parts(parts)}: not half of its "
-        f"{predicted} predicted requests for memory are the last of {recorded} recorded ones{dropped}",
-        hint="give the --micro-batch, --target-batch and further flags of that run, and dump the snapshot behind an "
-        "update",
-    )
+    for at, block in zip(requests[start:], blocks, strict=False):
+        entry, size = recording.entries[at], breakdown.sized.sizes[block]
+        if entry.size != size:
+            return RequestDifference(entry.size, entry.line, size, _source(breakdown, block))
+    return None
 
 
 def _alive(recording: Recording, end: int) -> dict[int, int]:
@@ -206,11 +201,6 @@ def _source(breakdown: MemoryBreakdown, block: int) -> Source:
     return Source(use.category, mask_numbers(path) or kind, breakdown.labelled.origins[block].op)
 
 
-def _describe(recording: Recording, breakdown: MemoryBreakdown, at: int, block: int) -> RequestDifference:
-    entry = recording.entries[at]
-    return RequestDifference(entry.size, entry.line, breakdown.sized.sizes[block], _source(breakdown, block))
-
-
 def _compare_sources(
     recording: Recording, breakdown: MemoryBreakdown, end: int, at: int
 ) -> tuple[SourceDifference, ...]:
@@ -218,16 +208,17 @@ def _compare_sources(
 
     Blocks of equal sizes are the same.
     """
-    recorded, predicted, blocks = Counter[Source](), Counter[Source](), dict[int, list[int]]()
-    for block, _ in reversed(breakdown.alive(at)):
+    recorded, predicted = Counter[Source](), Counter[Source]()
+    blocks: dict[int, list[int]] = {}
+    for block in reversed(breakdown.alive(at)):
         blocks.setdefault(breakdown.sized.sizes[block], []).append(block)
     for number, size in sorted(_alive(recording, end).items()):
-        if left := blocks.get(size):
-            left.pop()
+        if alike := blocks.get(size):
+            alike.pop()
         elif size >= _SMALLEST:
             recorded[Source(_NOT_PREDICTED, line=recording.entries[number].line if number >= 0 else "")] += size
     for size, left in blocks.items():
         for block in left if size >= _SMALLEST else ():
             predicted[_source(breakdown, block)] += size
-    found = [SourceDifference(source, recorded[source], predicted[source]) for source in {**recorded, **predicted}]
-    return tuple(sorted(found, key=lambda one: (-one.recorded_bytes - one.predicted_bytes, one.source)))
+    differences = [SourceDifference(source, recorded[source], predicted[source]) for source in recorded | predicted]
+    return tuple(sorted(differences, key=lambda row: (-row.recorded_bytes - row.predicted_bytes, row.source)))

@@ -61,14 +61,13 @@ from autoaccum.sources.workload import Workload
 T = TypeVar("T")
 
 
-class TracedTrial:
+class TracedTrial(TrialRun):
     """A trial of `parts` on the card of `mode`, which must be entered; each method runs it once more.
 
     The batch has the size of the largest part, or of all parts if they need each other, and stays on the host. Garbage
     is collected only between updates, so that every trace of a step is the same.
 
     Attributes:
-        run: The trial run.
         result: What its last update returned.
 
     Args:
@@ -90,32 +89,31 @@ class TracedTrial:
         needs_whole_batch: bool = False,
         **options: Any,
     ) -> None:
-        self._workload, self._parts, self._mode = workload, parts, mode
-        self._needs_whole_batch = needs_whole_batch
+        self._parts, self._mode, self._needs_whole_batch = parts, mode, needs_whole_batch
         self._samples = sum(parts) if needs_whole_batch else max(parts)
 
-        def mark_update() -> None:
+        def mark_update() -> None:  # No method: a cycle would keep the model until garbage is collected.
             gc.collect()
             mode.recorder.mark_update()
 
-        self.run = TrialRun(workload, self._samples, device=DEVICE, before_update=mark_update, **options)
+        super().__init__(workload, self._samples, device=DEVICE, before_update=mark_update, **options)
 
     def trace(self, watcher: Watcher | None = None) -> Trace:
         """Return its trace."""
-        mode, run = self._mode, self.run
+        mode = self._mode
         mode.library_tensors.clear()
         gc.collect()
         mode.numbering.restart()
         mode.values.restart()
-        mode.recorder.begin(lambda: run.phase, watcher)
+        mode.recorder.begin(lambda: self.phase, watcher)
         with manual_garbage_collection():
             try:
-                self.result = run.run(self._parts, needs_whole_batch=self._needs_whole_batch)
+                self.result = self.run(self._parts, needs_whole_batch=self._needs_whole_batch)
             finally:
-                mode.phase = run.phase
+                mode.phase = self.phase
                 trace = mode.recorder.trace(self._parts)
         batch = self._samples if mode.values.computed else 0
-        return replace(trace, host_bytes=run.host_bytes, batch=batch)
+        return replace(trace, host_bytes=self.host_bytes, batch=batch)
 
     def label(self) -> LabelledTrace:
         """Return the same trace with labels for its blocks."""
@@ -123,7 +121,7 @@ class TracedTrial:
         auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
         auxiliary += find_auxiliary_modules(self._workload).values()
         allocators = () if self._mode.sharded_type is None else ALLOCATORS
-        labeller = BlockLabeller(self._mode.recorder, self.run, self._mode.library_tensors, auxiliary, allocators)
+        labeller = BlockLabeller(self._mode.recorder, self, self._mode.library_tensors, auxiliary, allocators)
         with labeller.labelling():
             trace = self.trace(labeller)
         return labeller.label(trace)
@@ -152,7 +150,9 @@ def manual_garbage_collection() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_ranks: Any) -> tuple[Inspection, Trace]:
+def inspect_simulated(
+    workload: Workload, share: int, mode: FakeCudaMode, mesh: tuple[int, ...] | None
+) -> tuple[Inspection, Trace]:
     """Run a trial of two micro-batches of two samples, or fewer if `share` is smaller; also returns the trace.
 
     No values are computed, so neither the loss nor its weighting can be checked.
@@ -161,11 +161,11 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
     parts = (size,) if size == share else (size, size)
     needs_whole_batch = bool(workload.coupled) or workload.batchnorm == "exact"
     with collect_warnings() as messages:
-        trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, **of_ranks)
+        trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, mesh=mesh)
         trace = trial.trace()
-    workload, least_size, notes = probe_sizes(workload, trial.run.built[0], share, has_drawn=trial.run.has_drawn)
+    workload, least_size, notes = probe_sizes(workload, trial.built[0], share, has_drawn=trial.has_drawn)
     inspection = Inspection(
-        **describe_run(workload, trial.run, share, terms=list(trial.result.terms), weighting=messages),
+        **describe_run(workload, trial, share, terms=list(trial.result.terms), weighting=messages),
         environment=describe_environment(DEVICE),
         least_size=least_size,
         accumulation_warnings=tuple(messages),
@@ -178,13 +178,14 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
 class SimulatedChild(Handler):
     """Handles the requests of `simulation_requests`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
 
+    _mode: FakeCudaMode
+    _in_use: CardInUse
+    _workload: Workload
+    _share: int
+    _options: Options
+
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._mode: FakeCudaMode | None = None
-        self._in_use: CardInUse | None = None
-        self._workload: Workload | None = None
-        self._share = 0
-        self._options = Options()
         self._lazy: tuple[str, ...] = ("models", "batches")
         self._traces: dict[TraceParts, Trace] = {}
 
@@ -238,7 +239,6 @@ class SimulatedChild(Handler):
 
     @handle.register
     def _use_card(self, request: UseCard) -> bool:
-        assert self._in_use is not None
         if self._in_use.was_asked_by_code:
             return False
         self._in_use.switch(request.card, request.others)
@@ -246,20 +246,19 @@ class SimulatedChild(Handler):
         return True
 
     @handle.register
-    def _list_alike(self, request: ListAlike) -> tuple[str, ...]:
-        assert self._in_use is not None
+    def _list_alike(self, _: ListAlike) -> tuple[str, ...]:
         return tuple(card.name for card in self._in_use.alike)
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
-            inspection, trace = inspect_simulated(request.replaced(workload), self._share, mode, mesh=self._mesh)
+        def inspect(workload: Workload) -> Inspection:
+            inspection, trace = inspect_simulated(request.replaced(workload), self._share, self._mode, self._mesh)
             needs_whole_batch = inspection.workload.whole_batch is not None
             key = TraceParts(parts=trace.parts, needs_whole_batch=needs_whole_batch, savers=request.savers)
             self._traces[key] = trace
             return replace(inspection, parallel=self._parallel)
 
-        return self._run(run, "a trial of two samples on the simulated card")
+        return self._run(inspect, "a trial of two samples on the simulated card")
 
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:
@@ -279,20 +278,19 @@ class SimulatedChild(Handler):
         return self._run_trial(TracedTrial.count_cost, request)
 
     @handle.register
-    def _suggest(self, request: SuggestChanges) -> tuple[Change, ...] | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> tuple[Change, ...]:
-            assert self._in_use is not None
+    def _suggest(self, _: SuggestChanges) -> tuple[Change, ...] | Failure:
+        def suggest(workload: Workload) -> tuple[Change, ...]:
             model = move_model(workload.build_model(), DEVICE)
             return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._in_use.card))
 
-        return self._run(run, "looking for changes to suggest")
+        return self._run(suggest, "looking for changes to suggest")
 
     @property
     def _parallel(self) -> Parallel | None:
         """How the ranks train one model; None for one rank."""
-        assert self._workload is not None
-        several = self._options.world_size > 1
-        return choose_parallel(self._options.parallel, self._workload.parallelize) if several else None
+        if self._options.world_size == 1:
+            return None
+        return choose_parallel(self._options.parallel, self._workload.parallelize)
 
     @property
     def _mesh(self) -> tuple[int, ...] | None:
@@ -300,41 +298,41 @@ class SimulatedChild(Handler):
         return self._options.mesh or (self._options.world_size,) if self._parallel == "fsdp2" else None
 
     def _run_trial(self, job: Callable[[TracedTrial], T], request: PartsRequest[Any]) -> T | Failure:
-        """Run a job on a trial of the parts of a request."""
+        """Run a job on a trial of the parts of a request; its warnings were shown by the inspection."""
 
-        def run(workload: Workload, mode: FakeCudaMode) -> T:
+        def run(workload: Workload) -> T:
             workload = request.replaced(workload)
             if isinstance(request, TraceParts) and request.change:
                 workload = apply_change(workload, request.change)
-            options: dict[str, Any] = {"grad_sync": request.grad_sync or "each", "mesh": self._mesh}
-            options["needs_whole_batch"] = request.needs_whole_batch
-            return job(TracedTrial(workload, request.parts, mode, **options))
+            trial = TracedTrial(
+                workload,
+                request.parts,
+                self._mode,
+                needs_whole_batch=request.needs_whole_batch,
+                grad_sync=request.grad_sync or "each",
+                mesh=self._mesh,
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return job(trial)
 
-        return self._run(run, f"{request.doing} on the simulated card", silent=True)
+        return self._run(run, f"{request.doing} on the simulated card")
 
-    def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
-        """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.
-
-        A `silent` job shows no warnings, since the inspection has shown them.
-        """
-        assert self._workload is not None
-        assert self._mode is not None
+    def _run(self, job: Callable[[Workload], T], about: str) -> T | Failure:
+        """Run a job on a lazily built batch and model; on real ones if it reads values that these lack."""
         failure: BaseException | None = None
         live = self._mode.recorder.live_storages()
         try:
             workload = simulated_workload(self._workload, self._mode, self._lazy)
-            auxiliary = find_auxiliary_modules(workload).values()
-            with on_device(auxiliary, DEVICE), warnings.catch_warnings():
-                if silent:
-                    warnings.simplefilter("ignore")
-                return job(workload, self._mode)
+            with on_device(find_auxiliary_modules(workload).values(), DEVICE):
+                return job(workload)
         except BaseException as error:
             failure = error
         if self._lazy and reads_missing_host_value(failure):
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()
             self._mode.recorder.forget_all_but(live)
-            return self._run(job, about, silent=silent)
+            return self._run(job, about)
         doing = f"{about}, in {self._mode.phase}"
         lost = self._mode.values.lost if self._mode.values.computed else None
         return describe_failure(as_workload_error(failure, doing, lost=lost) or failure, doing)

@@ -22,7 +22,7 @@ from autoaccum.devices.base import (
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import MemoryReport
-from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import Message, message
@@ -35,7 +35,7 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.breakdown import MemoryBreakdown
-    from autoaccum.simulation.allocator.replay import Replayer, Replays
+    from autoaccum.simulation.allocator.replay import Replayer
 
 
 _BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
@@ -56,14 +56,11 @@ class SimulatedDevice(Device):
     that need each other are always traced together.
 
     Args:
-        traces: Starts a process that traces the workload on the card; or traces that are shared with other devices, and
-            closed by their owner.
-        share: Samples per update on this rank.
+        traces: The traces of the workload on the card, maybe shared with other devices.
         torch_version: The tracer's release of PyTorch, such as (2, 15).
         memory, reserve: See `choose_budget`.
         communicators: The groups of ranks that exchange tensors, for each of which NCCL takes memory of its own.
         environment: Environment variables with settings of PyTorch's allocator and of CUDA; None: this process's.
-        replays: Replays that are shared with other devices.
 
     Raises:
         UsageError: The budget is more than the card has, or a setting cannot be simulated.
@@ -74,15 +71,13 @@ class SimulatedDevice(Device):
     def __init__(
         self,
         card: Card,
-        traces: Callable[[], Tracer] | TraceCache,
+        traces: TraceCache,
         *,
-        share: int,
         torch_version: tuple[int, int],
         memory: MemorySize | None = None,
         reserve: MemorySize | None = None,
         communicators: int = 0,
         environment: Mapping[str, str] | None = None,
-        replays: Replays | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
         if environment.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
@@ -93,12 +88,9 @@ class SimulatedDevice(Device):
         bound = f"{card.name} (simulated, {format_bytes(self._context.bytes)} of it for its context)"
         supply = AvailableMemory(card.total_bytes, self._free_bytes, bound)
         self._limit_bytes = choose_budget(supply, memory, reserve, default_reserve=CARD_RESERVE)
-        self._shares_traces = isinstance(traces, TraceCache)
-        self._traces = traces if isinstance(traces, TraceCache) else TraceCache(traces, share)
-        self._torch_version = torch_version
+        self._traces, self._torch_version = traces, torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
-        self._replays = replays
 
     @property
     def name(self) -> str:
@@ -140,7 +132,7 @@ class SimulatedDevice(Device):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load the workload and check what can be checked without computing values."""
-        inspection = self._traces.inspect(limit_seconds)
+        inspection = self._traces.inspect(Deadline(limit_seconds))
         self._is_sharded = inspection.parallel == "fsdp2"
         return inspection
 
@@ -159,15 +151,23 @@ class SimulatedDevice(Device):
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
         """As `Device`, by one update of small micro-batches, the second one larger."""
-        return self._traces.count_cost(limit_seconds)
+        return self._traces.count_cost(Deadline(limit_seconds))
 
     def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
-        began = time.monotonic()
+        began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
-            traces = self._traces.traces_of(parts, fresh, limit_seconds)
+            traces = self._traces.traces_of(parts, deadline, fresh=fresh)
         except (WorkloadError, NotMeasuredError) as error:
-            return _failed(error, parts, time.monotonic() - began, limit_seconds)
+            is_users = isinstance(error, WorkloadError)
+            return Trial(
+                parts=parts,
+                outcome="error",
+                message=str(error),
+                traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
+                fault="user" if is_users else "measurement",
+                timed_out=not is_users and deadline.is_over,
+            )
         trial = predict_trial(self._replayer, traces, limit_bytes)
         traced = any(self._traces.was_traced(trace) for trace in traces)
         return dataclasses.replace(
@@ -180,15 +180,10 @@ class SimulatedDevice(Device):
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
-        if choose is not None:
-            self._traces.choose = lambda at: choose(
-                lambda size: predict_trial(self._replayer, [at(size)], self.limit_bytes)
-            )
         deadline = Deadline(limit_seconds)
-        if not deadline.is_over:
-            with suppress(WorkloadError, NotMeasuredError):  # The trial of that size reports why.
-                self.fit(deadline.left_seconds)
-        return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=tuple(self._traces.notes))
+        with suppress(WorkloadError, NotMeasuredError):  # The trial of that size reports why.
+            self._fit(deadline, choose)
+        return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=self._why_alone)
 
     def fit(self, limit_seconds: float | None = None) -> str | None:
         """Trace small sizes; return why larger ones do not follow from them, None if they do.
@@ -196,19 +191,36 @@ class SimulatedDevice(Device):
         Raises:
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
-        trace = self._traces.extrapolate(max(2, self._traces.step), limit_seconds=limit_seconds)
-        return None if trace is not None else "; ".join(map(str, self._traces.notes)) or "there are too few samples"
+        if self._fit(Deadline(limit_seconds)) is not None:
+            return None
+        return "; ".join(map(str, self._why_alone)) or "there are too few samples"
+
+    def _fit(self, deadline: Deadline, choose: ChooseParts | None = None) -> Trace | None:
+        def choose_parts(trace_of: Callable[[int], Trace]) -> tuple[int, ...]:
+            assert choose is not None
+            return choose(lambda size: predict_trial(self._replayer, [trace_of(size)], self.limit_bytes))
+
+        size = max(2, self._traces.step)
+        return self._traces.extrapolate((size,), deadline, None if choose is None else choose_parts)
+
+    @property
+    def _why_alone(self) -> tuple[Message, ...]:
+        """Why every size is traced by itself."""
+        return tuple(told for told in self._traces.messages if told.code == "not_extrapolated")
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
-        traces = self._traces.traces_of(parts, fresh=True)
+        traces = self._traces.traces_of(parts, Deadline(None), fresh=True)
         min_budget_bytes = self._replayer.min_budget_bytes(traces, self.limit_bytes)
         sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
         uncertainty_bytes = self._context.uncertainty_bytes + sized.uncertainty_bytes + self._nccl_bytes
         measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
-        warnings = list[Message]()
-        if self._traces.grows_quadratically and len(parts) > 1:
-            warnings.append(message("compares_samples"))
+        most_reads = max(traces, key=lambda trace: trace.reads)
+        warnings = [
+            told
+            for told in self._traces.messages
+            if told.code == "trace_differs" or (told.code == "compares_samples" and len(parts) > 1)
+        ]
         if 0 <= (room_bytes := self.limit_bytes - min_budget_bytes) < uncertainty_bytes:
             reserve = -(-uncertainty_bytes // (100 * MIB)) * 100
             warnings.append(
@@ -220,26 +232,27 @@ class SimulatedDevice(Device):
                     measurable=measurable,
                 )
             )
-        covered = message(
-            "uncertainty",
-            uncertainty_bytes=uncertainty_bytes,
-            context_bytes=self._context.bytes,
-            workspace_bytes=sized.uncertainty_bytes,
-            rules=list(sized.guessed),
-            nccl_bytes=self._nccl_bytes,
+        notes = [message("predicted", uncertainty_bytes=uncertainty_bytes, measurable=measurable)]
+        if most_reads.reads:  # The CPU computed values that the step read.
+            notes.append(message("values_read", reads=most_reads.reads, samples=most_reads.batch))
+        notes += self._why_alone
+        if not self._card.measured:
+            notes.append(message("card_assumed", card=self._card.title, source=self._card.source))
+        notes.append(
+            message(
+                "uncertainty",
+                uncertainty_bytes=uncertainty_bytes,
+                context_bytes=self._context.bytes,
+                workspace_bytes=sized.uncertainty_bytes,
+                rules=list(sized.guessed),
+                nccl_bytes=self._nccl_bytes,
+            )
         )
-        card = self._card
         return Prediction(
             min_budget_bytes=min_budget_bytes,
             uncertainty_bytes=uncertainty_bytes,
-            warnings=(*warnings, *self._traces.warnings),
-            notes=(
-                message("predicted", uncertainty_bytes=uncertainty_bytes, measurable=measurable),
-                *_notes_on_values(traces),
-                *self._traces.notes,
-                *(() if card.measured else (message("card_assumed", card=card.title, source=card.source),)),
-                covered,
-            ),
+            warnings=tuple(warnings),
+            notes=tuple(notes),
         )
 
     def explain(
@@ -256,14 +269,13 @@ class SimulatedDevice(Device):
         """
         from autoaccum.devices.simulated.explainer import Explainer
 
-        deadline = Deadline(limit_seconds)
-        traces = self._traces.traces_of(parts, True, deadline.left_seconds)
         outside_bytes = self._context.bytes if context_bytes is None else context_bytes
-        explainer = Explainer(self.name, outside_bytes, self.limit_bytes, self._traces, self._replayer)
-        return explainer.explain(traces, deadline, **options)
+        deadline = Deadline(limit_seconds)
+        explainer = Explainer(self.name, outside_bytes, self.limit_bytes, self._traces, self._replayer, deadline)
+        return explainer.explain(parts, **options)
 
-    def break_down(self, parts: tuple[int, ...], settings: AllocatorSettings) -> tuple[MemoryBreakdown, int]:
-        """Return the memory of an update by exactly these parts, and its peak under these settings of the allocator.
+    def break_down(self, parts: tuple[int, ...], settings: AllocatorSettings) -> MemoryBreakdown:
+        """Return the memory of an update by exactly these parts, under these settings of the allocator.
 
         Raises:
             WorkloadError, NotMeasuredError: The parts cannot be traced.
@@ -271,31 +283,24 @@ class SimulatedDevice(Device):
         from autoaccum.devices.simulated.breakdown import MemoryBreakdown
         from autoaccum.simulation.allocator.replay import Replayer
 
-        labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way))
+        labelled = self._traces.ask(LabelParts, parts, Deadline(None))
         settings = dataclasses.replace(settings, total_bytes=self._card.total_bytes)
-        replayer = Replayer(self._card, settings, self._torch_version)
-        sized = replayer.with_sizes(labelled.trace)
-        return MemoryBreakdown(labelled, sized), replayer.peak_bytes(labelled.trace)
+        return MemoryBreakdown(labelled, Replayer(self._card, settings, self._torch_version))
 
     def close(self) -> None:
-        """End the tracer's process, if it runs, unless it is shared."""
-        if self._shares_traces:
-            self._traces.choose = self._traces.grad_sync = self._traces.savers = None
-        else:
-            self._traces.close()
+        """End the tracer's process, if it runs and no other device shares its traces."""
+        self._traces.close()
 
     @cached_property
     def _replayer(self) -> Replayer:
         from autoaccum.simulation.allocator.replay import Replayer  # Later, so that the tracer starts sooner.
 
-        return Replayer(self._card, self._settings, self._torch_version, self._replays)
+        return Replayer(self._card, self._settings, self._torch_version, self._traces.replays)
 
     def _peak_bytes(self, size: int, deadline: Deadline) -> int | None:
         """Return the peak of a size that can be extrapolated, maybe of a card with equal kernels; None for others."""
-        if deadline.is_over and not self._traces.is_fitted:
-            return None
         try:
-            trace = self._traces.extrapolate(size, limit_seconds=deadline.left_seconds)
+            trace = self._traces.extrapolate((size,), deadline)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
         return None if trace is None else self._replayer.about_peak_bytes(trace)
@@ -336,22 +341,7 @@ def _predict_part(replayer: Replayer, trace: Trace, limit_bytes: int) -> Trial:
     return trial
 
 
-def _notes_on_values(traces: Sequence[Trace]) -> list[Message]:
-    """Return a note for the plan on values that the step read and the CPU computed."""
-    trace = max(traces, key=lambda trace: trace.reads)
-    return [message("values_read", reads=trace.reads, samples=trace.batch)] if trace.reads else []
-
-
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:
     """Return the settings that differ from PyTorch's defaults."""
     defaults = dataclasses.asdict(AllocatorSettings(total_bytes=settings.total_bytes))
     return {name: value for name, value in dataclasses.asdict(settings).items() if value != defaults[name]}
-
-
-def _failed(
-    error: WorkloadError | NotMeasuredError, parts: tuple[int, ...], seconds: float, limit_seconds: float | None
-) -> Trial:
-    late = limit_seconds is not None and seconds >= limit_seconds
-    if isinstance(error, WorkloadError):
-        return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, fault="user")
-    return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=late)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, TraceParts, UseCard
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, TraceParts, Tracer, UseCard
+from autoaccum.devices.trial_requests import Inspect, PartsRequest
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.messages import Message, message
 from autoaccum.options import GradSync
@@ -27,248 +29,231 @@ from autoaccum.simulation.tracing.trace_scaling import (
 
 _Device = TypeVar("_Device")
 _Result = TypeVar("_Result")
-_SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
-"""Sizes that are traced to extrapolate others; or factors of the least size, if micro-batches must be multiples of it.
-The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
-traced: it often runs other operators, since its dimension is squeezed or broadcast."""
 
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
 
 
-class TracingProcess(Protocol):
-    """What traces a workload on a card by requests, such as `simulation_requests.Tracer`."""
-
-    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Return the reply to a request."""
-        ...
-
-    def close(self) -> None:
-        """End its process."""
-        ...
-
-
 @dataclass
 class _Traces:
-    """The traces of one way to run an update, and what they have told so far, as in `TraceCache`."""
+    """The traces of one way to run an update.
 
-    can_extrapolate: bool
+    Attributes:
+        made: Those that were made, by their parts.
+        affine: The function that extrapolates others; None: not known yet, or refuted.
+        at: `affine.at`, which keeps its traces.
+        refuted: Whether larger sizes do not follow from small ones.
+        messages: What was learnt on the way: why sizes are not extrapolated, and whether the loss compares samples.
+        cost: The cost of an update, once it is counted.
+    """
+
     made: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     affine: AffineTrace | None = None
-    extrapolated: dict[tuple[int, ...], Trace] = field(default_factory=dict)
-    notes: list[Message] = field(default_factory=list)
-    warnings: list[Message] = field(default_factory=list)
-    grows_quadratically: bool = False
+    at: Callable[..., Trace] | None = None
+    refuted: bool = False
+    messages: list[Message] = field(default_factory=list)
+    cost: UpdateCost | None = None
+
+    def refute(self, why: Message) -> None:
+        """Extrapolate no more."""
+        self.affine = self.at = None
+        self.refuted = True
+        self.messages.append(why)
 
 
 class TraceCache:
     """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new one.
 
     Attributes:
-        choose: Chooses the parts to check the next extrapolation by, if set.
         share: Samples per update; no larger size is traced.
         step: The number of samples of which every micro-batch is a multiple.
         needs_whole_batch: Whether the parts of an update need each other: each schedule is traced whole, and none is
             extrapolated.
         grad_sync, savers: As in `PartsRequest`: traces of each way are kept apart.
         confirms: False if parts of two sizes are extrapolated too, and those of a fresh trial.
+        replays: The replays of all cards that share these traces; None: one card has them to itself.
+
+    Args:
+        make_tracer: Starts a process that traces the workload on the card.
     """
 
     def __init__(
         self,
-        make_tracer: Callable[[], TracingProcess],
+        make_tracer: Callable[[], Tracer | CardFleet[Any]],
         share: int,
-        savers: tuple[str, ...] | None = None,
         *,
         confirms: bool = True,
+        replays: Replays | None = None,
     ) -> None:
-        self._make_tracer, self.share, self.confirms = make_tracer, share, confirms
-        self.choose: Choose | None = None
-        self._tracer: TracingProcess | None = None
-        self._sizes: tuple[int, ...] = _SIZES
+        self._make_tracer, self.share, self.confirms, self.replays = make_tracer, share, confirms, replays
+        self._tracer: Tracer | CardFleet[Any] | None = None
         self.step = 1
         self.needs_whole_batch = False
         self.grad_sync: GradSync | None = None
-        self.savers = savers
-        self._by_way: dict[tuple[GradSync | None, tuple[str, ...] | None], _Traces] = {}
+        self.savers: tuple[str, ...] | None = None
+        self._by_way: dict[tuple[tuple[str, ...] | None, GradSync | None], _Traces] = {}
         self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
-        self._costs: dict[CountCost, UpdateCost] = {}
 
     @property
-    def way(self) -> dict[str, Any]:
-        """The fields of a `PartsRequest` beside its parts."""
-        return {"needs_whole_batch": self.needs_whole_batch, "grad_sync": self.grad_sync, "savers": self.savers}
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether traces are extrapolated without making another."""
-        return self._traces.affine is not None
-
-    @property
-    def notes(self) -> list[Message]:
-        """Sentences for the plan on sizes that cannot be extrapolated from small ones."""
-        return [note for traces in self._with_these_savers for note in traces.notes]
-
-    @property
-    def warnings(self) -> list[Message]:
-        """The same, if trials had relied on the extrapolation before."""
-        return [warning for traces in self._with_these_savers for warning in traces.warnings]
-
-    @property
-    def grows_quadratically(self) -> bool:
-        """True if some block grows with the square of the micro-batch."""
-        return any(traces.grows_quadratically for traces in self._with_these_savers)
-
-    @property
-    def _with_these_savers(self) -> list[_Traces]:
-        return [traces for (_, savers), traces in self._by_way.items() if savers == self.savers]
+    def messages(self) -> list[Message]:
+        """What was learnt from the traces with these savers (`_Traces.messages`)."""
+        ways = [traces for (savers, _), traces in self._by_way.items() if savers == self.savers]
+        return [told for traces in ways for told in traces.messages]
 
     @property
     def _traces(self) -> _Traces:
         """The traces of the way in use."""
-        can_extrapolate = self.share >= max(self._sizes) and not self.needs_whole_batch
-        return self._by_way.setdefault((self.grad_sync, self.savers), _Traces(can_extrapolate))
+        return self._by_way.setdefault((self.savers, self.grad_sync), _Traces())
 
-    def inspect(self, limit_seconds: float | None = None) -> Inspection:
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Sizes that are traced to extrapolate others.
+
+        The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample
+        is not traced: it often runs other operators, since its dimension is squeezed or broadcast.
+        """
+        return (2, 5, 3) if self.step == 1 else (self.step, 3 * self.step, 2 * self.step)
+
+    def inspect(self, deadline: Deadline) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
         if self.savers not in self._inspections:
-            self._inspections[self.savers] = self.call(Inspect(savers=self.savers), limit_seconds)
+            self._inspections[self.savers] = self.call(Inspect(savers=self.savers), deadline)
         inspection = self._inspections[self.savers]
-        if inspection.multiple_of > 1:
-            self.step = inspection.multiple_of
-            self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
+        self.step = inspection.multiple_of
         self.needs_whole_batch = inspection.workload.whole_batch is not None
         return inspection
 
-    def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
-        """Return the trace of exactly these parts, traced if it is not there yet."""
-        if parts not in self._traces.made:
-            self.keep(self.call(TraceParts(parts=parts, **self.way), limit_seconds))
-        return self._traces.made[parts]
-
-    def count_cost(self, limit_seconds: float | None = None) -> UpdateCost:
+    def count_cost(self, deadline: Deadline) -> UpdateCost:
         """Return what an update by small micro-batches costs, of two sizes where possible."""
-        pairs = self._sizes[:2], (self.step, 2 * self.step)
-        pair = next((pair for pair in pairs if max(pair) <= self.share), None)
-        request = CountCost(parts=(self.share,) if pair is None else (*pair, pair[0]), **self.way)
-        if request not in self._costs:
-            self._costs[request] = self.call(request, limit_seconds)
-        return self._costs[request]
+        if self._traces.cost is None:
+            pairs = self._sizes[:2], (self.step, 2 * self.step)
+            pair = next((pair for pair in pairs if max(pair) <= self.share), None)
+            self._traces.cost = self.ask(CountCost, (self.share,) if pair is None else (*pair, pair[0]), deadline)
+        return self._traces.cost
 
-    def keep(self, made: Trace) -> None:
-        """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
-        self._traces.made[made.parts] = made
-        if self._traces.affine is not None and not _agrees(self._traces.affine, made):
-            sizes = list(self._traces.affine.sizes)
-            self._traces.affine, self._traces.can_extrapolate = None, False
-            self._traces.warnings.append(message("trace_differs", parts=list(made.parts), sizes=sizes))
+    def ask(self, kind: type[PartsRequest[Reply]], parts: tuple[int, ...], deadline: Deadline, **fields: Any) -> Reply:
+        """Return the reply of the tracer to a request about `parts`, run in the way in use."""
+        way: dict[str, Any] = {
+            "needs_whole_batch": self.needs_whole_batch,
+            "grad_sync": self.grad_sync,
+            "savers": self.savers,
+        }
+        return self.call(kind(parts=parts, **way, **fields), deadline)
 
-    def traces_of(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
-        """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated.
-
-        They are those of consecutive pairs; of threes where gradients wait for the last part, since a part that is
-        neither the first nor the last then adds to all of them and lets go of none.
-        """
-        length = 3 if self.grad_sync == "last" else 2
-        several = len(parts) > length and not self.needs_whole_batch
-        pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
-        traces, deadline = [], Deadline(limit_seconds)
-        for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
-            as_traced = self.confirms and (pair[0] != pair[-1] or (fresh and min(pair) == min(parts)))
-            extrapolates = len(pair) == 2 and not as_traced
-            trace = self.extrapolate(*pair, limit_seconds=deadline.left_seconds) if extrapolates else None
-            traces.append(trace or self.make(pair, deadline.left_seconds))
-        return traces
-
-    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+    def call(self, request: Request[Reply], deadline: Deadline) -> Reply:
         """Call the tracer and start it if there is none; after a failure the next call starts a new one."""
         try:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
-            return self._tracer.call(request, limit_seconds)
+            return self._tracer.call(request, deadline.left_seconds)
         except DoesNotFitError as error:  # The host ran out of memory, not the card.
-            self.close()
+            self._end_tracer()
             raise NotMeasuredError(
                 error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
             ) from None
         except AutoaccumError:
-            self.close()
+            self._end_tracer()
             raise
+
+    def make(self, parts: tuple[int, ...], deadline: Deadline) -> Trace:
+        """Return the trace of exactly these parts, traced if it is not there yet."""
+        if parts not in self._traces.made:
+            self.keep(self.ask(TraceParts, parts, deadline))
+        return self._traces.made[parts]
+
+    def keep(self, made: Trace) -> None:
+        """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
+        traces = self._traces
+        traces.made[made.parts] = made
+        if traces.affine is not None and not _agrees(traces.affine, made):
+            traces.refute(message("trace_differs", parts=list(made.parts), sizes=list(traces.affine.sizes)))
 
     def was_traced(self, trace: Trace) -> bool:
         """Return whether this trace was made by the tracer, not extrapolated."""
         return self._traces.made.get(trace.parts) is trace
 
-    def extrapolate(self, *pair: int, limit_seconds: float | None = None) -> Trace | None:
-        """Return the extrapolated trace of two parts, or of two of one size; None if it cannot be extrapolated."""
-        if not self._traces.can_extrapolate or min(pair) < min(self._sizes):
+    def traces_of(self, parts: tuple[int, ...], deadline: Deadline, *, fresh: bool) -> list[Trace]:
+        """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated.
+
+        They are those of consecutive pairs; of threes where gradients wait for the last part, since a part that is
+        neither the first nor the last then adds to all of them and lets go of none.
+        """
+        length = len(parts) if self.needs_whole_batch else 3 if self.grad_sync == "last" else 2
+        groups = dict.fromkeys(parts[at : at + length] for at in range(max(1, len(parts) - length + 1)))
+        traces = []
+        for group in sorted(groups, key=sum):  # The first trace that is made shows if the others can be extrapolated.
+            as_traced = self.confirms and (group[0] != group[-1] or (fresh and min(group) == min(parts)))
+            trace = None if as_traced or len(group) != 2 else self.extrapolate(group, deadline)
+            traces.append(trace or self.make(group, deadline))
+        return traces
+
+    def extrapolate(self, pair: tuple[int, ...], deadline: Deadline, choose: Choose | None = None) -> Trace | None:
+        """Return the extrapolated trace of two parts, or of two of one size; None if it cannot be extrapolated.
+
+        The first call traces small sizes, if there is time left; `choose` chooses parts to check them by.
+        """
+        traces, sizes = self._traces, self._sizes
+        if traces.refuted or self.needs_whole_batch or self.share < max(sizes) or min(pair) < min(sizes):
             return None
         try:
-            self._traces.affine = affine = self._traces.affine or self._fit_affine(limit_seconds)
-            if len(set(pair)) > 1 and affine.of_second is None:
+            if traces.affine is None or traces.at is None:
+                if deadline.is_over:
+                    return None
+                traces.affine = self._fit(deadline, choose)
+                traces.at = cache(traces.affine.at)
+            if len(set(pair)) > 1 and traces.affine.of_second is None:
                 return None
-            return self._extrapolate(affine, *dict.fromkeys(pair))
+            return traces.at(*dict.fromkeys(pair))
         except NotAffineError as error:
-            self._traces.affine, self._traces.can_extrapolate = None, False
-            self._traces.notes.append(message("not_extrapolated", error=error.message))
+            traces.refute(message("not_extrapolated", error=error.message))
             return None
 
-    def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
-        deadline, choose = Deadline(limit_seconds), self.choose
-        self.choose = None
+    def _fit(self, deadline: Deadline, choose: Choose | None) -> AffineTrace:
+        """Fit the traces of two sizes, checked by a third trace: of other parts if they can tell more, else of a size.
 
-        def make(parts: tuple[int, ...]) -> Trace:
-            return self.make(parts, deadline.left_seconds)
-
-        *first, last = [(size, size) for size in self._sizes]
-        traces = [make(parts) for parts in first]
+        Raises:
+            NotAffineError: Three sizes are not affine.
+        """
+        first, second, third = self._sizes
+        traces = [self.make((size, size), deadline) for size in (first, second)]
+        affine = None
         if not self.confirms:
-            affine = self._fit_pairs(traces, make)
-        else:
-            affine = None if choose is None else self._fit_checked(traces, choose, make)
+            with suppress(NotAffineError):  # Two parts of different sizes are told apart.
+                affine = tell_parts_apart(fit_affine_trace(traces), self.make((second, third), deadline))
+        elif choose is not None:
+            affine = self._fit_checked(traces, choose, deadline)
         if affine is None:
-            traces.append(make(last))
-            self._traces.grows_quadratically = grows_quadratically(traces)
+            traces.append(self.make((third, third), deadline))
+            if grows_quadratically(traces):
+                self._traces.messages.append(message("compares_samples"))
             affine = fit_affine_trace(traces)
         return affine
 
-    def _fit_checked(
-        self, traces: list[Trace], choose: Choose, make: Callable[[tuple[int, ...]], Trace]
-    ) -> AffineTrace | None:
+    def _fit_checked(self, traces: list[Trace], choose: Choose, deadline: Deadline) -> AffineTrace | None:
         """Fit two traces, and check them by that of the parts that `choose` chooses; None if it cannot, or disagrees.
 
         A plan traces those parts anyway, and they tell as much as another small size.
         """
         try:
             affine = fit_affine_trace(traces)
-            pair = choose(lambda size: self._extrapolate(affine, size))[-2:]
+            pair = choose(affine.at)[-2:]
         except AutoaccumError:
-            pair = ()
-        if len(pair) == 2 and pair not in self._traces.made and min(pair) >= min(affine.sizes):
-            if _agrees(affine, make(pair)):
-                return affine
-            del self._traces.made[pair]  # The trial of it, if there is one, tells of the difference.
-        self._traces.extrapolated.clear()
+            return None
+        if len(pair) != 2 or pair in self._traces.made or min(pair) < min(affine.sizes):
+            return None
+        if _agrees(affine, self.make(pair, deadline)):
+            return affine
+        del self._traces.made[pair]  # The trial of it, if there is one, tells of the difference.
         return None
 
-    def _fit_pairs(self, traces: list[Trace], make: Callable[[tuple[int, ...]], Trace]) -> AffineTrace | None:
-        """Fit two traces, and check them by one of two parts, of the second and the third size; None if it disagrees.
-
-        It tells as much as another small size, and the parts apart.
-        """
-        try:
-            return tell_parts_apart(fit_affine_trace(traces), make(self._sizes[1:]))
-        except NotAffineError:
-            return None
-
-    def _extrapolate(self, affine: AffineTrace, *parts: int) -> Trace:
-        if parts not in self._traces.extrapolated:
-            self._traces.extrapolated[parts] = affine.at(*parts)
-        return self._traces.extrapolated[parts]
-
     def close(self) -> None:
-        """End the tracer's process."""
+        """End the tracer's process, unless other cards share it; the next user chooses anew how updates run."""
+        self.grad_sync = self.savers = None
+        if self.replays is None:
+            self._end_tracer()
+
+    def _end_tracer(self) -> None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.close()
@@ -292,74 +277,68 @@ def _agrees(affine: AffineTrace, made: Trace) -> bool:
 class CardFleet(Generic[_Device]):
     """The devices of many cards. Cards that answer alike share their traces, and one process makes all of them.
 
+    To `TraceCache` it is the process that traces the workload on the card in use.
+
     Args:
         make_tracer: Starts the process that traces the workload on a card, of which others may share the traces.
-        make_device: Makes the device of a card from traces, and from replays that cards may have in common.
+        make_device: Makes the device of a card from traces.
         share, confirms: As of `TraceCache`.
     """
 
     def __init__(
         self,
-        make_tracer: Callable[[Card, tuple[Card, ...]], TracingProcess],
-        make_device: Callable[[Card, TraceCache, Replays], _Device],
+        make_tracer: Callable[[Card, tuple[Card, ...]], Tracer],
+        make_device: Callable[[Card, TraceCache], _Device],
         share: int,
         *,
         confirms: bool = False,
     ) -> None:
         self._make_tracer, self._make_device = make_tracer, make_device
         self._share, self._confirms = share, confirms
-        self._replays = Replays()
-        self._tracer: TracingProcess | None = None
-        self._traced: _CardGroup | None = None
+        self._tracer: Tracer | None = None
+        self._simulated: Card | None = None  # By the process.
+        self._card: Card | None = None
+        self._alike: tuple[Card, ...] = ()
 
     def each(self, cards: Sequence[Card], use: Callable[[Card, _Device], _Result]) -> Iterator[tuple[Card, _Result]]:
         """Use the device of each card; those that no trace tells apart come together."""
-        waiting = list(cards)
+        waiting, replays = list(cards), Replays()
         while waiting:
-            group = _CardGroup(self, waiting[0], waiting[1:])
-            traces = TraceCache(lambda group=group: group, self._share, confirms=self._confirms)  # type: ignore[misc]
-            for card in (group.card, *group.alike):
-                if not group.is_alike(card):
+            self._card, *others = waiting
+            self._alike = tuple(others)
+            traces = TraceCache(lambda: self, self._share, confirms=self._confirms, replays=replays)
+            for card in (self._card, *self._alike):
+                if not self._is_alike(card):
                     continue
-                result = use(card, self._make_device(card, traces, self._replays))
-                if group.is_alike(card):  # Else what was traced for this card has told it from that of the group.
+                result = use(card, self._make_device(card, traces))
+                if self._is_alike(card):  # Else what was traced for this card has told it from the first one.
                     waiting.remove(card)
                     yield card, result
 
-    def call(self, group: _CardGroup, request: Request[Reply], limit_seconds: float | None) -> Reply:
-        """Call the process as the card of a group, and learn which cards would have had another answer."""
-        if self._tracer is not None and self._traced is not group:
-            if self._tracer.call(UseCard(card=group.card, others=group.alike)):
-                self._traced = group
+    def _is_alike(self, card: Card) -> bool:
+        return card == self._card or card in self._alike
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Call the process as the card in use, and learn which cards would have had another answer."""
+        assert self._card is not None
+        if self._tracer is not None and self._simulated != self._card:
+            if self._tracer.call(UseCard(card=self._card, others=self._alike)):
+                self._simulated = self._card
             else:  # Something in the process keeps an answer of another card.
-                self.close()
+                self._end_tracer()
         if self._tracer is None:
-            self._tracer, self._traced = self._make_tracer(group.card, group.alike), group
+            self._tracer, self._simulated = self._make_tracer(self._card, self._alike), self._card
         reply = self._tracer.call(request, limit_seconds)
         names = self._tracer.call(ListAlike())
-        group.alike = tuple(card for card in group.alike if card.name in names)
+        self._alike = tuple(card for card in self._alike if card.name in names)
         return reply
 
     def close(self) -> None:
-        """End the process, if it runs."""
+        """End the process, if it runs; what it was asked of the card is not known, so nothing is shared."""
+        self._alike = ()
+        self._end_tracer()
+
+    def _end_tracer(self) -> None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.close()
-
-
-class _CardGroup:
-    """A card, and the cards that answered alike whatever was traced so far: the process of their `TraceCache`."""
-
-    def __init__(self, fleet: CardFleet[Any], card: Card, others: Sequence[Card]) -> None:
-        self._fleet, self.card, self.alike = fleet, card, tuple(others)
-
-    def is_alike(self, card: Card) -> bool:
-        return card == self.card or card in self.alike
-
-    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        return self._fleet.call(self, request, limit_seconds)
-
-    def close(self) -> None:
-        """End the process after a failure; what it was asked of the card is not known, so nothing is shared."""
-        self.alike = ()
-        self._fleet.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,37 +74,33 @@ def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, lazy: bool, si
 
 def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[Change]:
     """Return the changes that would make a difference, each on its own; their effects are not known yet."""
-    return [*_precisions(workload, model, card), *_checkpoints(workload, model), *_optimizers(optimizer)]
+    changes = []
+    half = "bf16" if card.capability >= (8, 0) else "fp16"
+    trains_in_full = any(parameter.requires_grad and parameter.dtype not in _HALF for parameter in model.parameters())
+    if trains_in_full and (workload.precision == "fp32" or (workload.precision, half) == ("fp16", "bf16")):
+        changes.append(Change(name=half, what=f"forward and backward in {half} by autocast (--precision {half})"))
+    with suppress(UsageError):  # It has no blocks, or they cannot run again.
+        blocks = describe_blocks(choose_blocks(model, exact_batchnorm=workload.batchnorm == "exact"))
+        changes.append(Change(name=CHECKPOINT, what=f"run the {blocks} again in backward (--savers {RECOMPUTE})"))
+    name = type_name(optimizer)
+    if _takes_lists(optimizer):
+        what = f"{name}(..., foreach=False), which updates one parameter after the other"
+        changes.append(Change(name=_NO_LISTS, what=what))
+    is_sgd = type(optimizer) is torch.optim.SGD
+    if not is_sgd or _any(optimizer, "momentum"):
+        what = f"SGD without momentum in place of {'SGD with it' if is_sgd else name} (--optimizer SGD)"
+        changes.append(Change(name=_PLAIN_SGD, what=what))
+    return changes
 
 
 def apply_change(workload: Workload, change: str) -> Workload:
     """Return the workload with the change of that name."""
-    return _CHANGES[change](workload)
-
-
-def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Change]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if all(parameter.dtype in _HALF for parameter in trained):
-        return
-    half = "bf16" if card.capability >= (8, 0) else "fp16"
-    if workload.precision == "fp32" or (workload.precision, half) == ("fp16", "bf16"):
-        yield Change(name=half, what=f"forward and backward in {half} by autocast (--precision {half})")
-
-
-def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[Change]:
-    with suppress(UsageError):  # It has no blocks, or they cannot run again.
-        blocks = describe_blocks(choose_blocks(model, exact_batchnorm=workload.batchnorm == "exact"))
-        yield Change(name=CHECKPOINT, what=f"run the {blocks} again in backward (--savers {RECOMPUTE})")
-
-
-def _optimizers(optimizer: Optimizer) -> Iterator[Change]:
-    kind, name = type(optimizer), type_name(optimizer)
-    if kind.__module__.startswith("torch.optim.") and _takes_lists(optimizer):
-        what = f"{name}(..., foreach=False), which updates one parameter after the other"
-        yield Change(name=_NO_LISTS, what=what)
-    if kind is not torch.optim.SGD or _any(optimizer, "momentum"):
-        own = "SGD with it" if kind is torch.optim.SGD else name
-        yield Change(name=_PLAIN_SGD, what=f"SGD without momentum in place of {own} (--optimizer SGD)")
+    fields: dict[str, dict[str, Any]] = {
+        CHECKPOINT: {"savers": (*workload.savers, RECOMPUTE)},
+        _NO_LISTS: {"optimizer": partial(_without_lists, workload.optimizer)},
+        _PLAIN_SGD: {"optimizer": _PLAIN_SGD},
+    }
+    return replace(workload, **fields.get(change, {"precision": change}))
 
 
 def _takes_lists(optimizer: Optimizer) -> bool:
@@ -113,32 +108,23 @@ def _takes_lists(optimizer: Optimizer) -> bool:
 
     Optimizers that never use lists, such as Adafactor, do not import that function.
     """
-    unset = all(group.get("foreach", False) is None for group in optimizer.param_groups)
     kinds = type(optimizer).__mro__
-    own = kinds[: kinds.index(Optimizer)]
-    chooses = any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in own)
-    return unset and chooses and not any(_any(optimizer, option) for option in ("fused", "differentiable"))
+    modules = [kind.__module__ for kind in kinds[: kinds.index(Optimizer)]]
+    return (
+        modules[0].startswith("torch.optim.")
+        and any(hasattr(sys.modules.get(module), "_default_to_fused_or_foreach") for module in modules)
+        and all(group.get("foreach", False) is None for group in optimizer.param_groups)
+        and not any(_any(optimizer, option) for option in ("fused", "differentiable"))
+    )
 
 
 def _any(optimizer: Optimizer, option: str) -> bool:
     return any(group.get(option) for group in optimizer.param_groups)
 
 
-def _without_lists(own: Any, params: list[nn.Parameter]) -> Optimizer:
-    """Make the optimizer of `own` once more with `foreach=False`; its groups keep their other options."""
-    made = call_factory(own, params)
-    kind = cast("Callable[..., Optimizer]", type(made))
-    known = inspect.signature(kind).parameters
-    groups = [{name: value for name, value in group.items() if name != "foreach"} for group in made.param_groups]
-    defaults = {name: value for name, value in made.defaults.items() if name in known}
-    del made  # It may hold memory on the card, as Adagrad does from the start.
-    return kind(groups, **{**defaults, "foreach": False})
-
-
-_CHANGES: Final[Mapping[str, Callable[[Workload], Workload]]] = {
-    "bf16": lambda workload: replace(workload, precision="bf16"),
-    "fp16": lambda workload: replace(workload, precision="fp16"),
-    CHECKPOINT: lambda workload: replace(workload, savers=(*workload.savers, RECOMPUTE)),
-    _NO_LISTS: lambda workload: replace(workload, optimizer=partial(_without_lists, workload.optimizer)),
-    _PLAIN_SGD: lambda workload: replace(workload, optimizer=_PLAIN_SGD),
-}
+def _without_lists(factory: Any, params: list[nn.Parameter]) -> Optimizer:
+    """Make an optimizer that updates one parameter after the other."""
+    optimizer = call_factory(factory, params)
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options["foreach"] = False
+    return optimizer

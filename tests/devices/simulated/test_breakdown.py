@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pytest
 from example_counts import count_examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_up_card import most_held
 
-from autoaccum.devices.explanation import Holding
-from autoaccum.devices.simulated.breakdown import (
-    MemoryBreakdown,
-    classify_blocks,
-    explain_peak,
-    holdings_at,
-    largest_shares,
-    module_shares,
-)
+from autoaccum.devices.simulated.breakdown import MemoryBreakdown, classify_blocks, module_shares
 from autoaccum.devices.simulated.explainer import make_timeline
-from autoaccum.simulation.allocator.replay import SizedTrace
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
+from autoaccum.simulation.allocator.replay import Replayer
+from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import (
     CATEGORIES,
     NO_MODULE,
-    Category,
     LabelledTrace,
     ModuleName,
     Origin,
@@ -38,6 +31,10 @@ from autoaccum.simulation.trace_records import (
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]
+
+
+def break_down(labelled: LabelledTrace) -> MemoryBreakdown:
+    return MemoryBreakdown(labelled, Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13)))
 
 
 def labelled(
@@ -62,13 +59,8 @@ def labelled(
     )
 
 
-def breakdown_of(found: LabelledTrace) -> MemoryBreakdown:
-    sizes = tuple(size for size in found.trace.sizes if isinstance(size, int))
-    return MemoryBreakdown(found, SizedTrace(found.trace, sizes, 0, ()))
-
-
 def categories(found: LabelledTrace) -> list[str]:
-    return [purpose.category for purpose in classify_blocks(found)]
+    return [use.category for use in classify_blocks(found)]
 
 
 def test_a_block_that_outlives_its_forward_is_an_activation() -> None:
@@ -81,14 +73,8 @@ def test_a_forward_within_backward_has_activations_of_its_own() -> None:
     roles: dict[int, Role] = {2: "recomputed", 3: "workspace", 4: "recomputed", 6: "recomputed"}
     events = [0, 1, 2, 3, ~3, 4, ~2, 5, ~4, 6, 7, ~6]
     found = labelled(events, [(0, "forward"), (1, "backward")], roles)
-    assert categories(found)[2:] == [
-        "temporaries",
-        "workspace",
-        "activations",
-        "temporaries",
-        "activations",
-        "temporaries",
-    ]
+    inner = ["temporaries", "workspace", "activations", "temporaries", "activations", "temporaries"]
+    assert categories(found)[2:] == inner
 
 
 def test_accumulated_gradients_outlive_their_micro_batch() -> None:
@@ -100,10 +86,7 @@ def test_accumulated_gradients_outlive_their_micro_batch() -> None:
 def test_a_block_belongs_to_its_owner() -> None:
     owners = {0: Owner("optimizer_state", 1), 1: Owner("gradients", 0)}
     found = labelled([0, 1], [(0, "forward"), (1, "backward")], owners=owners)
-    assert [(purpose.category, purpose.module) for purpose in classify_blocks(found)] == [
-        ("optimizer_state", 1),
-        ("gradients", 0),
-    ]
+    assert [use[:2] for use in classify_blocks(found)] == [("optimizer_state", 1), ("gradients", 0)]
 
 
 @st.composite
@@ -142,17 +125,16 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
 def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, points: int) -> None:
     sizes = [size for size in found.trace.sizes if isinstance(size, int)]
     held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
-    breakdown = breakdown_of(found)
+    breakdown = break_down(found)
     assert list(breakdown.held_bytes) == held
     assert all(min(total) >= 0 for total in breakdown.totals.values())
     assert held[breakdown.peak_at] == max(held)
     for event in (breakdown.peak_at, len(held) - 1):
-        of_blocks = dict.fromkeys(CATEGORIES[:-1], 0)
-        for block, category in breakdown.alive(event):
-            of_blocks[category] += sizes[block]
-        assert of_blocks == {category: total[event] for category, total in breakdown.totals.items()}
-        assert sum(share.bytes for share in module_shares(breakdown, event)) == held[event]
-    timeline = make_timeline(breakdown, list(range(len(held))), points)
+        holdings = breakdown.holdings(event)
+        for category, total in breakdown.totals.items():
+            assert sum(holding.bytes for holding in holdings if holding.category == category) == total[event]
+        assert sum(share.bytes for share in module_shares(holdings)) == held[event]
+    timeline = make_timeline(breakdown, points)
     drawn = [sum(column) for column in zip(*timeline.categories.values(), strict=True)]
     assert len(drawn) == len(timeline.reserved_bytes) <= points
     assert drawn[timeline.peak_at] == max(drawn)
@@ -162,43 +144,28 @@ def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, poin
     assert all(index < len(drawn) for index in indices)
 
 
-def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdown:
-    trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
-    origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
-    return MemoryBreakdown(
-        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, owners={}), SizedTrace(trace, sizes, 0, ())
+def breakdown_of_blocks(
+    sizes: Sequence[int], events: Sequence[int] | None = None, modules: Sequence[ModuleName] = ()
+) -> MemoryBreakdown:
+    """Break down blocks of these sizes: with `modules`, one is a parameter of each; without, they have no module."""
+    blocks = range(len(sizes))
+    trace = Trace(
+        parts=(1,),
+        events=tuple(blocks if events is None else events),
+        sizes=tuple(sizes),
+        phases=((0, "forward"),),
+        last_update=0,
     )
+    origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in blocks)
+    owners = {block: Owner("parameters", block + 1) for block in blocks} if modules else {}
+    return break_down(LabelledTrace(trace=trace, modules=(NO_MODULE, *modules), origins=origins, owners=owners))
 
 
 def test_the_peak_is_at_a_request_for_memory() -> None:
     """A block of no bytes that is freed right after leaves as much held, and requests nothing."""
-    known = breakdown((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
-    assert known.peak_at == 1
-    assert explain_peak(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
-
-
-def breakdown_of_modules(holds: dict[str, tuple[str, int]]) -> MemoryBreakdown:
-    """Of modules whose parameters take so many bytes, by their names and kinds."""
-    sizes = tuple(size for _, size in holds.values())
-    blocks = range(len(sizes))
-    trace = Trace(parts=(1,), events=tuple(blocks), sizes=sizes, phases=((0, "model"),), last_update=0)
-    labelled = LabelledTrace(
-        trace=trace,
-        modules=(NO_MODULE, *(ModuleName(name, kind) for name, (kind, _) in holds.items())),
-        origins=tuple(Origin("aten.empty", 0) for _ in blocks),
-        owners={block: Owner("parameters", block + 1) for block in blocks},
-    )
-    return MemoryBreakdown(labelled, SizedTrace(trace, sizes, 0, ()))
-
-
-def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
-    shares = module_shares(breakdown_of_modules(holds), len(holds) - 1)
-    return {share.name: (share.count, share.bytes) for share in shares}
-
-
-def test_modules_that_differ_only_by_a_number_are_one_record() -> None:
-    found = names({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
-    assert found == {"h.{0..11}.attn": (12, 96)}
+    breakdown = breakdown_of_blocks((MIB, MIB, 0), (0, 1, 2, ~2, ~1, ~0))
+    assert breakdown.peak_at == 1
+    assert breakdown.explain_peak(card="any", context_bytes=0).op == "aten.op1"
 
 
 HOLDS = st.dictionaries(
@@ -209,11 +176,15 @@ HOLDS = st.dictionaries(
 
 
 @given(HOLDS)
-def test_names_are_unique_and_nothing_is_lost(holds: dict[str, tuple[str, int]]) -> None:
-    shares = module_shares(breakdown_of_modules(holds), len(holds) - 1)
+@example({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
+def test_equal_modules_share_a_name_and_nothing_is_lost(holds: dict[str, tuple[str, int]]) -> None:
+    sizes, modules = [size for _, size in holds.values()], [ModuleName(name, kind) for name, (kind, _) in holds.items()]
+    shares = module_shares(breakdown_of_blocks(sizes, modules=modules).holdings(len(holds) - 1))
     assert len({share.name for share in shares}) == len(shares)
     assert sum(share.count for share in shares) == len(holds)
-    assert sum(share.bytes for share in shares) == sum(size for _, size in holds.values())
+    assert sum(share.bytes for share in shares) == sum(sizes)
+    if "h.0.attn" in holds:
+        assert [(share.name, share.count, share.bytes) for share in shares] == [("h.{0..11}.attn", 12, 96)]
 
 
 TRANSFORMER = """
@@ -244,25 +215,26 @@ WORKLOADS: Mapping[str, tuple[str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["transformer-checkpointed", "transformer-kept"])
+@pytest.mark.parametrize("name", ["transformer-bf16", "transformer-checkpointed", "transformer-kept"])
 def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any], name: str) -> None:
     lines, precision = WORKLOADS[name]
     found = explained(lines, precision, size=8)
-    explanation, trace = found.explanation, found.labelled.trace
+    explanation, breakdown = found.explanation, found.breakdown
     assert tuple(explanation.categories) == CATEGORIES
     assert all(held >= 0 for held in explanation.categories.values())
-    assert sum(explanation.categories.values()) == explanation.peak_bytes == found.replayer.peak_bytes(trace)
-    shares = module_shares(found.breakdown, found.breakdown.peak_at)
-    held = sum(share.bytes for share in shares)
-    assert (
-        held
-        == explanation.peak_bytes - explanation.categories["unused"]
-        == most_held(found.labelled.trace.events, found.breakdown.sized.sizes)
-    )
+    assert sum(explanation.categories.values()) == explanation.peak_bytes == breakdown.peak_bytes
+    holdings = breakdown.holdings(breakdown.peak_at)
+    held = sum(holding.bytes for holding in holdings)
+    assert held == explanation.peak_bytes - explanation.categories["unused"]
+    assert held == most_held(found.labelled.trace.events, breakdown.sized.sizes)
+    shares = module_shares(holdings)
     for category in CATEGORIES[:-1]:
         assert sum(share.categories.get(category, 0) for share in shares) == explanation.categories[category]
-    assert explanation.modules == largest_shares(shares)
-    assert len(explanation.modules) <= 10
+    assert explanation.modules == tuple(sorted(shares, key=lambda share: -share.bytes)[:10])
+    keys = [(holding.module, holding.kind, holding.category, holding.dtype, holding.op) for holding in holdings]
+    assert len(set(keys)) == len(keys)
+    order = [found.labelled.modules.index(ModuleName(holding.module, holding.kind)) for holding in holdings]
+    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("parts", [[8], [8, 3]], ids=str)
@@ -273,21 +245,3 @@ def test_any_schedule_can_be_explained(explained: Callable[..., Any], parts: lis
     held = found.before("clip")
     assert held["gradients"] == held["parameters"] * (1 if len(parts) == 1 else 2)
     assert found.before("backward")["outputs"] == 0
-
-
-@pytest.mark.parametrize("name", ["transformer-bf16", "transformer-kept"])
-def test_holdings_add_up_to_the_peak(explained: Callable[..., Any], name: str) -> None:
-    found = explained(*WORKLOADS[name], size=4)
-    held = holdings_at(found.breakdown, found.breakdown.peak_at)
-    assert by_category(held) == {
-        category: count for category, count in found.explanation.categories.items() if count and category != "unused"
-    }
-    keys = [(row.module, row.kind, row.category, row.dtype, row.op) for row in held]
-    assert len(set(keys)) == len(keys)
-    order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
-    assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
-
-
-def by_category(rows: tuple[Holding, ...]) -> dict[Category, int]:
-    totals = {category: sum(row.bytes for row in rows if row.category == category) for category in CATEGORIES}
-    return {category: total for category, total in totals.items() if total}

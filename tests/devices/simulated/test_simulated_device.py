@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from factories import codes
 from synthetic_traces import LAYERS, SyntheticTracer, linear
 
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.simulation.cards import Card, context_memory, find_card
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -19,7 +22,7 @@ CARD = find_card("rtx3090")
 def device(tracer: SyntheticTracer | None = None, *, card: Card = CARD, share: int = 256, **options: Any) -> Any:
     options = {"memory": MemorySize(bytes=2 * GIB), "environment": {}, **options}
     made = tracer or SyntheticTracer()
-    return SimulatedDevice(card, lambda: made, share=share, torch_version=(2, 13), **options)
+    return SimulatedDevice(card, TraceCache(lambda: made, share), torch_version=(2, 13), **options)
 
 
 # --- the budget -----------------------------------------------------------------------------------------------------
@@ -112,8 +115,9 @@ def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
     assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
     assert (20, 20) in tracer.traced
     assert made.forecast().peak_bytes(20) is None
-    assert made.predict((20, 20)).notes[1].startswith("every size was traced by itself, since memory is not affine")
-    assert made.predict((20, 20)).warnings[0].startswith("the loss compares samples with each other (in-batch")
+    prediction = made.predict((20, 20))
+    assert codes(prediction.notes) == ["predicted", "not_extrapolated", "uncertainty"]
+    assert codes(prediction.warnings) == ["compares_samples"]
     assert made.predict((20,)).warnings == ()
 
 
@@ -124,8 +128,7 @@ def test_a_trace_that_is_not_what_followed_is_believed() -> None:
     traced = made.trial((30, 30), fresh=True)
     assert traced.peak_reserved_bytes > promised.peak_reserved_bytes
     assert made.trial((40, 40)).fresh
-    warning = made.predict((8, 8)).warnings[0]
-    assert warning.startswith("the trace of 30 + 30 differs from the one that was extrapolated from sizes 2, 3, 5")
+    assert made.predict((8, 8)).warnings == (Message("trace_differs", {"parts": [30, 30], "sizes": [2, 3, 5]}),)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -166,8 +169,8 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     close = device(memory=MemorySize(bytes=least + 10 * MIB)).predict((30, 30))
     assert close.min_budget_bytes == least
     (warning,) = close.warnings
-    assert "the budget leaves 10.0 MiB above the least that is needed" in warning
-    assert warning.endswith("measure on the card (--device cuda), or keep more free (--reserve 100MiB)")
+    assert warning.code == "narrow_fit"
+    assert (warning.facts["room_bytes"], warning.facts["reserve"]) == (10 * MIB, "100MiB")
 
 
 def test_parts_are_traced_in_threes_where_gradients_wait_for_the_last() -> None:

@@ -28,6 +28,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.planning.plan_messages import MemoryNeeds
 from autoaccum.planning.search import search
 from autoaccum.simulation.cards import Card, find_card
@@ -102,8 +103,7 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
     tracer = DigestingTracer(settings, card)
     with SimulatedDevice(
         card,
-        lambda: tracer,
-        share=TARGET,
+        TraceCache(lambda: tracer, TARGET),
         torch_version=read_torch_release(),
         memory=parse_size(memory),
         environment={},
@@ -139,7 +139,7 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
 
 def explain(device: SimulatedDevice, parts: tuple[int, ...], *, changes: bool) -> dict[str, Any]:
     """Where the memory goes, in numbers."""
-    report = device.explain(parts, changes=changes, curve=changes, detail=True)
+    report = device.explain(parts, changes=changes, curve=changes, repeatable=True)
     found, line = report.explanation, report.timeline
     return {
         "categories": of_one_rank(found.categories),
