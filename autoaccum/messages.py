@@ -47,8 +47,8 @@ def message(code: str, /, **facts: Any) -> Message:
     """Return the message with this code and these facts.
 
     >>> print(message("random_memory"))
-    random numbers drawn on the host decide what runs, as where layers are skipped: an update that skips less than \
-those of the trials takes more memory
+    random numbers decide what runs (skipped layers, for example): an update that skips less than those of the trials \
+takes more memory
     """
     assert code in SENTENCES, code
     return Message(code, facts)
@@ -73,7 +73,7 @@ WHOLE_MODEL: Final = "the model itself"
 
 _NOT_FULL = "the gradient is not the full batch's"
 _WITHOUT_SUM = ' without reduction = "sum"'
-_AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it of the whole batch"
+_AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it from the whole batch"
 
 
 def describe_modules(names: Iterable[str]) -> str:
@@ -119,7 +119,7 @@ def _learning_rate(target_batch: int, iter_size: int, reduction: str) -> str:
     elif reduction == "sum":
         why = "the loss is a sum, and the parts' losses are added up"
     else:
-        why = "each part counts by its share of that"
+        why = "each part counts by its share of it"
     return f"keep the learning rate of a batch of {target_batch}: {why}"
 
 
@@ -136,7 +136,7 @@ def _narrow_fit(room_bytes: int, uncertainty_bytes: int, reserve: str | None, me
     ways = ["measure on the card (--device cuda)"] if measurable else []
     ways += [f"keep more free (--reserve {reserve})"] if reserve else []
     return (
-        f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be off "
+        f"only {format_bytes(room_bytes)} of the budget are left, and the prediction may be off "
         f"by {format_bytes(uncertainty_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
     )
 
@@ -195,14 +195,14 @@ def _refuted(parts: list[int], outcome: str, larger: int, predicted: bool) -> st
     if predicted:
         return tried.format("was traced and does not fit") + "does by traces of other sizes"
     return (
-        tried.format("did not run again from a clean state")
-        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
+        tried.format("did not run again in a fresh process")
+        + "ran before: memory differs from run to run, so keep some headroom (--reserve)"
     )
 
 
 def _stopped(limit: str, largest_fit: int, first_fail: int | None) -> str:
     fails = "" if first_fail in (None, largest_fit + 1) else f" and below {first_fail}"
-    return f"{limit} ended the search: no size above {largest_fit}{fails} was tried to its end, larger ones may fit"
+    return f"{limit} ended the search: sizes above {largest_fit}{fails} were not all tried, and larger ones may fit"
 
 
 def _modules(sizes: Mapping[str, int]) -> str:
@@ -211,7 +211,7 @@ def _modules(sizes: Mapping[str, int]) -> str:
 
 
 def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
-    measured = ", and measured by the same command without --gpu, on the card" if measurable else ""
+    measured = "; the same command without --gpu, on the card, measures it" if measurable else ""
     return f"nothing ran on a card: memory is predicted, give or take {format_bytes(uncertainty_bytes)}{measured}"
 
 
@@ -229,8 +229,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     f"at a time: {_NOT_FULL}; mix in batch(size) or collate_fn, before the batch is split, and put the mixed inputs "
     "and both targets (or soft targets) into the batch, one row per sample",
     "loss_mixes_samples": "the loss mixes the samples of a batch (a contrastive loss?), or adds to a sum what does not "
-    f"grow with the batch (weight decay?): {_NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a "
-    "mean over samples",
+    f"grow with the batch (weight decay?): {_NOT_FULL}; {_AS_ONE}, and autoaccum.whole_batch(x) a term of it; or make "
+    "it a mean over samples",
     "experts_of_parts": "the loss that balances experts (output_router_logits) is computed from the tokens of a "
     "micro-batch, not of the effective batch, so that the gradient is not quite the full batch's: "
     "output_router_logits=False leaves it out",
@@ -251,7 +251,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "write_sum": lambda has_weight: f'the loss is a sum; write reduction = "sum"{" and no weight" * has_weight}',
     "make_terms_means": "some terms of the loss are sums and others are means; make all of them means",
     "write_weight": lambda code, is_sum: (
-        f"the likely right weight{_WITHOUT_SUM * is_sum} is: def weight(batch): return {code}"
+        f"the right weight{_WITHOUT_SUM * is_sum} is probably: def weight(batch): return {code}"
     ),
     "divisors_likely": lambda divisors: "; ".join(
         f"{name_term(name)} likely divides by {code}" for name, code in divisors.items()
@@ -261,20 +261,20 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "weight_infinite": "the weighting could not be checked, since the loss of a small batch is infinite",
     "weight_random": "the weighting could not be checked, since the loss differs from run to run",
     "labels_ignored": "{labels} has ignored entries (-100), but parts are weighted by samples, not by the entries that "
-    "count: the likely right weight is: def weight(batch): return {code}",
+    "count: the right weight is probably: def weight(batch): return {code}",
     "weight_assumed": "the divisor of the loss, {divisor}, was taken from the model's class, since nothing was "
     "computed: `autoaccum verify` checks it",
     "batch_guessed": "{what}: read as {samples} samples; if every entry is one sample, {way_out}",
     # Running out of memory in training.
-    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: nothing was changed, the batch is "
-    "repeated in micro-batches of at most {lowered}, and later ones use no more",
-    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: nothing was changed, the batch is "
+    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: nothing was changed; the batch is "
+    "repeated in micro-batches of at most {lowered}, and so are later ones",
+    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: nothing was changed; the batch is "
     "repeated with {saver}, and so are later ones",
     "batch_changed": "memory ran out, and forward has changed the batch in place: it cannot be repeated",
     # Plans.
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",
-    "random_memory": "random numbers drawn on the host decide what runs, as where layers are skipped: an update that "
-    "skips less than those of the trials takes more memory",
+    "random_memory": "random numbers decide what runs (skipped layers, for example): an update that skips less than "
+    "those of the trials takes more memory",
     "idle_ranks": "{idle} of {world_size} ranks have no samples of their own: the target is smaller than the world",
     "equal_parts": _equal_parts,
     "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
@@ -288,10 +288,10 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "stopped": _stopped,
     "nccl_memory": "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the "
     "trials: leave room for it (--reserve)",
-    "outputs_of_ranks": "each rank computes the coupled loss of all ranks' outputs, and trials in lock step held those "
-    "of one: leave room for it (--reserve)",
-    "objects_on_host": "your model and optimizer ({bytes:bytes}) waited in host memory while trials had the card",
-    "not_timed": "updates were not {done}, and the plan has the largest micro-batch, not the fastest: {error}",
+    "outputs_of_ranks": "each rank computes the coupled loss from the outputs of all ranks, and trials in lock step "
+    "held those of one rank: leave room for it (--reserve)",
+    "objects_on_host": "your model and optimizer ({bytes:bytes}) waited in host memory while trials used the card",
+    "not_timed": "updates were not {done}, so the plan has the largest micro-batch, not the fastest: {error}",
     "fastest": _speeds,
     "grad_sync_untried": '{limit} ended before grad_sync="last" was tried',
     "grad_sync_unusable": 'grad_sync="last" cannot be used: {error}',
@@ -319,17 +319,17 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "predicted": _predicted,
     "uncertainty": _covered,
     "narrow_fit": _narrow_fit,
-    "card_assumed": "properties of {card}: {source}",
+    "card_assumed": "{card}: {source}",
     "compiled": "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes "
     "less memory",
     "check_assumed": "the check at {place} was assumed to pass",
     "values_read": lambda reads, samples: (
-        f"values were read {'once' if reads == 1 else f'{reads} times'}, as the batch of {counted(samples, 'sample')} "
-        "answered on the CPU: other samples, or random numbers of the card, may take another amount"
+        f"values were read {'once' if reads == 1 else f'{reads} times'}, and the CPU computed them from a batch of "
+        f"{counted(samples, 'sample')}: other samples, or random numbers of the card, may take another amount of memory"
     ),
     "trace_differs": lambda parts, sizes: (
         f"the trace of {' + '.join(map(str, parts))} differs from the one that was extrapolated from sizes "
-        f"{', '.join(map(str, sizes))}: later sizes were traced one by one, earlier peaks may be a little off"
+        f"{', '.join(map(str, sizes))}: later sizes were traced one by one, and earlier peaks may be slightly off"
     ),
     "not_extrapolated": "every size was traced by itself, since memory is not affine in the batch ({error})",
     "tracing_each_size": "every size is traced by itself, since memory is not affine in the batch ({error}): to stop "

@@ -21,7 +21,7 @@ from autoaccum.accumulation.step_result import WeightingWarning
 from autoaccum.errors import RankFailedError, WorkloadError
 
 WORDS, LENGTH = 20, 9
-RIGHT = "the likely right weight is: def weight(batch): return (batch[1] != -100).sum()"
+RIGHT = "the right weight is probably: def weight(batch): return (batch[1] != -100).sum()"
 
 
 class Tagger(nn.Module):

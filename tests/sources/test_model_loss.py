@@ -120,7 +120,7 @@ def test_an_accumulator_warns_once_of_ignored_labels() -> None:
     (said,) = warned(token_loss, tokens([6, 2, 3, 1]))
     code = 'def weight(batch): return (batch["labels"] != -100).sum()'
     assert said.startswith("the weighting does not match the loss")
-    assert said.endswith(f"the likely right weight is: {code}")
+    assert said.endswith(f"the right weight is probably: {code}")
 
 
 @pytest.mark.parametrize(
