@@ -112,17 +112,11 @@ class PartRequest(NamedTuple):
         epoch: The epoch, from 0.
         position: The position of its first sample in the epoch.
         indices: Indices of its samples in the dataset.
-        of_window: The samples of the window.
-        checksum: The checksum of the epoch's order up to this window.
-        is_last: Whether it is the last part of the window.
     """
 
     epoch: int
     position: int
     indices: Sequence[Any]
-    of_window: int
-    checksum: int
-    is_last: bool
 
 
 class PartFetcher:

@@ -114,7 +114,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         notifier.notify(run.started())
         if record is None:
             # What cannot be saved is better known before hours of training; and this shows whose the other files are.
-            run.write_checkpoint()
+            run.save(must=True)
         if folder is not None and ranks.is_first:
             log = MetricsLog(folder.path, run.progress.update, run.progress.evaluated_at, notifier.notify)
             notifier.listeners.append(stack.enter_context(log).on_event)
@@ -217,7 +217,7 @@ class Run(StepObserver):
             if ranks.size == 1 or (is_known and (is_whole or not is_sharded)):
                 with suppress(OtherRanksFailed, RankLostError):
                     if all(ranks.gather(can_save)):
-                        self._save()
+                        self.save()
             if isinstance(error, UpdateInterrupted) and self._newest is not None:
                 raise self._way_to_resume(error, self._newest) from error
             if error is not own:
@@ -253,7 +253,7 @@ class Run(StepObserver):
             notify(notice)
         self._data_position = record["data"]
         self._resumed_from = self._newest = checkpoint
-        self._saved_at = self._position()
+        self._saved_at = self.progress.update, self.progress.epoch, self.progress.evaluated_at
 
     def restore_rng(self, record: Mapping[str, Any]) -> None:
         """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
@@ -328,7 +328,7 @@ class Run(StepObserver):
             self._evaluate_if_due()
             is_new = self._saved_at is None or self._saved_at[0] != self.progress.update
             if is_new and self.progress.update % self._request.checkpoint_every == 0:
-                self._save()
+                self.save()
             if self.is_done:
                 break
             self._signals.check()
@@ -349,7 +349,7 @@ class Run(StepObserver):
                 self._update(window, began)
                 del window  # Free the whole effective batch before the next one is read.
         self._evaluate_if_due(at_end=True)
-        self._save()
+        self.save()
 
     def _update(self, window: Window, began: float) -> None:
         """Make the update of a window, whose reading began at this `time.perf_counter()`.
@@ -484,32 +484,32 @@ class Run(StepObserver):
         progress.evaluated_at, progress.evaluation = progress.update, dict(evaluated.values)
         self._notifier.notify(evaluated)
 
-    def _save(self) -> None:
-        """Write a checkpoint unless nothing has changed since the last; a failure ends nothing."""
-        try:
-            if self._saved_at != self._position():
-                self.write_checkpoint()
-                self._unsaved = None
-        except (CheckpointError, UsageError) as error:
-            self._unsaved = str(error)
-            text = f"no checkpoint was written after update {self.progress.update}: {error}"
-            self._notifier.notify(Notice(text))
+    def save(self, *, must: bool = False) -> None:
+        """Write a checkpoint unless nothing has changed since the last one.
 
-    def write_checkpoint(self) -> None:
-        """Write a checkpoint: all ranks give their part of it, rank 0 writes, and all know how that went.
+        All ranks give their part of it, rank 0 writes, and all know how that went. A failure ends nothing, unless it
+        `must` be written.
 
         Raises:
             CheckpointError: It cannot be written, or the state could be loaded only by running code.
             UsageError: The scheduler has no state_dict.
         """
         folder, update, began = self._folder, self.progress.update, time.perf_counter()
-        if folder is None:
+        position = update, self.progress.epoch, self.progress.evaluated_at
+        if folder is None or self._saved_at == position:
             return
-        record = self._record()
-        path = self._ranks.by_first(lambda: folder.write_checkpoint(update, record))
-        assert path is not None
-        self._newest, self._saved_at = path, self._position()
-        self._notifier.notify(CheckpointWritten(update, path, time.perf_counter() - began))
+        try:
+            record = self._record()
+            self._newest = self._ranks.by_first(lambda: folder.write_checkpoint(update, record))
+        except (CheckpointError, UsageError) as error:
+            if must:
+                raise
+            self._unsaved = str(error)
+            self._notifier.notify(Notice(f"no checkpoint was written after update {update}: {error}"))
+        else:
+            assert self._newest is not None
+            self._saved_at, self._unsaved = position, None
+            self._notifier.notify(CheckpointWritten(update, self._newest, time.perf_counter() - began))
 
     def _record(self) -> dict[str, Any]:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
@@ -527,9 +527,6 @@ class Run(StepObserver):
             "random": self._ranks.gather(capture_training_rng(self._components)),
             "training": capture_training(self._components),
         }
-
-    def _position(self) -> tuple[int, ...]:
-        return self.progress.update, self.progress.epoch, self.progress.evaluated_at
 
     def _count_updates(self) -> int | None:
         """Return the updates that there are at the end; None if the data has no known length."""

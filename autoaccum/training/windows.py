@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -234,7 +234,7 @@ class MapStyleReader(WindowReader):
             generator=torch.Generator(),
             **worker_options(settings.workers, loader, pin_memory=settings.card is not None),
         )
-        self._asked: deque[PartRequest] = deque()
+        self._asked: deque[tuple[int, int, Sequence[int]]] = deque()
         self._begin(0)
         if samples is not None:
             self._check_fills_window(samples)
@@ -258,14 +258,12 @@ class MapStyleReader(WindowReader):
         position = self._windows * self._settings.target_batch
         for window, checksum in self._order:
             share = self._share(len(window))
-            first, left = share.start, share.stop - share.start
+            own = window[share]
             # A rank without samples asks for a part of none.
-            for size in split_evenly(left, self.part_size, self.multiple_of) if left else [0]:
-                left -= size
-                part = window[first : first + size]
-                self._asked.append(PartRequest(self._epoch, position + first, part, len(window), checksum, not left))
-                yield self._asked[-1]
-                first += size
+            sizes = split_evenly(len(own), self.part_size, self.multiple_of) if own else (0,)
+            self._asked.append((len(window), checksum, sizes))
+            for part in slices(sizes):
+                yield PartRequest(self._epoch, position + share.start + part.start, own[part])
             position += len(window)
 
     def _begin(self, epoch: int) -> None:
@@ -298,19 +296,17 @@ class MapStyleReader(WindowReader):
 
     def _read_window(self) -> tuple[list[Any], int]:
         assert self._entries is not None
-        parts = []
-        while (part := self._entries.read()) is not END:
-            asked = self._asked.popleft()
-            self._checksum = asked.checksum
-            if asked.indices:
-                parts.append(self._read_collated(part, len(asked.indices), self._collate_others))
-            if asked.is_last:
-                return parts, asked.of_window
-        if self._asked:
+        parts = [self._entries.read()]
+        self._has_ended = parts[0] is END and not self._asked
+        if self._has_ended:
+            return [], 0
+        samples, self._checksum, sizes = self._asked.popleft()
+        parts += [self._entries.read() for _ in sizes[1:]]
+        if parts[-1] is END:
             what = f"{describe_type(self._dataset)} or its collate function"
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early")
-        self._has_ended = True
-        return [], 0
+        pairs = zip(parts, sizes, strict=True)
+        return [self._read_collated(part, size, self._collate_others) for part, size in pairs if size], samples
 
     def _collate_others(self, count: int) -> Any:
         with fixed_seeds():

@@ -133,10 +133,10 @@ def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **
     return source
 
 
-def planning_batches(reader: WindowReader) -> Any:
+def planning_batches(reader: WindowReader, longest_of: int | None = None) -> Any:
     """Return the function that makes batches of the data for trials."""
     workload = Workload(model=nn.Linear(1, 1), criterion=nn.MSELoss(), dataset=[0])
-    return reader.with_planning_batches(workload, None).batch
+    return reader.with_planning_batches(workload, longest_of).batch
 
 
 def windows_of(source: WindowReader, epochs: range) -> list[tuple[int, Window]]:

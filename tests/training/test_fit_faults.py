@@ -65,10 +65,12 @@ def test_it_is_skipped_on_request(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Of TensorBoard's writer.
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = tmp_path / "metrics.jsonl"
 
     def fill(event: Any) -> None:
         if isinstance(event, Updated) and event.update in (2, 4):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]) if event.update == 2 else limits)
+            full = (log.stat().st_size + 20, limits[1])  # There is room for a part of the next line.
+            resource.setrlimit(resource.RLIMIT_FSIZE, full if event.update == 2 else limits)
 
     try:
         result, events = fit(run_dir=tmp_path, checkpoint_every=1, callbacks=[fill])
@@ -77,6 +79,8 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
     assert [event.update for event in of_kind(CheckpointWritten, events)] == [0, 1, 4, 5, 6]
     assert result.unsaved is None
     assert len([text for text in result.warnings if "no checkpoint was written" in text]) == 2
+    assert f"{log} cannot be written (No space left on device): some lines are missing" in result.warnings
+    assert [line["update"] for line in metrics(tmp_path)] == [1, 2, 5, 6]
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
