@@ -100,22 +100,17 @@ def workload_of(
         UsageError: Parts are given that the Trainer has itself.
         WorkloadError: The Trainer trains in a way that no trial can run.
     """
-    adapter = _find_adapter(trainer)
-    if adapter is None:
+    of_trainer = (kind for kind in type(trainer).__mro__ if kind.__name__ == "Trainer" and kind.__module__ in _ADAPTERS)
+    kind = next(of_trainer, None)
+    if kind is None:
         return None
+    adapter = importlib.import_module(f"autoaccum.integrations.{_ADAPTERS[kind.__module__]}")
     if others := [name for name in parts if name not in adapter.PARTS]:
         raise UsageError(
             f"a trainer is given, and {join_words(others)} too", hint="the trainer has its own: leave them out"
         )
-    return take_longest(adapter.make_workload(trainer, live=live, names=names, **parts), SAMPLES)
-
-
-def _find_adapter(given: Any) -> Any:
-    """Return the adapter of a Trainer or of a class derived from one; None for anything else."""
-    for kind in type(given).__mro__:
-        if kind.__name__ == "Trainer" and kind.__module__ in _ADAPTERS:
-            return importlib.import_module(f"autoaccum.integrations.{_ADAPTERS[kind.__module__]}")
-    return None
+    workload: Workload = adapter.make_workload(trainer, live=live, names=names, **parts)
+    return take_longest(workload, SAMPLES)
 
 
 def check_import(path: Path, name: str) -> None:
