@@ -71,13 +71,13 @@ def load_workload(source: FileSource) -> Workload:
     Raises:
         WorkloadError: There is no such file or variable; its code raises; or it defines no usable workload.
     """
-    name = source.variable or ""
-    if not source.file.strip() or not (name or "_").isidentifier() or source.variable == "" or "\0" in source.file:
+    is_name = source.variable is None or source.variable.isidentifier()
+    if not source.file.strip() or not is_name or "\0" in source.file:
         raise WorkloadError(
             f"{reprlib.repr(source.name)} is not a reference to a workload",
             hint="write model.py or model.py:name",
         )
-    path = _find_file(source.file)
+    path, name = _find_file(source.file), source.variable or ""
     check_import(path, name)
     return dataclasses.replace(_read(import_file(path), name, path), path=path, digest=source.at(path).digest)
 

@@ -123,8 +123,8 @@ class Workload(TrainingSpec):
             object.__setattr__(self, "loss", ModelLoss())
         if isinstance(self.loss, ModelLoss) and isinstance(self.model, nn.Module):
             self.loss.read_model(self.model)
-        criterion = self.objective.criterion_module or nn.Module()
-        for name, parameter in criterion.named_parameters():
+        criterion = self.objective.criterion_module
+        for name, parameter in () if criterion is None else criterion.named_parameters():
             if parameter.requires_grad:
                 raise WorkloadError(
                     f"the criterion has trainable parameters ({name}), which no optimizer would update",
