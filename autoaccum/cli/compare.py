@@ -38,8 +38,8 @@ def command(
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
-    their traces, so that all of them take little longer than one. Of a range of ranks, powers of two are planned, and
-    where the model begins to fit the smallest number that works.
+    their traces, so that all of them take little longer than one. For a range of ranks, powers of two are planned, and
+    then the smallest number of ranks that fits.
 
     Examples:
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed

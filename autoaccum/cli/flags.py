@@ -61,8 +61,8 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
     "batchnorm": {
         "metavar": "micro|running|frozen|exact",
-        "help": "What BatchNorm normalises by: each part (micro), each part while the running statistics follow the "
-        "full batch (running), the running statistics (frozen), or the whole batch (exact).",
+        "help": "How BatchNorm normalises: by the micro-batch (micro); so, with running statistics of the full batch "
+        "(running); by its running statistics (frozen); or by the whole batch (exact).",
     },
     "coupled": {
         "default": None,
@@ -177,7 +177,7 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
         "help": "Print the result as JSON on stdout, and nothing else there.",
     },
     "output": {"flag": "-o, --output", "metavar": "FILE", "help": "Write the result to a file."},
-    "report": {"metavar": "FILE", "help": "Write the result as one HTML page, which loads nothing."},
+    "report": {"metavar": "FILE", "help": "Write the result as a single HTML page that loads no other file."},
     "force": {"is_flag": True, "help": "Overwrite files that are there."},
     "verbose": {"flag": "-v, --verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
     "quiet": {"flag": "-q, --quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},

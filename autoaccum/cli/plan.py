@@ -72,8 +72,8 @@ def command(
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
     WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
-    `loss(model, batch)` or `criterion`. Optional are `optimizer(params)`, `precision`, `weight(batch)` for a mean that
-    is not over samples, and most of the flags below by name.
+    `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
+    mean that is not over samples), and most of the flags below by name.
 
     Each trial makes two updates in a child process, with the Accumulator that will train. With --gpu they are predicted
     from traces of the step. Under torchrun every rank plans on its own card: omit --world-size.
