@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -110,10 +111,9 @@ class TrialSettings:
     on_output: Callable[[str], None] | None = None
     paths: ImportPaths | None = None
 
-    @property
-    def trial_limit_seconds(self) -> float:
-        """The time after which a trial is ended and recorded as an error."""
-        return self.options.trial_limit or TRIAL_LIMIT_SECONDS
+    def job_seconds(self, limit_seconds: float | None = None) -> float:
+        """Return the time after which a job is ended: the limit on trials, or `limit_seconds` if that is less."""
+        return min(self.options.trial_limit or TRIAL_LIMIT_SECONDS, limit_seconds or math.inf)
 
     def to_request(self) -> dict[str, Any]:
         """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""

@@ -1,9 +1,8 @@
-"""Devices that run their trials in child processes, and a child that has loaded the workload."""
+"""Devices that run their trials in child processes, and how a child loads the workload."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -13,24 +12,21 @@ from typing import Any
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
 from autoaccum.devices.child.process import ChildProcess
-from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-_LEAVE_SECONDS = 5.0
 _MIN_LOAD_SECONDS = 300.0
 """A short limit on trials must not end the workload's imports."""
+_STANDBY_BYTES = 512 * MIB
+"""Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
+much again should stay free."""
 
 
-class LoadedChild:
-    """A child process that has loaded a workload by the request `load`.
-
-    Attributes:
-        jobs: The number of jobs it was called for since.
-        facts: The facts from the device's meter, once everything was loaded (`Meter.begin`).
+def load_workload(process: ChildProcess, settings: TrialSettings, load: LoadWorkload) -> Mapping[str, Any]:
+    """Have a process load the workload; return the facts that a budget is chosen by (`Meter.begin`).
 
     Raises:
         WorkloadError: The workload cannot be loaded.
@@ -38,52 +34,13 @@ class LoadedChild:
         DoesNotFitError: Loading it runs the machine out of memory.
         NotMeasuredError: The process cannot be started, died or took too long.
     """
-
-    def __init__(self, settings: TrialSettings, load: LoadWorkload, process: ChildProcess) -> None:
-        self._limit_seconds, self._process = settings.trial_limit_seconds, process
-        self._owner = "the machine" if load.device == "cpu" else load.device
-        self.jobs = 0
-        limit_seconds = settings.load_limit_seconds or max(self._limit_seconds, _MIN_LOAD_SECONDS)
-        try:
-            self.facts = process.call(load, limit_seconds)
-        except JobFailed as failed:
-            self.close()
-            if failed.failure.is_usage:
-                raise UsageError(failed.failure.message) from None
-            raise failure_error(failed.failure, self._owner) from None
-
-    @property
-    def alive(self) -> bool:
-        """Return whether it can run another job."""
-        return self._process.alive
-
-    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Run a job and return its reply, in `limit_seconds` if that is less than the settings' limit on trials.
-
-        Raises:
-            WorkloadError: The workload fails.
-            DoesNotFitError: It runs out of memory.
-            NotMeasuredError: The process died or took too long.
-        """
-        try:
-            return self.ask(request, limit_seconds)
-        except JobFailed as failed:
-            self.close()
-            raise failure_error(failed.failure, self._owner) from None
-
-    def ask(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Run a job as `call` does, except that JobFailed and ChildDied are raised as they are."""
-        self.jobs += 1
-        return self._process.call(request, min(self._limit_seconds, limit_seconds or math.inf))
-
-    def close(self) -> None:
-        """End the process; first give it time to exit by itself, so that the workload's `atexit` functions run."""
-        self._process.end(grace_seconds=_LEAVE_SECONDS)
-
-
-_STANDBY_BYTES = 512 * MIB
-"""Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
-much again should stay free."""
+    try:
+        return process.call(load, settings.load_limit_seconds or max(settings.job_seconds(), _MIN_LOAD_SECONDS))
+    except JobFailed as failed:
+        process.close()
+        if failed.failure.is_usage:
+            raise UsageError(failed.failure.message) from None
+        raise failure_error(failed.failure, process.owner) from None
 
 
 class ChildDevice(Device):
@@ -99,7 +56,7 @@ class ChildDevice(Device):
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
-        self._child: LoadedChild | None = None
+        self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self._multiple_of: int | None = None
@@ -127,7 +84,7 @@ class ChildDevice(Device):
         """As `Device.inspect`."""
         child = self._use_child()
         self._start_standby()
-        inspection = child.call(Inspect(savers=self._savers), limit_seconds)
+        inspection = child.run(Inspect(savers=self._savers), self._settings.job_seconds(limit_seconds))
         self._needs_whole_batch, self._multiple_of = inspection.workload.whole_batch is not None, inspection.multiple_of
         return inspection
 
@@ -139,10 +96,10 @@ class ChildDevice(Device):
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
-        is_first, whole = child.jobs == 0, self._needs_whole_batch
+        is_first, whole = child.calls == 1, self._needs_whole_batch
         request = RunTrial(parts=parts, needs_whole_batch=whole, savers=self._savers, limit_bytes=limit_bytes)
         try:
-            trial = child.ask(request, limit_seconds)
+            trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
@@ -155,10 +112,11 @@ class ChildDevice(Device):
         self._end_child()
         process = self._start(measured=False)
         try:
-            child = self._load(process, multiple_of=self._multiple_of, savers=self._savers)
-            yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
+            self._load(process, multiple_of=self._multiple_of, savers=self._savers)
+            seconds = self._settings.job_seconds()
+            yield lambda micro_batch: process.run(TimeUpdate(micro_batch=micro_batch), seconds)
         finally:
-            process.end(grace_seconds=_LEAVE_SECONDS)
+            process.close()
 
     def close(self) -> None:
         """End every process that this device started. Idempotent; a later job starts a new one."""
@@ -169,26 +127,28 @@ class ChildDevice(Device):
             if standby is not None:
                 standby.end()
 
-    def _use_child(self, *, fresh: bool = False) -> LoadedChild:
-        """Return the running child, or a new one; the first one sets the budget."""
-        if self._child is not None and (not self._child.alive or (fresh and self._child.jobs > 0)):
+    def _use_child(self, *, fresh: bool = False) -> ChildProcess:
+        """Return the running child, or a new one that has loaded the workload; the first one sets the budget."""
+        if self._child is not None and (not self._child.alive or (fresh and self._child.calls > 1)):
             self._end_child()
         if self._child is None:
-            standby, self._standby = self._standby, None
-            if standby is not None and standby.has_died():
-                standby.end()
-                standby = None
-            self._child = self._load(standby or self._start())
+            child, self._standby = self._standby, None
+            if child is not None and child.has_died():
+                child.end()
+                child = None
+            child = child or self._start()
+            self._facts = self._load(child)
+            self._child = child
         if self._limit_bytes is None:
-            self._limit_bytes = self._choose_budget(self._child.facts)
+            self._limit_bytes = self._choose_budget(self._facts)
         return self._child
 
-    def _load(self, process: ChildProcess, **spec: Any) -> LoadedChild:
+    def _load(self, process: ChildProcess, **spec: Any) -> Mapping[str, Any]:
         given = {name: value for name, value in spec.items() if value is not None}
         settings = dataclasses.replace(self._settings, options=self._settings.options.with_spec(**given))
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
-        return LoadedChild(settings, LoadWorkload(device=self.name, **settings.to_request()), process)
+        return load_workload(process, settings, LoadWorkload(device=self.name, **settings.to_request()))
 
     def _start_standby(self) -> None:
         """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
@@ -198,7 +158,8 @@ class ChildDevice(Device):
 
     def _start(self, *, measured: bool = True) -> ChildProcess:
         settings, handler = self._settings, "autoaccum.devices.trial_child:TrialChild"
-        return ChildProcess(handler, on_output=settings.on_output, measured=measured, paths=settings.paths)
+        owner = "the machine" if self.name == "cpu" else self.name
+        return ChildProcess(handler, on_output=settings.on_output, measured=measured, paths=settings.paths, owner=owner)
 
     @property
     def _host_budget_bytes(self) -> int:

@@ -22,7 +22,7 @@ class LoadWorkload(Request[Mapping[str, Any]]):
     The fields are those of `TrialSettings`.
     """
 
-    device: str
+    device: str = "cpu"
     source: Mapping[str, str]
     share: int
     options: Mapping[str, Any]

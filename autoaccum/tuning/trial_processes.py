@@ -16,8 +16,6 @@ from autoaccum.errors import WorkloadError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.tuning.tuning_records import Outcome, Row, ShouldContinue, TuneRequest, WorkloadFacts
 
-_LEAVE_SECONDS = 5.0
-"""A finished child may exit by itself, so that the workload's exit handlers run."""
 _LOAD_SECONDS = 3600.0
 """Limit of loading: anything longer hangs."""
 
@@ -150,4 +148,4 @@ class TrialProcesses:
             self.check_unchanged(process.call(load, _LOAD_SECONDS))
             yield process
         finally:
-            process.end(grace_seconds=_LEAVE_SECONDS)
+            process.close()

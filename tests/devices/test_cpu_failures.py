@@ -112,7 +112,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.sources.source import FileSource
 device = CpuDevice(TrialSettings(source=FileSource({write_workload(MISBEHAVING)!r}), share=20))
 device.trial((1, 1))
-print(device._child._process.pid, flush=True)
+print(device._child.pid, flush=True)
 device.trial((6, 6))
 """
     parent = subprocess.Popen(

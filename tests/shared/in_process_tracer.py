@@ -16,7 +16,7 @@ class InProcessTracer(Tracer):
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
         self._child = SimulatedChild()
-        self.call(LoadOnCard(card=card, device=card.name, **settings.to_request()))
+        self.call(LoadOnCard(card=card, **settings.to_request()))
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         reply = self._child.handle(read_request(request.to_json()))

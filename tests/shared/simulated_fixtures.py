@@ -54,7 +54,6 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
         card, options = find_card("rtx3090"), make_options(precision=precision, **asked)
         load = LoadOnCard(
             card=card,
-            device=card.name,
             source=FileSource(str(path)).to_record(),
             share=256,
             options=options.to_record(),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import autoaccum
-from autoaccum.devices.child.failures import ChildDied, Failure
+from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Prepare, Reply, Request
 from autoaccum.devices.host_memory import count_oom_kills
@@ -50,6 +50,7 @@ _SIGNAL_NAMES = {int(known): known.name for known in signal.Signals}
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
 _KILL_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
 _CHUNK_BYTES = 2 * MIB
 
 
@@ -74,11 +75,16 @@ class ChildProcess:
     stdin is empty; stdout and stderr go to this process's stderr, or line by line to `on_output`. The kernel ends a
     child together with the *thread* that started it, so that thread has to live on.
 
+    Attributes:
+        owner: What runs out of memory if it does, in messages.
+        calls: The number of jobs so far.
+
     Args:
         handler: The class that handles its requests, as `package.module:Name` (`requests.Handler`).
         on_output: Gets each line that it prints.
         measured: Whether its memory is measured; one that is not is faster (`child_environment`).
         paths: Where its modules are; None: where this process finds them.
+        owner: As the attribute.
 
     Raises:
         UsageError: This process is such a child itself.
@@ -92,6 +98,7 @@ class ChildProcess:
         on_output: Callable[[str], None] | None = None,
         measured: bool = True,
         paths: ImportPaths | None = None,
+        owner: str = "the machine",
     ) -> None:
         if _INSIDE in os.environ:
             raise UsageError(
@@ -101,6 +108,7 @@ class ChildProcess:
         self._on_output = on_output
         self._printed = b""
         self._ended = False
+        self.owner, self.calls = owner, 0
         self._connection, theirs = Pipe()
         try:
             self._process = start_process(
@@ -147,12 +155,31 @@ class ChildProcess:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             self._wait_for_reply(preparing, _START_SECONDS)
+        self.calls += 1
         self._send(request)
         return self._wait_for_reply(request, limit_seconds)
+
+    def run(self, request: Request[Reply], limit_seconds: float) -> Reply:
+        """Run a job as `call`, except that a failure ends the child, and is raised as what it means to the user.
+
+        Raises:
+            WorkloadError: The workload fails.
+            DoesNotFitError: It runs out of memory.
+            NotMeasuredError: The child died or took too long.
+        """
+        try:
+            return self.call(request, limit_seconds)
+        except JobFailed as failed:
+            self.close()
+            raise failure_error(failed.failure, self.owner) from None
 
     def has_died(self) -> bool:
         """Return whether it has ended, by itself or by `end`."""
         return self._ended or self._death() is not None
+
+    def close(self) -> None:
+        """End it after some seconds to exit by itself, so that the workload's `atexit` functions run."""
+        self.end(grace_seconds=_LEAVE_SECONDS)
 
     def end(self, *, grace_seconds: float = 0.0) -> None:
         """End it and every process it started, after `grace_seconds` to exit by itself. Idempotent."""

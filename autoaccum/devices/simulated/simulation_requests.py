@@ -8,8 +8,8 @@ from typing import Final
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.process import ChildProcess
-from autoaccum.devices.child.requests import Request
-from autoaccum.devices.child_device import LoadedChild
+from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.child_device import load_workload
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
 from autoaccum.simulation.cards import Card
@@ -71,7 +71,7 @@ class SuggestChanges(Request[tuple[Change, ...]]):
     doing = "looking for changes"
 
 
-class Tracer(LoadedChild):
+class Tracer:
     """A child that has loaded the workload in the presence of `card`, and traces its trials there, as for `others`.
 
     Raises:
@@ -80,10 +80,21 @@ class Tracer(LoadedChild):
     """
 
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
-        handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
-        process = ChildProcess(handler, on_output=settings.on_output, measured=False, paths=settings.paths)
-        import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
-        device = f"the simulated {card.name}"
-        super().__init__(
-            settings, LoadOnCard(card=card, others=others, device=device, **settings.to_request()), process
+        self._settings = settings
+        self._process = ChildProcess(
+            "autoaccum.devices.simulated.simulated_child:SimulatedChild",
+            on_output=settings.on_output,
+            measured=False,
+            paths=settings.paths,
+            owner=f"the simulated {card.name}",
         )
+        import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
+        load_workload(self._process, settings, LoadOnCard(card=card, others=others, **settings.to_request()))
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Run a job and return its reply, in `limit_seconds` if that is less than the settings' limit on trials."""
+        return self._process.run(request, self._settings.job_seconds(limit_seconds))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()

@@ -129,4 +129,4 @@ def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
     source = FileSource(str(path)).to_record()
     refused = pytest.raises(UsageError, match="^ranks shard the model, and the CPU computes values of a whole one")
     with closing(child), refused:
-        child.handle(LoadOnCard(card=card, device="", source=source, share=8, options=asked))
+        child.handle(LoadOnCard(card=card, source=source, share=8, options=asked))
