@@ -132,7 +132,7 @@ def _usage_error(error: click.ClickException, asked: str) -> UsageError:
     context = getattr(error, "ctx", None)
     command = context.command_path if context else asked
     if isinstance(error, click.NoSuchOption) and (renamed := RENAMED_FLAGS.get(error.option_name)):
-        return UsageError(f"{error.option_name} is called {renamed} now", hint=f"see `{command} --help`")
+        return UsageError(f"{error.option_name} is now {renamed}", hint=f"see `{command} --help`")
     return UsageError(text[:1].lower() + text[1:], hint=f"see `{command} --help`")
 
 

@@ -155,7 +155,7 @@ USAGE = [
     ("m.py --target-batch 8", "missing option '--run-dir'"),
     ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: give epochs=3"),
     ("m.py --target-batch 8 --run-dir a --clip-norm nan", "clip_norm is nan: give a number above 0"),
-    ("m.py --target-batch 8 --run-dir a --keep 3", "--keep is called --max-checkpoints now: see `autoaccum fit"),
+    ("m.py --target-batch 8 --run-dir a --keep 3", "--keep is now --max-checkpoints: see `autoaccum fit"),
 ]
 
 
