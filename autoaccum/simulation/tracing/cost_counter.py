@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +26,6 @@ _FREE = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new
 """Operators that launch nothing."""
 
 
-@dataclass
-class _Tally:
-    """What was counted in one micro-batch, or between the last one and the end of the update."""
-
-    flops: int = 0
-    moved_bytes: int = 0
-    host_bytes: int = 0
-    card_bytes: int = 0
-    kernels: int = 0
-
-
 class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
     """Counts what operators cost while it is entered, within the mode of a simulated card.
 
@@ -56,14 +45,14 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._formulas: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False).flop_registry
-        self._parts: list[_Tally] = []
-        self._rest = _Tally()
+        self._parts: list[Counter[str]] = []
+        self._rest = Counter[str]()
         self._in_backward = True
         self._updates = 0
 
     def mark_update(self) -> None:
         """Count from here; but not the first update of a trial, which another one follows (`TrialRun.run`)."""
-        self._parts, self._rest, self._in_backward = [], _Tally(), True
+        self._parts, self._rest, self._in_backward = [], Counter(), True
         self._updates += 1
 
     def cost(self, parts: Sequence[int]) -> UpdateCost:
@@ -73,27 +62,21 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         have more or less: the first has no gradient to add to. Where there is one size alone, or parts that ran side by
         side, all of it is taken to grow with samples.
         """
-        tallies, samples = self._parts, sum(parts)
 
-        def amount(count: Callable[[_Tally], int]) -> Amount:
-            counts, rest = list(map(count, tallies)), float(count(self._rest))
+        def amount(name: str) -> Amount:
+            counts, rest = [part[name] for part in self._parts], float(self._rest[name])
             if len(counts) != len(parts) or len(parts) < 2 or parts[-1] == parts[-2]:
-                return Amount(sample=sum(counts) / samples, update=rest)
+                return Amount(sample=sum(counts) / sum(parts), update=rest)
             sample = (counts[-2] - counts[-1]) / (parts[-2] - parts[-1])
             part = max(0.0, counts[-1] - sample * parts[-1])
             others = zip(counts[:-2], parts[:-2], strict=True)
             return Amount(sample=sample, part=part, update=rest + sum(n - sample * size - part for n, size in others))
 
-        return UpdateCost(
-            flops=amount(lambda tally: tally.flops),
-            moved_bytes=amount(lambda tally: tally.moved_bytes),
-            # Of weights and gradients alone; and the first part has no sum to add to.
-            host_bytes=Amount(
-                part=sum(tally.host_bytes for tally in tallies) / len(parts), update=float(self._rest.host_bytes)
-            ),
-            card_bytes=amount(lambda tally: tally.card_bytes),
-            kernels=amount(lambda tally: tally.kernels),
-        )
+        # Those of the host are of weights and gradients alone; and the first part has no sum to add to.
+        of_parts = sum(part["host_bytes"] for part in self._parts) / len(parts)
+        host_bytes = Amount(part=of_parts, update=float(self._rest["host_bytes"]))
+        others = {name: amount(name) for name in ("flops", "moved_bytes", "card_bytes", "kernels")}
+        return UpdateCost(host_bytes=host_bytes, **others)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -104,25 +87,27 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
         places = {one.device.type for one in (*tensors, *made)}
-        if "cuda" in places and not _is_free(func, tensors, made):
-            self._tally().kernels += 1
+        launches = "cuda" in places and not _is_free(func, tensors, made)
+        if launches:
+            self._counts()["kernels"] += 1
         if (formula := self._formulas.get(func.overloadpacket)) is not None and "cuda" in places:
-            self._tally().flops += formula(*args, **(kwargs or {}), out_val=out)
+            self._counts()["flops"] += formula(*args, **(kwargs or {}), out_val=out)
         elif func in _COPIES and len(places) > 1:
-            self._tally().moved_bytes += _bytes(made[0])
+            self._counts()["moved_bytes"] += _bytes(made[0])
         elif places == {"cpu"} and not func.is_view and any(isinstance(one, FakeTensor) for one in made or tensors):
             written = [one for one in made if all(one is not other for other in tensors)]
-            self._tally().host_bytes += sum(map(_bytes, (*tensors, *written)))
-        elif "cuda" in places and not _is_free(func, tensors, made):
-            self._tally().card_bytes += _touched_bytes(func, args, tensors, made)
+            self._counts()["host_bytes"] += sum(map(_bytes, (*tensors, *written)))
+        elif launches:
+            self._counts()["card_bytes"] += _touched_bytes(func, args, tensors, made)
         return out
 
-    def _tally(self) -> _Tally:
+    def _counts(self) -> Counter[str]:
+        """Return the counts of the micro-batch that runs, or of what follows the last one."""
         phase = self._recorder.phase()
         if phase not in _OF_PARTS:
             return self._rest
         if phase != "backward" and self._in_backward:
-            self._parts.append(_Tally())
+            self._parts.append(Counter())
         self._in_backward = phase == "backward"
         return self._parts[-1]
 

@@ -86,12 +86,13 @@ class ModuleTracker:
     def current(self) -> tuple[int, Role]:
         """Return the index of the module that is running now, and the role of blocks it allocates."""
         node: Any = torch._C._current_autograd_node()
+        running, within_backward = self._stack[-1] if self._stack else (0, False)
         if node is None:
-            return (self._stack[-1][0] if self._stack else 0), "plain"
+            return running, "plain"
         if type(node).__name__ == _LEAF_NODE:
             return self.owner_of(node.variable), "summed"
-        if self._stack and self._stack[-1][1]:
-            return self._stack[-1][0], "recomputed"
+        if within_backward:
+            return running, "recomputed"
         index = bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._running[index] if index >= 0 else 0), "recomputed" if torch.is_grad_enabled() else "plain"
 
