@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.simulation.operators.registry import observe_workspaces
-from autoaccum.simulation.operators.workspace_rules import estimate
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.simulation import simulate
@@ -128,14 +127,6 @@ def test_efficient_and_cudnn_attention() -> None:
     ]
     assert list(misaligned)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
     assert list(cudnn) == [OUTPUTS, Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
-
-
-def requested(recorder: Recorder) -> list[int]:
-    """Return the requested bytes, in order."""
-    return [
-        estimate(size, H100, (2, 13)).bytes if isinstance(size, Workspace) else size
-        for size in (recorder.sizes[event] for event in recorder.events if event >= 0)
-    ]
 
 
 def test_inputs_are_laid_out_before_outputs_are_made() -> None:
