@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from warm_children import WarmRanks
 
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.integrations.lightning import ExactAccumulation  # After both packages, whose callbacks it is.
 
 IMPORTED = ("lightning.pytorch", "pytorch_lightning")
 WORDS, MICRO_BATCH, PARTS, EPOCHS = 20, 4, 4, 2
@@ -98,8 +99,6 @@ def difference(model: nn.Module, other: nn.Module) -> float:
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning])
 def test_accumulated_updates_are_those_of_the_full_batch(tmp_path: Path, package: ModuleType) -> None:
-    from autoaccum.integrations.lightning import ExactAccumulation
-
     expected = full_batches()
     callbacks = [ExactAccumulation(weight=counted_words)]
     assert difference(train(tmp_path, callbacks, package, gradient_clip_val=CLIP), expected) <= 1e-10
@@ -130,8 +129,6 @@ def test_two_ranks_have_the_updates_of_one(tmp_path: Path, warm_ranks: WarmRanks
 
 def test_lightnings_own_are_not(tmp_path: Path) -> None:
     """So the test above could fail: neither words nor the short last window are counted."""
-    from autoaccum.integrations.lightning import ExactAccumulation
-
     expected = full_batches()
     for callbacks in ([], [ExactAccumulation()]):
         assert difference(train(tmp_path, callbacks, gradient_clip_val=CLIP), expected) > 1e-3
@@ -158,8 +155,6 @@ def own_accumulation(trainer: Any) -> Any:
 def test_exact_accumulation_is_refused_where_the_loop_is_not_the_trainers(
     tmp_path: Path, prepare: Callable[[Any], Any], said: str
 ) -> None:
-    from autoaccum.integrations.lightning import ExactAccumulation
-
     trainer = quiet_trainer(pl, tmp_path)
     module = prepare(trainer)
     with pytest.raises(UsageError, match=said):
@@ -167,8 +162,6 @@ def test_exact_accumulation_is_refused_where_the_loop_is_not_the_trainers(
 
 
 def test_a_weight_that_is_no_number_is_refused_before_it_reaches_a_gradient() -> None:
-    from autoaccum.integrations.lightning import ExactAccumulation
-
     trainer, callback = pl.Trainer(accelerator="cpu", devices=1, logger=False), ExactAccumulation(lambda _: math.nan)
     with pytest.raises(WorkloadError, match=r"weight\(batch\) is nan"):
         callback.on_train_batch_start(trainer, module_of(pl), sentences()[:4], 0)

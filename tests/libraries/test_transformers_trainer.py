@@ -23,6 +23,7 @@ from warm_children import WarmRanks
 import autoaccum
 from autoaccum import Plan
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
+from autoaccum.integrations.transformers import AccumulatorTrainer
 from autoaccum.integrations.transformers_trainer import free_card
 from autoaccum.simulation.tracing.placement import REPLACED_BY
 from autoaccum.sources.loading import workload_of
@@ -196,8 +197,6 @@ def train(folder: Path, kind: Any, *, size: int, steps: int, resume: str | None 
 
 
 def test_the_exact_trainer_has_the_full_batchs_gradient_and_resumes(tmp_path: Path) -> None:
-    from autoaccum.integrations.transformers import AccumulatorTrainer
-
     whole, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1)
     parts, found = train(tmp_path / "parts", AccumulatorTrainer, size=4, steps=2, micro_batch=3)
     uneven, others = train(tmp_path / "uneven", AccumulatorTrainer, size=8, steps=1, micro_batch=3)
@@ -217,8 +216,6 @@ def test_the_exact_trainer_has_the_full_batchs_gradient_and_resumes(tmp_path: Pa
 
 
 def test_the_exact_trainer_takes_packed_sequences(tmp_path: Path) -> None:
-    from autoaccum.integrations.transformers import AccumulatorTrainer
-
     packing = hf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def flatten(samples: list[dict[str, Tensor]]) -> Any:
@@ -308,8 +305,6 @@ class Sentences(Texts):
 
 def test_the_exact_trainer_averages_a_loss_that_ignores_the_number_of_items(tmp_path: Path) -> None:
     """The Trainer itself adds the means of micro-batches up: its gradient is `gradient_accumulation_steps` as large."""
-    from autoaccum.integrations.transformers import AccumulatorTrainer
-
     norms = []
     for kind, size, steps, given in (
         (hf.Trainer, 8, 1, {}),
@@ -331,8 +326,6 @@ def made_plan(micro_batch: int, target: int, **workload: Any) -> Plan:
 
 
 def test_the_exact_trainer_takes_a_plan_of_its_own_training_only(tmp_path: Path) -> None:
-    from autoaccum.integrations.transformers import AccumulatorTrainer
-
     made_plan(4, 8).save(tmp_path / "plan.json")
     given: dict[str, Any] = {"further": {"plan": tmp_path / "plan.json"}, "per_device_train_batch_size": 8}
     trainer = make_trainer(tmp_path, AccumulatorTrainer, **given)
@@ -343,8 +336,6 @@ def test_the_exact_trainer_takes_a_plan_of_its_own_training_only(tmp_path: Path)
 
 
 def test_the_exact_trainer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    from autoaccum.integrations.transformers import AccumulatorTrainer
-
     with pytest.raises(UsageError, match="neither plan nor micro_batch"):
         make_trainer(tmp_path, AccumulatorTrainer)
     plan = made_plan(4, 8, savers=("offload-optimizer",))

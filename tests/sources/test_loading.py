@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from torch import nn
 
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.loading import check_import, workload_of
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import FileSource, PickledSource, Source, read_source
 
 Write = Callable[..., Path]
 
@@ -220,58 +221,59 @@ def test_the_digest_covers_local_modules_but_not_their_folder(write: Write, tmp_
     assert FileSource("two/model.py").load().digest != one
 
 
+SIZED = GOOD + "    SIZE = 3\n"
 BAD = {
-    "syntax error": ("def model(:\n", r"model\.py, line 1 is not valid Python"),
-    "raises": ("def f(): return {}['k']\nf()\n", r"importing model\.py raised KeyError: 'k'"),
-    "exits": ("import sys\nsys.exit(1)\n", r"called sys.exit\(1\): put code that runs as a script under"),
+    "syntax error": ("def model(:\n", "model.py", r"model\.py, line 1 is not valid Python"),
+    "raises": ("def f(): return {}['k']\nf()\n", "model.py", r"importing model\.py raised KeyError: 'k'"),
+    "exits": (
+        "import sys\nsys.exit(1)\n",
+        "model.py",
+        r"called sys.exit\(1\): put code that runs as a script under",
+    ),
     "missing import": (
         "import no_such_module_at_all\n",
+        "model.py",
         r"raised ModuleNotFoundError: No module named 'no_such_module",
     ),
-    "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
-    "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
+    "no model": ("def batch(size): pass\n", "model.py", r"defines no 'model' \(it defines batch\)"),
+    "model is a module": ("import torch.nn as model\n", "model.py", r"model in model\.py is a module"),
     "workload is a dict": (
         GOOD + "    workload = {}\n",
+        "model.py",
         r"workload in model\.py is a dict, neither a workload nor a model",
     ),
+    "missing": ("", "mode.py", r"there is no file mode\.py: check the path /"),
+    "directory": ("", ".", r"\. is a directory: name a Python file"),
+    "other file": ("", "notes.txt", r"notes\.txt is not a Python file"),
+    "unknown name": (
+        SIZED,
+        "model.py:zzz",
+        r"model\.py has no 'zzz': use a name that it defines: model, batch, criterion, SIZE",
+    ),
+    "name is a number": (SIZED, "model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
+    "no name": ("", "model.py:", r"'model\.py:' is not a reference to a workload: write model\.py or model\.py:name"),
+    "empty": ("", "", r"'' is not a reference to a workload"),
+    "null byte": ("", "a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_says_what_is_wrong_with_a_file(write: Write, case: str) -> None:
-    source, message = BAD[case]
-    write(source)
+def test_says_what_is_wrong(write: Write, case: str) -> None:
+    text, reference, message = BAD[case]
+    write(text)
+    write("", "notes.txt")
     before = list(sys.path)
     with pytest.raises(WorkloadError, match=message) as caught:
-        FileSource("model.py").load()
+        FileSource(reference).load()
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     if case in ("syntax error", "raises", "exits", "missing import"):
         assert sys.path == before
 
 
-REFERENCES = {
-    "missing": ("mode.py", r"there is no file mode\.py: check the path /"),
-    "directory": (".", r"\. is a directory: name a Python file"),
-    "other file": ("notes.txt", r"notes\.txt is not a Python file"),
-    "unknown name": (
-        "model.py:zzz",
-        r"model\.py has no 'zzz': use a name that it defines: model, batch, criterion, SIZE",
-    ),
-    "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
-    "no name": ("model.py:", r"'model\.py:' is not a reference to a workload: write model\.py or model\.py:name"),
-    "empty": ("", r"'' is not a reference to a workload"),
-    "null byte": ("a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
-}
-
-
-@pytest.mark.parametrize("case", REFERENCES)
-def test_says_what_is_wrong_with_a_reference(write: Write, case: str) -> None:
-    reference, message = REFERENCES[case]
-    write(GOOD + "    SIZE = 3\n")
-    write("", "notes.txt")
-    with pytest.raises(WorkloadError, match=message):
-        FileSource(reference).load()
+@pytest.mark.parametrize("source", [FileSource("model.py:small"), PickledSource("Net (made in code)", "net.pickle")])
+def test_a_source_reaches_a_child_as_plain_data(source: Source) -> None:
+    assert read_source(json.loads(json.dumps(source.to_record()))) == source
 
 
 def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:
