@@ -334,6 +334,7 @@ class TrialTrainer:
 
 
 def _check(trainer: Any, module: Any) -> None:
+    """Raise WorkloadError for a module or a Trainer whose step cannot be planned."""
     if not is_a(module, "LightningModule"):
         raise WorkloadError(
             f"the Trainer's model is {describe_type(module)}",
