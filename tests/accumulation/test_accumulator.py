@@ -63,17 +63,6 @@ def test_an_infinite_clip_norm_only_measures() -> None:
     assert_close(model, other, 0.0)
 
 
-def test_gradients_from_before_are_dropped() -> None:
-    model = net()
-    other = copy.deepcopy(model)
-    batch = batch_of(8)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch)
-    Accumulator(other, sgd(other), CRITERION, micro_batch=3).step(batch)
-    assert_close(model, other, 0.0)
-
-
 def test_frozen_and_foreign_parameters() -> None:
     model = net()
     model.first.weight.requires_grad_(False)

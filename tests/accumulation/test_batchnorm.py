@@ -229,19 +229,6 @@ def test_out_of_memory_at_any_allocation_leaves_no_trace(mode: str, out_of_memor
 
 
 @FORGIVING
-def test_a_repeated_attempt_counts_the_batch_once(out_of_memory_at: Any) -> None:
-    model, batch = small(), batch_of(12)
-    whole = copy.deepcopy(model)
-    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=6, batchnorm="running")
-    with out_of_memory_at(20, lambda: accumulator.phase == "forward"):
-        result = accumulator.step(batch)
-    assert (result.retries, result.micro_batches) == (1, (4, 4, 4))
-    train_whole(whole, batch)
-    assert not [name for name in differing(model, whole) if name.startswith("0.running")]
-    assert updates_of(model[0]) == 1
-
-
-@FORGIVING
 def test_parts_without_weight_do_not_count() -> None:
     model, (x, targets) = small(), batch_of(6)
     targets[:3] = CRITERION.ignore_index

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.gradients import choose_scaler, restore_scaler
-from autoaccum.errors import UsageError
 
 
 def test_bf16_autocast_equals_the_full_batch_to_its_precision() -> None:
@@ -116,5 +115,3 @@ def test_fp16_gets_a_scaler_and_nothing_else_does() -> None:
     given = GradScaler("cpu")
     assert choose_scaler("bf16", given, CPU, parameters) is given
     assert choose_scaler("fp16", GradScaler("cpu", enabled=False), CPU, parameters) is None
-    with pytest.raises(UsageError, match="parameters are of bfloat16"):
-        choose_scaler("fp16", None, CPU, [torch.ones(1).bfloat16()])

@@ -12,8 +12,7 @@ from state_digests import state_digest
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.update import StorageRecorder, preallocate
+from autoaccum.accumulation.update import StorageRecorder
 
 
 def test_each_graph_is_freed_by_its_own_backward() -> None:
@@ -89,10 +88,3 @@ def test_the_peak_of_temporary_storages_is_recorded() -> None:
         product = x * 3
     assert recorder.peak_blocks() == [(CPU, 4 * COUNT), (CPU, 8 * COUNT)]
     assert product.shape == x.shape
-
-
-def test_preallocating_too_much_raises_out_of_memory() -> None:
-    preallocate([(CPU, 1024), (CPU, 0)])
-    with pytest.raises(RuntimeError) as caught:
-        preallocate([(CPU, 1024), (CPU, 1 << 60)])
-    assert find_out_of_memory(caught.value) is not None

@@ -1,15 +1,18 @@
-"""Compare one update in parts that need the whole batch with the full batch's backward."""
+"""Models and losses that need the whole batch, and updates in parts that are compared with the full batch's."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from greenlet import greenlet
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum import whole_batch
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 
 
@@ -76,3 +79,48 @@ class Pairs(nn.Module):
         z = functional.normalize(outputs)
         self.center.lerp_(z.detach().mean(0), 0.5)
         return functional.mse_loss((z - self.center) @ z.T, (targets[:, None] == targets).to(z.dtype))
+
+
+class Experts(nn.Module):
+    """A mixture of experts; the balance of its load is a loss of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 4), nn.Linear(6, 20)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gates = self.gate(x).softmax(-1)
+        everyone = whole_batch(gates)
+        counts = functional.one_hot(everyone.argmax(-1), 4).to(x.dtype).mean(0)
+        balance = 4 * (counts * everyone.mean(0)).sum()
+        return (self.experts(x).unflatten(-1, (4, 5)) * gates[..., None]).sum(-2), balance
+
+
+class Failing(nn.Module):
+    """Meets at two BatchNorms; `fail` is called with the number of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)])
+        self.fail: Callable[[int], None] = lambda number: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            self.fail(number)
+            x = torch.tanh(layer(x))
+        return x
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that meets at `whole_batch`, too."""
+    outputs = model(batch[0])
+    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
+
+
+def check_nothing_left(model: nn.Module) -> None:
+    """Assert that an update has left no part that waits, and no change of a module or of `whole_batch`."""
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is greenlet and one and one.parent is not None]
+    assert not any("forward" in vars(module) for module in model.modules())
+    x = torch.ones(1)
+    assert whole_batch(x) is x

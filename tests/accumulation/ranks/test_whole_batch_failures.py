@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import warnings
@@ -12,38 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from greenlet import greenlet
 from memory_errors import OutOfMemoryAt
 from on_ranks import Died, on_ranks
 from torch import Tensor, nn
-from torch.nn import functional
-from whole_batches import Pairs, Recorded, check_equal, cross_entropy, rows
+from whole_batches import Failing, Pairs, Recorded, centred, check_equal, check_nothing_left, cross_entropy, rows
 
-from autoaccum import whole_batch
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
 
 SAMPLES = 11
-
-
-class Failing(nn.Module):
-    """Meets at two norms, and at `whole_batch` in the loss; `fail` is called with the number of each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)])
-        self.fail: Callable[[int], None] = lambda number: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            self.fail(number)
-            x = torch.tanh(layer(x))
-        return x
-
-
-def centred(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(batch[0])
-    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
 
 
 def failing(mode: str) -> tuple[Recorded, Any, Callable[[Any, Any], Tensor], Any, Any]:
@@ -62,14 +38,6 @@ def failing(mode: str) -> tuple[Recorded, Any, Callable[[Any, Any], Tensor], Any
             norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))
             norm.eval()
     return recorded, model, lambda model, batch: Pairs(5)(model(batch[0]), batch[1]), batch, mine
-
-
-def check_nothing_left(model: nn.Module) -> None:
-    gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is greenlet and one and one.parent is not None]
-    assert not any("forward" in vars(module) for module in model.modules())
-    x = torch.ones(1)
-    assert whole_batch(x) is x
 
 
 def memory_runs_out(mode: str, step: int) -> Any:
@@ -100,7 +68,7 @@ def memory_runs_out(mode: str, step: int) -> Any:
         number += step
 
 
-@pytest.mark.parametrize(("mode", "step"), [("exact and coupled", 67), ("twice", 29)])
+@pytest.mark.parametrize(("mode", "step"), [("exact and coupled", 67), ("recompute", 29)])
 def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
     (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
     assert none == set()

@@ -14,10 +14,10 @@ from on_ranks import on_ranks
 from rank_updates import dealt
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_batches import Pairs, Recorded, cross_entropy, rows
+from whole_batches import Experts, Pairs, Recorded, centred, cross_entropy, rows
 
 import autoaccum
-from autoaccum import Accumulator, whole_batch
+from autoaccum import Accumulator
 from autoaccum.messages import Message
 
 SAMPLES = 11
@@ -55,23 +55,6 @@ class Towers(nn.Module):
         given = right  # Returned as it came.
         left, right = functional.normalize(self.left(left)), functional.normalize(self.right(right))
         return {"towers": (left, right), "right": given, "numbers": (self.temperature, self.table)}
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.out = nn.Linear(6, 3), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shares = self.gate(x).softmax(-1)
-        best = functional.one_hot(shares.argmax(-1), 3).to(shares)
-        balance = (whole_batch(best).mean(0) * whole_batch(shares).mean(0)).sum()
-        return self.out(x) * (1 + shares.square().sum(-1, keepdim=True)), balance
-
-
-def centred(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(batch[0])
-    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
 
 
 def balanced(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -113,9 +96,9 @@ def mlp() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
     "exact": (Norms, images, {"loss": cross_entropy, "batchnorm": "exact"}),
     "whole_batch": (Experts, rows, {"loss": balanced}),
-    "twice": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast}),
-    "twice, of the batch": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast_of_batch}),
-    "twice, criterion": (mlp, rows, {"criterion": Pairs, "coupled": True}),
+    "recompute": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast}),
+    "recompute, of the batch": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast_of_batch}),
+    "recompute, criterion": (mlp, rows, {"criterion": Pairs, "coupled": True}),
     "exact and coupled": (
         lambda: Towers(True),
         pairs,
@@ -203,7 +186,7 @@ UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[in
     },
     **{
         f"scaled and clipped, {case}": (partial(scaled_and_clipped, case), {2: [0, 11]})
-        for case in ("exact", "twice", "exact and coupled")
+        for case in ("exact", "recompute", "exact and coupled")
     },
     "running": (running, {4: [4, 0, 5, 2]}),
     "no weight on rank 1": (ignored, {2: [5, 6]}),
@@ -235,7 +218,7 @@ def trained(case: str) -> Any:
     data = torch.utils.data.TensorDataset(*(rows(14) if case == "exact" else pairs(14)))
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)]
     model = (nn.Sequential(*layers) if case == "exact" else Towers(norm=True)).double()
-    options: dict[str, Any] = {"loss": centred} if case == "exact" else CASES["twice"][2]
+    options: dict[str, Any] = {"loss": centred} if case == "exact" else CASES["recompute"][2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     sizes: dict[str, Any] = {"target_batch": 6, "micro_batch": 2, "epochs": 2}
     autoaccum.fit(model, data, optimizer=optimizer, batchnorm="exact", progress=False, **sizes, **options)

@@ -9,27 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from whole_batches import Recorded, check_equal
+from whole_batches import Experts, Recorded, check_equal
 
 from autoaccum import whole_batch
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError, WorkloadError
-
-
-class Experts(nn.Module):
-    """A mixture of experts; the balance of its load is a loss of the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(6, 4), nn.Linear(6, 12)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        gates = self.gate(x).softmax(-1)
-        everyone = whole_batch(gates)
-        counts = functional.one_hot(everyone.argmax(-1), 4).to(x.dtype).mean(0)
-        balance = 4 * (counts * everyone.mean(0)).sum()
-        outputs = self.experts(x).unflatten(-1, (4, 3))
-        return (outputs * gates[..., None]).sum(-2), balance
 
 
 def balanced(model: nn.Module, batch: Any) -> Tensor:
