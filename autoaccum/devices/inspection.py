@@ -83,7 +83,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
                     hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over"
                     " nothing",
                 )
-            update_bytes = meter.read().peak_reserved_bytes
+            update_bytes = meter.peak_bytes()
             if not workload.coupled:
                 accumulator.step_parts([batch, batch])
             elif share >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.

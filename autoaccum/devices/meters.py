@@ -7,74 +7,30 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, is_context_dead
+from autoaccum.devices.base import Trial
 from autoaccum.devices.cuda import InstalledCard, check_index
 from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory, reset_peak
 from autoaccum.devices.nvml import ask_nvml
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
-from autoaccum.units import MIB
+from autoaccum.units import MIB, format_bytes
 
 _MOST_LEFTOVER_BYTES = 256 * MIB
 """What jobs may leave without having it counted against later ones: modules and kernels, but no leak."""
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """The memory that a job took of its device.
+class HostMeter:
+    """A meter of the host memory that this process takes (`devices.cpu.CpuDevice` says what counts).
 
     Attributes:
-        peak_reserved_bytes: The peak, as the limit counts memory.
-        peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
-        shared_bytes: The part that is shared memory, which no limit stops.
-        retries: How often the allocator released its cache and tried again in the last update; None if it has no cache.
+        device: The device that models are moved to.
     """
-
-    peak_reserved_bytes: int
-    peak_allocated_bytes: int | None = None
-    shared_bytes: int = 0
-    retries: int | None = None
-
-
-class Meter(Protocol):
-    """A meter of one device's memory, in the process that runs a workload there."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that models are moved to."""
-
-    def open(self) -> None:
-        """Make the device ready; called when the workload is loaded.
-
-        Raises:
-            UsageError: There is no such device here.
-            NotMeasuredError: Its memory cannot be limited here.
-        """
-
-    def begin(self) -> Mapping[str, Any]:
-        """Take the memory that is held now, with PyTorch warm, as the baseline; return the facts for a budget."""
-
-    def start(self) -> None:
-        """Begin a new measurement of the peak."""
-
-    def begin_update(self) -> None:
-        """Count the allocator's retries from here on."""
-
-    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Return a context in which memory beyond the budget is refused; call `start` before."""
-
-    def read(self) -> Reading:
-        """Return the memory taken since `start`."""
-
-
-class HostMeter:
-    """A meter of the host memory that this process takes (`devices.cpu.CpuDevice` says what counts)."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -82,24 +38,24 @@ class HostMeter:
         self._base = self._before
 
     def open(self) -> None:
-        """Raise NotMeasuredError unless the kernel holds a process to the limit."""
+        """Make the device ready: raise NotMeasuredError unless the kernel holds a process to the limit."""
         check_data_limit()
 
     def begin(self) -> Mapping[str, Any]:
-        """Take the baseline."""
+        """Take what is held now, with PyTorch warm, as the baseline; return the facts that a budget is chosen by."""
         self._base = read_process_memory()
         return {}
 
     def start(self) -> None:
-        """Reset VmHWM."""
+        """Begin a new measurement of the peak: reset VmHWM."""
         reset_peak()
         self._before = read_process_memory()
 
     def begin_update(self) -> None:
-        """Do nothing: the host's allocator has no cache."""
+        """Do nothing: the host's allocator has no cache, and never tries again."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Set RLIMIT_DATA for a job to the budget above what the process holds.
+        """Set RLIMIT_DATA within to the budget above what the process held at `start`.
 
         What earlier jobs left (late imports, kernels that oneDNN compiled) is granted in addition, but no leak: only a
         fresh process has exactly the budget.
@@ -107,20 +63,29 @@ class HostMeter:
         held_bytes = min(self._before.data_bytes, self._base.data_bytes + _MOST_LEFTOVER_BYTES)
         return data_limit(held_bytes + budget_bytes)
 
-    def read(self) -> Reading:
-        """Return the peak since `start`."""
+    def peak_bytes(self) -> int:
+        """Return the peak since `start`, as the limit counts memory."""
+        return read_process_memory().peak_above(self._before)
+
+    def record(self, parts: tuple[int, ...], limit_bytes: int, **fields: Any) -> Trial:
+        """Return the record of a trial that ran to its end, held to `limit_bytes`; `fields` are further ones of it."""
         before, after = self._before, read_process_memory()
-        return Reading(
-            peak_reserved_bytes=after.peak_above(before),
-            shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
-        )
+        peak_bytes, shared_bytes = after.peak_above(before), after.shared_bytes - before.shared_bytes
+        if peak_bytes > limit_bytes and shared_bytes > 0:
+            shared = f"{format_bytes(shared_bytes)} of it shared memory, which no limit stops"
+            message = f"it ran, but held {format_bytes(peak_bytes)}, {shared}"
+            fields |= {"outcome": "oom", "phase": "update", "message": message}
+        elif peak_bytes > limit_bytes:
+            # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
+            peak_bytes = limit_bytes
+        return Trial(**{"parts": parts, "outcome": "ok", "peak_reserved_bytes": peak_bytes, **fields})
 
 
 class CardMeter:
-    """A meter of the memory that this process takes of one card (`devices.cuda` says what counts).
+    """A meter of the memory that this process takes of the card `index` (`devices.cuda` says what counts).
 
-    Args:
-        index: The card's index among the visible cards.
+    Attributes:
+        device: The device that models are moved to.
     """
 
     def __init__(self, index: int) -> None:
@@ -148,37 +113,50 @@ class CardMeter:
             ) from error
 
     def begin(self) -> Mapping[str, Any]:
-        """Return the record of the card: its memory, and who holds the rest."""
+        """Return the facts that a budget is chosen by: the card, its memory, and who holds the rest."""
         card = read_card(self._index)
         return {"card": dataclasses.asdict(card.with_processes(ask_nvml(card.uuid), own_pid=os.getpid()))}
 
     def start(self) -> None:
-        """Reset the peak to the memory that is held now."""
+        """Begin a new measurement: reset the peak to the memory that is held now."""
         torch.cuda.current_device()  # Starts CUDA if nothing has yet.
         torch.cuda.reset_peak_memory_stats(self._index)
         self.begin_update()
 
     def begin_update(self) -> None:
-        """Read the allocator's counter of retries."""
+        """Count the allocator's retries from here on."""
         self._retries_before = self._statistic("num_alloc_retries")
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Hold the allocator to the budget, which also counts memory left by loading and by earlier jobs."""
+        """Hold the allocator within to the budget, which also counts memory left by loading and by earlier jobs."""
         return card_limit(self._index, budget_bytes)
 
-    def read(self) -> Reading:
-        """Return the peaks of tensors and of the allocator since `start`, and its retries since `begin_update`.
+    def peak_bytes(self) -> int:
+        """Return the most that the allocator held since `start`, whole segments."""
+        return self._statistic("reserved_bytes.all.peak")
 
-        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
-        the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
-        an earlier peak is lost.
+    def record(self, parts: tuple[int, ...], limit_bytes: int, **fields: Any) -> Trial:
+        """Return the record of a trial that ran to its end, held to `limit_bytes`; `fields` are further ones of it.
+
+        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory; those
+        since `begin_update` count. Only the allocator is read, so this also works when the context is dead. If other
+        code resets the peak meanwhile, an earlier peak is lost.
         """
-        retries = self._statistic("num_alloc_retries")
-        return Reading(
+        counted = self._statistic("num_alloc_retries")
+        retries = counted - self._retries_before if counted >= self._retries_before else counted
+        trial = Trial(
+            parts=parts,
+            outcome="ok",
             peak_allocated_bytes=self._statistic("allocated_bytes.all.peak"),
-            peak_reserved_bytes=self._statistic("reserved_bytes.all.peak"),
-            retries=retries - self._retries_before if retries >= self._retries_before else retries,
+            peak_reserved_bytes=self.peak_bytes(),
+            allocator_retries=retries,
+            **fields,
         )
+        if not retries:
+            return trial
+        times = "once" if retries == 1 else f"{retries} times"
+        message = f"it ran, but the allocator released its cache and tried again {times}"
+        return dataclasses.replace(trial, outcome="tight", message=message)
 
     def _statistic(self, name: str) -> int:
         return int(torch.cuda.memory_stats(self._index).get(name, 0))
@@ -250,6 +228,10 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
     while int(fraction * float(total_bytes)) > max(0, limit_bytes):
         fraction = math.nextafter(fraction, 0.0)
     return fraction
+
+
+Meter: TypeAlias = HostMeter | CardMeter
+"""A meter of one device's memory, in the process that runs a workload there."""
 
 
 def make_meter(device: str) -> Meter:

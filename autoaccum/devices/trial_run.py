@@ -12,7 +12,6 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,13 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.loop_memory import EmaModel, HoldingObjective, evaluate
-from autoaccum.devices.meters import Meter, Reading
+from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
 from autoaccum.options import GradSync
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.batches import split_batch
 from autoaccum.sources.workload import Workload
-from autoaccum.units import format_bytes
 
 
 class _RankRoom(StepObserver):
@@ -236,37 +234,13 @@ def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter
                 trial_run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
         except BaseException as error:
             failure = error
-    measured = {"seconds": time.perf_counter() - began, "host_bytes": trial_run.host_bytes}
-    trial = record_trial(request.parts, meter.read(), request.limit_bytes, **measured)
+    fields = {"seconds": time.perf_counter() - began, "host_bytes": trial_run.host_bytes}
+    trial = meter.record(request.parts, request.limit_bytes, **fields)
     if failure is None:
         return trial
     doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
     described = describe_failure(failure, doing, at=f"{doing}: ")
     return trial.failed(described, trial_run.phase)
-
-
-def record_trial(parts: tuple[int, ...], reading: Reading, limit_bytes: int, **fields: Any) -> Trial:
-    """Return the record of a trial that ran to its end, held to `limit_bytes`; `fields` are further ones of it."""
-    peak, shared = reading.peak_reserved_bytes, reading.shared_bytes
-    trial = Trial(
-        parts=parts,
-        outcome="ok",
-        peak_reserved_bytes=peak,
-        peak_allocated_bytes=reading.peak_allocated_bytes,
-        allocator_retries=reading.retries,
-        **fields,
-    )
-    if shared and peak > limit_bytes:
-        held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
-        return replace(trial, outcome="oom", phase="update", message=f"it ran, but held {held}")
-    if reading.retries:
-        times = "once" if reading.retries == 1 else f"{reading.retries} times"
-        message = f"it ran, but the allocator released its cache and tried again {times}"
-        return replace(trial, outcome="tight", message=message)
-    if peak > limit_bytes and reading.retries is None:
-        # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
-        return replace(trial, peak_reserved_bytes=limit_bytes)
-    return trial
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:

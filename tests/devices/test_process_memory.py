@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoaccum.devices import host_memory
+from autoaccum.devices import host_memory, meters
 from autoaccum.devices.child.process import child_environment
-from autoaccum.devices.host_memory import data_limit, read_process_memory, reset_peak
+from autoaccum.devices.host_memory import ProcessMemory, data_limit, read_process_memory, reset_peak
 from autoaccum.devices.inspection import describe_environment
+from autoaccum.devices.meters import CardMeter, HostMeter
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MIB
+from autoaccum.units import GIB, MIB
 
 
 def map_private(size: int) -> mmap.mmap:
@@ -77,9 +78,9 @@ meter.open()
 meter.begin()
 meter.start()
 taken = torch.ones(32 * 2**20, dtype=torch.uint8)
-reading = meter.read()
-assert reading.peak_reserved_bytes >= taken.nbytes - 2**20, reading
-assert (reading.retries, reading.peak_allocated_bytes) == (None, None), reading
+trial = meter.record((8, 8), 2**40)
+assert meter.peak_bytes() >= trial.peak_reserved_bytes >= taken.nbytes - 2**20, trial
+assert (trial.outcome, trial.allocator_retries, trial.peak_allocated_bytes) == ("ok", None, None), trial
 del taken
 meter.start()
 with meter.limit(16 * 2**20):
@@ -110,3 +111,39 @@ def test_the_environment_of_a_card_names_its_libraries(monkeypatch: pytest.Monke
     assert card["variables"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert not {"cuda", "cudnn"} & set(host)
     assert "PYTORCH_ALLOC_CONF" not in host["variables"]
+
+
+def memory(peak_bytes: int = 0, shared_bytes: int = 0) -> ProcessMemory:
+    return ProcessMemory(0, 0, 0, shared_bytes=shared_bytes, peak_bytes=peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome", "peak_bytes"),
+    [
+        (memory(40 * MIB), "ok", 40 * MIB),
+        (memory(60 * MIB + 4096), "ok", 60 * MIB),  # The count of pages is coarse, and the limit is not.
+        (memory(80 * MIB, shared_bytes=48 * MIB), "oom", 80 * MIB),
+    ],
+)
+def test_shared_memory_alone_can_be_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch, after: ProcessMemory, outcome: str, peak_bytes: int
+) -> None:
+    readings = iter([memory(), after])
+    monkeypatch.setattr(meters, "read_process_memory", lambda: next(readings))
+    trial = HostMeter().record((8, 8), 60 * MIB, seconds=1.5)
+    assert (trial.parts, trial.seconds, trial.outcome) == ((8, 8), 1.5, outcome)
+    assert (trial.peak_reserved_bytes, trial.phase) == (peak_bytes, "update" if outcome == "oom" else None)
+
+
+@pytest.mark.parametrize(
+    ("retries", "outcome", "ending"), [(0, "ok", None), (1, "tight", "once"), (3, "tight", "3 times")]
+)
+def test_a_trial_that_ran_by_retries_is_tight(
+    monkeypatch: pytest.MonkeyPatch, retries: int, outcome: str, ending: str | None
+) -> None:
+    counters = {"num_alloc_retries": retries, "reserved_bytes.all.peak": 3 * GIB, "allocated_bytes.all.peak": 2 * GIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: counters)
+    trial = CardMeter(0).record((8, 8), 3 * GIB)
+    assert (trial.outcome, trial.ran, trial.allocator_retries) == (outcome, True, retries)
+    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes) == (3 * GIB, 2 * GIB)
+    assert str(trial.message).endswith(str(ending))

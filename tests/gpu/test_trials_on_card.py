@@ -121,11 +121,11 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
             take(256)
         with card_limit(0, 2 * limit_bytes), pytest.raises(torch.OutOfMemoryError):  # Only ever lowered.
             take(256)
-        reading = meter.read()
+        trial = meter.record((1, 1), limit_bytes)
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(before)
-    assert (reading.peak_reserved_bytes or 0) <= limit_bytes
-    assert (reading.peak_allocated_bytes or 0) >= kept.nbytes
-    assert reading.retries == 2
+    assert (trial.peak_reserved_bytes or 0) <= limit_bytes
+    assert (trial.peak_allocated_bytes or 0) >= kept.nbytes
+    assert (trial.outcome, trial.allocator_retries) == ("tight", 2)
     assert take(256).nbytes == 256 * MIB
 
 

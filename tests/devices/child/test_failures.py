@@ -1,46 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import ChildDied, Failure, describe_failure
 from autoaccum.devices.child_device import record_death
-from autoaccum.devices.meters import Reading
-from autoaccum.devices.trial_run import record_trial, slice_parts
+from autoaccum.devices.trial_run import slice_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.units import GIB, MIB
-
-
-def record(limit_bytes: int, **reading: Any) -> Trial:
-    return record_trial((8, 8), Reading(**reading), limit_bytes, seconds=1.5)
-
-
-def test_a_card_reports_both_peaks_and_its_retries() -> None:
-    trial = record(4 * GIB, peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
-    assert (trial.outcome, trial.message, trial.phase) == ("ok", None, None)
-    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.allocator_retries) == (3 * GIB, 2 * GIB, 0)
-    assert (trial.seconds, trial.parts) == (1.5, (8, 8))
-
-
-def test_a_trial_that_ran_by_retries_is_tight() -> None:
-    trial = record(3 * GIB, peak_reserved_bytes=3 * GIB, retries=3)
-    assert (trial.outcome, trial.ran, trial.allocator_retries) == ("tight", True, 3)
-    assert trial.message == "it ran, but the allocator released its cache and tried again 3 times"
-
-
-def test_the_hosts_count_is_coarse_and_its_limit_is_not() -> None:
-    trial = record(60 * MIB, peak_reserved_bytes=60 * MIB + 4096)
-    assert (trial.outcome, trial.peak_reserved_bytes) == ("ok", 60 * MIB)
-
-
-def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
-    trial = record(60 * MIB, peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB)
-    assert (trial.outcome, trial.phase) == ("oom", "update")
-
 
 DEATH = ChildDied(Failure(outcome="error", message="its process died", fault="measurement"), signal=11)
 
