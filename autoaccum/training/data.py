@@ -94,17 +94,17 @@ class IterableReader(WindowReader):
 
         State that the data carries from epoch to epoch, such as an order it draws, belongs to the start of the next.
         """
-        own = None
+        data_state = None
         if self._is_stateful and (self._epoch, self._windows) != (0, 0):
             with suppress(NotPortableError):
-                own = portable({"data": copy.deepcopy(self._data.state_dict()), "rest": self._remainder})
-        return {**super().state_dict(), "own": own}
+                data_state = portable({"data": copy.deepcopy(self._data.state_dict()), "rest": self._remainder})
+        return {**super().state_dict(), "own": data_state}
 
     def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
-        windows, own = state["windows"], state["own"]
-        if own is not None and self._is_stateful:
-            self._data.load_state_dict(own["data"])
-            self._remainder, self._may_reopen = own["rest"], not windows
+        windows, data_state = state["windows"], state["own"]
+        if data_state is not None and self._is_stateful:
+            self._data.load_state_dict(data_state["data"])
+            self._remainder, self._may_reopen = data_state["rest"], not windows
             return Notice("the data resumed from its own state_dict", warns=False)
         if not windows or state["ended"]:
             return None

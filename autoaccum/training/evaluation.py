@@ -45,7 +45,8 @@ class Totals(NamedTuple):
     def of(cls, figures: Mapping[str, float], weight: Weights, samples: int, *, adds_up: bool = False) -> Totals:
         """Return those of a part; a figure without weight may be 0/0, and does not count. Sums are not weighted."""
         weights = match_weights(weight, figures)
-        sums = {name: figures[name] * (1.0 if adds_up else own) if own > 0 else 0.0 for name, own in weights.items()}
+        factors = dict.fromkeys(weights, 1.0) if adds_up else weights
+        sums = {name: figures[name] * factors[name] if weights[name] > 0 else 0.0 for name in weights}
         return cls(sums, weights, samples)
 
     @classmethod
@@ -143,8 +144,8 @@ class Evaluation:
         options: dict[str, Any] = {"collate_fn": self.collate, "generator": torch.Generator().manual_seed(self.seed)}
         if is_map_style(data):
             total = len(data)
-            own = (list(range(at, min(at + size, total))) for at in range(rank * size, total, ranks * size))
-            return iter(Entries(DataLoader(data, batch_sampler=own, num_workers=self.workers, **options)))
+            parts = (list(range(at, min(at + size, total))) for at in range(rank * size, total, ranks * size))
+            return iter(Entries(DataLoader(data, batch_sampler=parts, num_workers=self.workers, **options)))
         entries = Entries(DataLoader(data, batch_size=size, **options) if self._has_samples else data)
         return islice(entries, rank, None, ranks)
 

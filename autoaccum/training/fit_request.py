@@ -82,10 +82,10 @@ class FitRequest:
             TypeError: There is no such argument.
             UsageError: As for `FitRequest`.
         """
-        own = {field.name for field in dataclasses.fields(cls)} - {"options"}
-        others = {name: value for name, value in given.items() if name not in own}
-        mine = {name: value for name, value in given.items() if name in own}
-        return cls(model_or_workload=model_or_workload, options=Options.of("fit", others), **mine)
+        names = {field.name for field in dataclasses.fields(cls)} - {"options"}
+        options = Options.of("fit", {name: value for name, value in given.items() if name not in names})
+        others = {name: value for name, value in given.items() if name in names}
+        return cls(model_or_workload=model_or_workload, options=options, **others)
 
     def __post_init__(self) -> None:
         counts = {"target_batch": 1, "checkpoint_every": 1, "max_checkpoints": 1, "seed": 0, "workers": 0}

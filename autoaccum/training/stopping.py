@@ -156,18 +156,18 @@ class TrainingRanks:
 
     def by_first(self, make: Callable[[], _T]) -> _T | None:
         """Return on all ranks what `make` returns on rank 0, or raise what it raises there."""
-        made: _T | AutoaccumError | None = None
+        if self.size == 1:
+            return make()
+        answer: _T | AutoaccumError | None = None
         if self.is_first:
             try:
-                made = make()
+                answer = make()
             except AutoaccumError as error:
-                if self.size == 1:
-                    raise
-                made = error.with_traceback(None)
-        made = self.gather(made)[0]
-        if isinstance(made, AutoaccumError):
-            raise made
-        return made
+                answer = error.with_traceback(None)
+        answer = self.gather(answer)[0]
+        if isinstance(answer, AutoaccumError):
+            raise answer
+        return answer
 
     def report(
         self, error: BaseException, signals: StopSignals | None = None, *, is_known: bool = False
@@ -222,8 +222,8 @@ class TrainingRanks:
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the `tensors` of rank 0, except those that cannot be sent."""
-        sent = [one for one in tensors if not (one.is_meta or one.is_quantized)]
-        copy_from_first(self._ranks, [(f"tensor {at}", one) for at, one in enumerate(sent)])
+        sent = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_quantized)]
+        copy_from_first(self._ranks, [(f"tensor {number}", tensor) for number, tensor in enumerate(sent)])
 
 
 def raise_other(error: BaseException) -> NoReturn:
@@ -236,12 +236,9 @@ def raise_other(error: BaseException) -> NoReturn:
 
 def _meaning(told: OtherRanksFailed, signals: StopSignals | None) -> BaseException:
     """Return what to raise on a rank that has been told of other ranks' failures."""
-    stopping = None
-    for failure in told.failures:
-        if not isinstance(failure, Stopping):
-            return failure.as_error()
-        stopping = stopping or failure
-    assert stopping is not None
+    stopping = [failure.number for failure in told.failures if isinstance(failure, Stopping)]
+    if len(stopping) < len(told.failures):
+        return next(failure for failure in told.failures if not isinstance(failure, Stopping)).as_error()
     if signals is not None and signals.requested is None:
-        signals.requested = stopping.number
-    return StopRequested(stopping.number)
+        signals.requested = stopping[0]
+    return StopRequested(stopping[0])

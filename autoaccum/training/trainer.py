@@ -39,12 +39,8 @@ from autoaccum.training.training_setup import MicroBatchChoice, TrainingComponen
 from autoaccum.training.training_state import (
     Ceiling,
     Progress,
-    capture_settings,
-    capture_training,
-    capture_training_rng,
+    TrainingState,
     full_weights,
-    restore_training,
-    restore_training_rng,
     seed_training,
     training_facts,
 )
@@ -154,8 +150,7 @@ class Run(StepObserver):
         self._setup, self._components, self._choice, self.progress = setup, components, choice, Progress()
         self._request, self._reader, self._folder = setup.request, reader, folder
         self._signals, self._notifier, self._ranks = signals, notifier, ranks
-        self._settings = None if folder is None else capture_settings(components.optimizer)
-        self._facts = training_facts(setup.request, reader.fingerprint, components)
+        self._state = TrainingState(components, training_facts(setup.request, reader.fingerprint, components))
         reader.part_size, reader.multiple_of = choice.micro_batch, choice.multiple_of
         reader.interruptible = signals.interruptible
         self._ceiling = Ceiling(choice.micro_batch)
@@ -206,8 +201,8 @@ class Run(StepObserver):
         ranks, signals = self._ranks, self._signals
         try:
             self._train()
-        except BaseException as own:
-            error = ranks.report(own, signals, is_known=self._is_known_error)
+        except BaseException as raised:
+            error = ranks.report(raised, signals, is_known=self._is_known_error)
             # Nothing is written after a second signal. Any other BaseException comes from the user's code.
             at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
             is_whole, is_sharded = not self._accumulator.is_interrupted, self._components.is_sharded
@@ -220,7 +215,7 @@ class Run(StepObserver):
                         self.save()
             if isinstance(error, UpdateInterrupted) and self._newest is not None:
                 raise self._way_to_resume(error, self._newest) from error
-            if error is not own:
+            if error is not raised:
                 raise_other(error)
             del error  # Its traceback holds this frame.
             raise
@@ -231,17 +226,10 @@ class Run(StepObserver):
         Raises:
             UsageError: The record belongs to another training. The message names the difference; nothing is changed.
         """
-        notify = self._notifier.notify
-        changed = [
-            f"{name} was {record['run'].get(name)!r}, is {value!r}"
-            for name, value in self._facts.items()
-            if record["run"].get(name) != value
-        ]
-        restore_training(record["training"], record["settings"], self._components, changed)
-        workload = self._setup.workload
+        notify, workload = self._notifier.notify, self._setup.workload
+        self._state.restore(record)
         if record["digest"] != workload.digest:
             notify(Notice(f"{workload.name} has changed since the run began: training continues with the new code"))
-        self._settings = record["settings"]
         vars(self.progress).update(record["progress"])
         if record["micro_batch"] == self._choice.micro_batch:
             self._accumulator.restore_savers(record["stepper"]["savers"])
@@ -259,7 +247,7 @@ class Run(StepObserver):
         """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
         states, ranks, progress = record["random"], self._ranks, self.progress
         if len(states) == ranks.size:
-            restore_training_rng(states[ranks.rank], self._components)
+            self._state.restore_rng(states[ranks.rank])
             return
         seed_training(self._request.seed, progress.epoch, progress.update, ranks.rank)
         text = (
@@ -515,17 +503,15 @@ class Run(StepObserver):
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
         plan = self._choice.plan
         return {
-            "run": self._facts,
+            **self._state.capture(),
             "digest": self._setup.workload.digest,
-            "settings": self._settings,
             "progress": dict(vars(self.progress)),
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self._choice.micro_batch,
             "stepper": {"ceiling": dict(vars(self._ceiling)), "savers": list(self._added_savers)},
             "evaluation": None if self._evaluation is None else self._evaluation.micro_batch,
             "data": self._data_position,
-            "random": self._ranks.gather(capture_training_rng(self._components)),
-            "training": capture_training(self._components),
+            "random": self._ranks.gather(self._state.capture_rng()),
         }
 
     def _count_updates(self) -> int | None:

@@ -6,7 +6,7 @@ Weights and optimizer state are saved whole and by parameter name, whether the m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Ceiling:
 
 
 def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: TrainingComponents) -> dict[str, Any]:
-    """Return what must be equal on resuming, as plain values, except what `restore_training` compares.
+    """Return what must be equal on resuming, as plain values, except what `TrainingState.restore` compares.
 
     These may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the workers that
     read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, `check`, and the
@@ -96,98 +96,138 @@ def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: 
     }
 
 
-def capture_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups before any update: a resumed run must have the same."""
-    return copy.deepcopy(
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    )
+class TrainingState:
+    """All state that training changes, except the position in the data: for a checkpoint, and restored bit for bit.
 
+    Made before the first update, since a resumed run must begin with the same settings of the optimizer's groups.
 
-def capture_training(components: TrainingComponents) -> dict[str, Any]:
-    """Return all state that training changes, except random states and the position in the data, without copying it.
-
-    That of a sharded model is gathered, as all ranks call this.
-
-    Raises:
-        UsageError: The scheduler has no state_dict.
+    Args:
+        components: What is trained.
+        facts: What else must be equal on resuming, by `training_facts`.
     """
-    root, optimizer, averages = _joint_module(components), components.optimizer, components.averages
-    model, names = _whole(root.state_dict()), _group_names(root, optimizer)
-    state = _whole(optimizer.state_dict())
-    flat = [name for group in names for name in group]
-    return {
-        "model": {_bare(name): value for name, value in model.items()},
-        "hidden": {name: buffer for name, buffer in root.named_buffers() if name not in model},
-        "frozen": [_bare(name) for name, parameter in root.named_parameters() if not parameter.requires_grad],
-        "evaluating": [name for name, module in root.named_modules() if not module.training],
-        "groups": names,
-        "optimizer": {**state, "state": {flat[index]: values for index, values in state["state"].items()}},
-        "scheduler": _schedule(components),
-        "scaler": None if components.scaler is None else components.scaler.state_dict(),
-        "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
-    }
 
+    def __init__(self, components: TrainingComponents, facts: Mapping[str, Any]) -> None:
+        self._components, self._facts = components, dict(facts)
+        groups = components.optimizer.param_groups
+        self._settings = copy.deepcopy([{name: group[name] for name in group if name != "params"} for group in groups])
 
-def capture_training_rng(components: TrainingComponents) -> dict[str, Any]:
-    """Return the random states of this rank: those of the process, its devices, and generators of modules."""
-    return RngState(components.devices, _generators(components)).saved()
+    def capture(self) -> dict[str, Any]:
+        """Return the state, with what must be equal on resuming; tensors are not copied.
+
+        That of a sharded model is gathered, as all ranks call this.
+
+        Raises:
+            UsageError: The scheduler has no state_dict.
+        """
+        root, components, averages = self._root, self._components, self._components.averages
+        model, groups = _whole(root.state_dict()), self._group_names(root)
+        optimizer = _whole(components.optimizer.state_dict())
+        names = [name for group in groups for name in group]
+        state = {
+            "model": {_bare(name): value for name, value in model.items()},
+            "hidden": {name: buffer for name, buffer in root.named_buffers() if name not in model},
+            "frozen": [_bare(name) for name, parameter in root.named_parameters() if not parameter.requires_grad],
+            "evaluating": [name for name, module in root.named_modules() if not module.training],
+            "groups": groups,
+            "optimizer": {**optimizer, "state": {names[index]: of for index, of in optimizer["state"].items()}},
+            "scheduler": _schedule(components.scheduler),
+            "scaler": None if components.scaler is None else components.scaler.state_dict(),
+            "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
+        }
+        return {"run": self._facts, "settings": self._settings, "training": state}
+
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Restore what `capture` returned, whose tensors the optimizer may take over; random states are restored last.
+
+        Raises:
+            UsageError: The state belongs to another training, or its settings differ. The message names the
+                differences, and nothing is changed.
+        """
+        root, components, state = self._root, self._components, captured["training"]
+        differences = self._changed_facts(captured["run"]) or [*self._differences(state, root)]
+        differences = differences or [*self._changed_settings(captured["settings"], state["optimizer"])]
+        if differences:
+            more = f"; and {len(differences) - _MOST_LISTED} more" if len(differences) > _MOST_LISTED else ""
+            raise UsageError(
+                f"the checkpoint belongs to another training: {'; '.join(differences[:_MOST_LISTED])}{more}",
+                hint="use the same arguments as before, or another run folder",
+            )
+        self._settings = captured["settings"]
+        here = root.state_dict()
+        root.load_state_dict({name: _part(state["model"][_bare(name)], like) for name, like in here.items()})
+        _restore_optimizer(state, components.optimizer)
+        buffers = dict(root.named_buffers())
+        for name, value in state["hidden"].items():
+            if name in buffers and buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
+        for name, parameter in root.named_parameters():
+            parameter.requires_grad_(_bare(name) not in state["frozen"])
+        for name, module in root.named_modules():
+            module.training = name not in state["evaluating"]
+        if components.scheduler is not None:
+            components.scheduler.load_state_dict(state["scheduler"])
+        if components.scaler is not None:
+            components.scaler.load_state_dict(state["scaler"])
+        if components.averages is not None:
+            components.averages.model.load_state_dict(state["ema"]["model"])
+            components.averages.updates = state["ema"]["updates"]
+
+    def capture_rng(self) -> dict[str, Any]:
+        """Return the random states of this rank: those of the process, its devices, and generators of modules."""
+        return RngState(self._components.devices, self._generators()).saved()
+
+    def restore_rng(self, states: Mapping[str, Any]) -> None:
+        """Restore what `capture_rng` returned."""
+        restore_rng_state(states, self._components.devices, self._generators())
+
+    @property
+    def _root(self) -> nn.Module:
+        """One module of the model, the modules of the loss, and parameters that only the optimizer holds."""
+        root, components = nn.Module(), self._components
+        root.model = unwrap_model(components.model)
+        root.loss_modules = nn.ModuleList(map(unwrap_model, filter(_can_be_saved, components.loss_modules)))
+        in_modules = {id(parameter) for parameter in root.parameters()}
+        for group in components.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in in_modules:  # It need not be an nn.Parameter.
+                    root._parameters[f"optimizer_only{len(root._parameters)}"] = parameter
+        return root
+
+    def _generators(self) -> list[torch.Generator]:
+        values = (value for module in self._root.modules() for value in vars(module).values())
+        return [value for value in values if isinstance(value, torch.Generator)]
+
+    def _group_names(self, root: nn.Module) -> list[list[str]]:
+        names = {id(parameter): _bare(name) for name, parameter in root.named_parameters()}
+        groups = self._components.optimizer.param_groups
+        return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+    def _changed_facts(self, facts: Mapping[str, Any]) -> list[str]:
+        changed = [name for name, value in self._facts.items() if facts.get(name) != value]
+        return [f"{name} was {facts.get(name)!r}, is {self._facts[name]!r}" for name in changed]
+
+    def _differences(self, state: Mapping[str, Any], root: nn.Module) -> Iterator[str]:
+        there, here = state["model"], {_bare(name): value for name, value in root.state_dict().items()}
+        for name in {**there, **here}:
+            was, now = _describe_tensor(there.get(name)), _describe_tensor(here.get(name))
+            if was != now:
+                yield f"{name} was {was}, is {now}"
+        if there.keys() == here.keys() and state["groups"] != self._group_names(root):
+            yield "the optimizer's parameter groups differ"
+
+    def _changed_settings(self, first: list[dict[str, Any]], optimizer: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the settings that differ, except those that training itself has changed in a reused optimizer."""
+        groups = self._components.optimizer.param_groups
+        for old, current, new in zip(first, optimizer["param_groups"], groups, strict=True):
+            for name in old:
+                if name in new and repr(new[name]) not in (repr(old[name]), repr(current.get(name))):
+                    yield f"{name} was {_short(old[name])}, is {_short(new[name])}"
 
 
 def full_weights(components: TrainingComponents) -> dict[str, Any]:
     """Return the weights of the model as a `state_dict`; those of a sharded one whole, as all ranks call this."""
     weights = unwrap_model(components.model).state_dict()
     return {_bare(name): value for name, value in _whole(dict(weights)).items()}
-
-
-def restore_training(
-    state: Mapping[str, Any],
-    settings: list[dict[str, Any]],
-    components: TrainingComponents,
-    changed: Sequence[str] = (),
-) -> None:
-    """Restore what `capture_training` captured, bit for bit, except random states, which are restored last.
-
-    Args:
-        state: The captured state. The optimizer may take over its tensors.
-        settings: The settings at the start of the run, by `capture_settings`.
-        components: The components to restore; changed only if everything matches.
-        changed: What else differs, by `training_facts`.
-
-    Raises:
-        UsageError: The state belongs to another training, or its settings differ; the message names the differences.
-    """
-    root, optimizer = _joint_module(components), components.optimizer
-    differences = [*changed] or [*_differences(state, root, optimizer)]
-    differences = differences or [*_changed_settings(state, settings, optimizer)]
-    if differences:
-        more = f"; and {len(differences) - _MOST_LISTED} more" if len(differences) > _MOST_LISTED else ""
-        raise UsageError(
-            f"the checkpoint belongs to another training: {'; '.join(differences[:_MOST_LISTED])}{more}",
-            hint="use the same arguments as before, or another run folder",
-        )
-    here = root.state_dict()
-    root.load_state_dict({name: _part(state["model"][_bare(name)], like) for name, like in here.items()})
-    _restore_optimizer(state, root, optimizer)
-    buffers = dict(root.named_buffers())
-    for name, value in state["hidden"].items():
-        if name in buffers and buffers[name].shape == value.shape:
-            buffers[name].copy_(value)
-    for name, parameter in root.named_parameters():
-        parameter.requires_grad_(_bare(name) not in state["frozen"])
-    for name, module in root.named_modules():
-        module.training = name not in state["evaluating"]
-    if components.scheduler is not None:
-        components.scheduler.load_state_dict(state["scheduler"])
-    if components.scaler is not None:
-        components.scaler.load_state_dict(state["scaler"])
-    if components.averages is not None:
-        components.averages.model.load_state_dict(state["ema"]["model"])
-        components.averages.updates = state["ema"]["updates"]
-
-
-def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:
-    """Restore the random states of the interrupted run, as `capture_training_rng` has them."""
-    restore_rng_state(random, components.devices, _generators(components))
 
 
 def seed_training(seed: int, *numbers: int) -> None:
@@ -197,8 +237,8 @@ def seed_training(seed: int, *numbers: int) -> None:
     torch.cuda.manual_seed_all(derived)
 
 
-def _restore_optimizer(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> None:
-    saved, parameters = state["optimizer"], [one for group in optimizer.param_groups for one in group["params"]]
+def _restore_optimizer(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    saved, parameters = state["optimizer"], [tensor for group in optimizer.param_groups for tensor in group["params"]]
     names = [name for group in state["groups"] for name in group]
     divided = {
         index: {key: _part(value, parameters[index]) for key, value in saved["state"][name].items()}
@@ -207,12 +247,12 @@ def _restore_optimizer(state: Mapping[str, Any], root: nn.Module, optimizer: Opt
     }
     optimizer.load_state_dict({**saved, "state": divided})
     for index, values in divided.items():
-        own = optimizer.state[parameters[index]]
+        loaded = optimizer.state[parameters[index]]
         for key, value in values.items():
             if isinstance(value, str):  # torch takes a string for a list,
-                own[key] = value
-            elif isinstance(value, Tensor) and own[key].dtype != value.dtype:  # and casts to the parameter's dtype.
-                own[key] = value.to(own[key].device)
+                loaded[key] = value
+            elif isinstance(value, Tensor) and loaded[key].dtype != value.dtype:  # and casts to the parameter's dtype.
+                loaded[key] = value.to(loaded[key].device)
 
 
 def _whole(state: Any) -> Any:
@@ -239,61 +279,19 @@ def _bare(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _joint_module(components: TrainingComponents) -> nn.Module:
-    """Return one module of the model, the modules of the loss, and parameters that only the optimizer holds."""
-    root = nn.Module()
-    root.model = unwrap_model(components.model)
-    root.loss_modules = nn.ModuleList(unwrap_model(each) for each in components.loss_modules if _can_be_saved(each))
-    in_modules = {id(parameter) for parameter in root.parameters()}
-    for group in components.optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in in_modules:
-                root._parameters[f"optimizer_only{len(root._parameters)}"] = parameter  # Need not be an nn.Parameter.
-    return root
-
-
 def _can_be_saved(module: nn.Module) -> bool:
     """Return False for a module that is quantised or on the meta device, as a teacher may be."""
     tensors = (*module.parameters(), *module.buffers())
     return not any(tensor.is_meta or tensor.is_quantized for tensor in tensors)
 
 
-def _schedule(components: TrainingComponents) -> Any:
-    scheduler = components.scheduler
+def _schedule(scheduler: Any) -> Any:
     if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise UsageError(
             f"the {type(scheduler).__name__} has no state_dict and load_state_dict, so it cannot be saved",
             hint="define them, or train without a run folder",
         )
     return None if scheduler is None else scheduler.state_dict()
-
-
-def _generators(components: TrainingComponents) -> list[torch.Generator]:
-    values = (value for module in _joint_module(components).modules() for value in vars(module).values())
-    return [value for value in values if isinstance(value, torch.Generator)]
-
-
-def _group_names(root: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(parameter): _bare(name) for name, parameter in root.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _differences(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    there, here = state["model"], {_bare(name): value for name, value in root.state_dict().items()}
-    for name in {**there, **here}:
-        was, now = _describe_tensor(there.get(name)), _describe_tensor(here.get(name))
-        if was != now:
-            yield f"{name} was {was}, is {now}"
-    if there.keys() == here.keys() and state["groups"] != _group_names(root, optimizer):
-        yield "the optimizer's parameter groups differ"
-
-
-def _changed_settings(state: Mapping[str, Any], then: list[dict[str, Any]], optimizer: Optimizer) -> Iterator[str]:
-    """Yield the settings that differ, except those that training itself has changed in a reused optimizer."""
-    for old, current, new in zip(then, state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
-        for key in old:
-            if key in new and repr(new[key]) not in (repr(old[key]), repr(current.get(key))):
-                yield f"{key} was {_short(old[key])}, is {_short(new[key])}"
 
 
 def _short(value: Any) -> str:

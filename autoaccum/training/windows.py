@@ -258,12 +258,12 @@ class MapStyleReader(WindowReader):
         position = self._windows * self._settings.target_batch
         for window, checksum in self._order:
             share = self._share(len(window))
-            own = window[share]
+            indices = window[share]
             # A rank without samples asks for a part of none.
-            sizes = split_evenly(len(own), self.part_size, self.multiple_of) if own else (0,)
+            sizes = split_evenly(len(indices), self.part_size, self.multiple_of) if indices else (0,)
             self._asked.append((len(window), checksum, sizes))
             for part in slices(sizes):
-                yield PartRequest(self._epoch, position + share.start + part.start, own[part])
+                yield PartRequest(self._epoch, position + share.start + part.start, indices[part])
             position += len(window)
 
     def _begin(self, epoch: int) -> None:
@@ -302,7 +302,7 @@ class MapStyleReader(WindowReader):
             return [], 0
         samples, self._checksum, sizes = self._asked.popleft()
         parts += [self._entries.read() for _ in sizes[1:]]
-        if parts[-1] is END:
+        if any(part is END for part in parts):
             what = f"{describe_type(self._dataset)} or its collate function"
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early")
         pairs = zip(parts, sizes, strict=True)

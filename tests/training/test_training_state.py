@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_data import through_file
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -22,7 +22,7 @@ from autoaccum.errors import UsageError
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.training.run_folder import portable
 from autoaccum.training.training_setup import TrainingComponents
-from autoaccum.training.training_state import Ceiling, capture_settings, capture_training, restore_training
+from autoaccum.training.training_state import Ceiling, TrainingState
 
 
 class Net(nn.Module):
@@ -110,21 +110,17 @@ def components(
     )
 
 
-def transfer(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> None:
+def transfer(whole: TrainingComponents, resumed: TrainingComponents, state: TrainingState | None = None) -> None:
     """Copy the state from one to the other, through a file that cannot run code."""
-    file = io.BytesIO()
-    settings = capture_settings(whole.optimizer) if settings is None else settings
-    torch.save(portable([capture_training(whole), settings]), file)
-    file.seek(0)
-    state, saved_settings = torch.load(file, weights_only=True)
-    restore_training(state, saved_settings, resumed)
+    captured = (state or TrainingState(whole, {})).capture()
+    TrainingState(resumed, {}).restore(through_file(portable(captured)))
 
 
 def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
     whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
-    settings = capture_settings(whole.optimizer)
+    state = TrainingState(whole.components(), {})
     whole.train(0, update)
-    transfer(whole.components(), resumed.components(), settings)
+    transfer(whole.components(), resumed.components(), state)
     if hasattr(whole.optimizer, "_opt_called"):
         resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
     assert resumed.digest() == whole.digest()
@@ -248,7 +244,7 @@ def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
         optimizer.step()
         optimizer.zero_grad()
         made.append(components(model, nn.MSELoss(), optimizer))
-    transfer(*made)
+    transfer(made[0], made[1])
     assert torch.equal(*weights)
     torch.testing.assert_close(made[0].optimizer.state_dict(), made[1].optimizer.state_dict(), rtol=0, atol=0)
 
