@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum.checks import describe_type, read_count
+from autoaccum.checks import check_function, describe_type, read_count
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.sources import pytree
 from autoaccum.sources.pytree import CustomBatch, map_object_tensors, map_tensors
@@ -76,7 +76,7 @@ def read_batching(split: Any, size: Any, expected: int | None = None) -> Batchin
     """Return the `Batching` of `split` and `size`; without them, new `Readings`, which expect this number of samples.
 
     Raises:
-        WorkloadError: Only one of them is callable.
+        WorkloadError: Only one of them is callable, or they take other arguments.
     """
     if split is None and size is None:
         return Readings(expected)
@@ -85,6 +85,8 @@ def read_batching(split: Any, size: Any, expected: int | None = None) -> Batchin
             "split and size must be two functions, and both are needed",
             hint="write both: def split(batch, sizes) and def size(batch)",
         )
+    check_function(split, "split", "(batch, sizes)")
+    check_function(size, "size", "(batch)")
     return Batching(split, size)
 
 

@@ -203,18 +203,19 @@ def resolve_objective(
         )
     if reduction not in ("mean", "sum"):
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
-    if weight is not None and not callable(weight):
-        raise WorkloadError(f"weight is {describe_type(weight)}", hint="write a function weight(batch)")
-    coupled, label = isinstance(loss, CoupledLoss), "samples"
+    if weight is not None:
+        check_function(weight, "weight", "(batch)")
+    coupled, label, name = isinstance(loss, CoupledLoss), "samples", ""
     if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
         loss = loss or ModelLoss()
         if model is not None:
             loss.read_model(model)
-        label, name = loss.divisor_label, ""
+        label = loss.divisor_label
         reduction = "sum" if loss.reduction == "sum" and weight is None else reduction
     elif criterion is None and not is_criterion(loss):
-        _check_loss_function(loss)
-        name = ""
+        if isinstance(loss, type):
+            raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
+        check_function(loss, "loss", "(model, batch)")
     else:
         loss = resolve_criterion(loss if criterion is None else criterion)
         label, name = loss.divisor_label, f" ({loss.name})"
@@ -280,14 +281,6 @@ def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
             hint="return the same keys from both, or one number from weight(batch)",
         )
     return {name: weights[name] for name in names}
-
-
-def _check_loss_function(loss: Any) -> None:
-    if isinstance(loss, type):
-        raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
-    if not callable(loss):
-        raise WorkloadError(f"loss is {describe_type(loss)}", hint="write a function loss(model, batch)")
-    check_function(loss, "loss", "(model, batch)")
 
 
 def _may_read(function: Any, position: int) -> bool:

@@ -102,11 +102,6 @@ class Workload(TrainingSpec):
         super().__post_init__()
         _check_model(self.model)
         check_function(self.batch, "batch", "(size)")
-        if callable(self.weight):
-            check_function(self.weight, "weight", "(batch)")
-        if callable(self.split) and callable(self.size):
-            check_function(self.split, "split", "(batch, sizes)")
-            check_function(self.size, "size", "(batch)")
         if self.parallelize is not None:
             check_function(self.parallelize, "parallelize", "(model, mesh)")
         check_optimizer(self.optimizer)

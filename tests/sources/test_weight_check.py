@@ -103,11 +103,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sum": ({"loss": summed}, 'the loss is a sum; write reduction = "sum"'),
     "mean over samples, said to be a sum": (
         {"loss": sample_loss, "reduction": "sum"},
-        'without reduction = "sum" is: def weight(batch): return len(batch["ids"])',
+        'without reduction = "sum" is probably: def weight(batch): return len(batch["ids"])',
     ),
     "mean over tokens, said to be a sum": (
         {"loss": token_loss, "reduction": "sum"},
-        f'without reduction = "sum" is: def weight(batch): return {LABELS}',
+        f'without reduction = "sum" is probably: def weight(batch): return {LABELS}',
     ),
     "mean over samples, weighted by tokens": (
         {"loss": sample_loss, "weight": lambda b: (b["labels"] != -100).sum()},
