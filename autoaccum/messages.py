@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from autoaccum.checks import counted, join_words, list_names
-from autoaccum.units import format_bytes, format_parts, format_rate, percent
+from autoaccum.units import format_bytes, format_parts, format_rate, percent, precise_bytes, signed_bytes
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ takes more memory
 
 
 class _Sentence(string.Formatter):
-    """Formats facts: `bytes`: a size, `parts`: micro-batches, `names`: a list, `count WORD`: a number of things."""
+    """Formats facts: `bytes`, `precise`: a size, `parts`: micro-batches, `names`: a list, `count WORD`: so many."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         kind, _, word = format_spec.partition(" ")
         known: dict[str, Callable[[Any], str]] = {
             "bytes": format_bytes,
+            "precise": precise_bytes,
             "parts": format_parts,
             "names": list_names,
             "count": lambda number: counted(number, word),
@@ -215,6 +216,28 @@ def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
     return f"nothing ran on a card: memory is predicted, give or take {format_bytes(uncertainty_bytes)}{measured}"
 
 
+_QUANTITIES = {"peak": "the peak", "held": "what is held at the peak", "min_budget": "the smallest budget"}
+
+
+def name_memory(category: str, module: str) -> str:
+    """Return a category of memory and its module, which may be empty, in words.
+
+    >>> name_memory("optimizer_state", "blocks.{0..11}.mlp")
+    'optimizer state of blocks.{0..11}.mlp'
+    """
+    return f"{category.replace('_', ' ')}{f' of {module}' if module else ''}"
+
+
+def _memory_grew(quantity: str, bytes: int, before_bytes: int, tolerance: str) -> str:
+    share = percent(bytes, before_bytes)
+    return f"{_QUANTITIES[quantity]} grew by {precise_bytes(bytes)} ({share}), {tolerance} is allowed"
+
+
+def _memory_changed(quantity: str, bytes: int, before_bytes: int) -> str:
+    of = {"peak": "", "held": " held at the peak", "min_budget": " of the smallest budget"}[quantity]
+    return f"{signed_bytes(bytes)} ({percent(bytes, before_bytes, sign=True)}){of}"
+
+
 SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     # What makes the gradient of an update in parts differ from the full batch's.
     "batchnorm_of_parts": _batchnorm,
@@ -340,4 +363,36 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "changes_vary": "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
     "changes_unknown": "what else would change the peak is not known ({error})",
     "change_not_simulated": "the time limit ended before {change} was simulated",
+    # An error of one case or trial, beside which others go on.
+    "error": "{text}",
+    "error_hint": "{text}",
+    # What a guard finds.
+    "not_locked": lambda lock, exists: f"{lock} has no entry for it" if exists else f"there is no {lock}",
+    "other_schedule": "the earlier measurement has micro-batches of {before:parts}, this one has {now:parts}",
+    "other_card": "the lock was measured on {before}, this is {now}",
+    "other_setting": lambda name, before, now: (
+        f"the lock was written {f'without {name}' if before is None else f'with {name} {before}'}, here it is "
+        f"{'not set' if now is None else now}"
+    ),
+    "fits_no_more": "micro-batch {micro_batch} does not fit any more: it needs at least {min_budget_bytes:precise}, "
+    "{limit_bytes:precise} are available",
+    "largest_fell": "the largest micro-batch that fits fell from {before} to {now}",
+    "memory_grew": _memory_grew,
+    "memory_changed": _memory_changed,
+    "module_changed": lambda category, module, bytes, change: (
+        f"{name_memory(category, module)} {signed_bytes(bytes)}{f' ({change})' if change else ''}"
+    ),
+    "peak_moved": "the peak moved from {before} to {now}",
+    "setting_changed": "{name} {before} -> {now}",
+    "largest_changed": lambda gpu, before, now: f"{gpu} now holds {now or 'none'} instead of {before or 'none'}",
+    "summary_not_written": "the step's summary cannot be written ({error})",
+    "lock_if_meant": "if it is meant, lock it in",
+    "lock_on_good_branch": "lock it on a branch that is known to be good",
+    "compare_or_lock_anew": "compare with a revision by --baseline REV, or lock anew on a branch that is right",
+    # Studies.
+    "held_out_loss_not_finite": "the loss on held-out data is {loss} after update {update}",
+    "trial_warning": "trial {number}: {text}",
+    "study_out_of_time": "its time of {seconds:g} s is over",
+    "rate_near_end": "the best learning rate lies near the end of the range, {end:.3g}: search beyond it",
+    "best_not_planned": "the best setting has no plan: {error}",
 }

@@ -11,12 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from autoaccum.errors import AutoaccumError
 
 
 @pytest.fixture
@@ -40,9 +37,10 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
                 raise UsageError(f"the workload is {workload!r}", hint="name a file such as model.py, or a module")
             if "memory" in asked:
                 raise UsageError("there is no argument 'memory'", hint='the budget is limit="20GiB" here')
-            failure = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
+            check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
         except AutoaccumError as error:
-            failure = _describe_error(error)
+            traceback: str | None = getattr(error, "user_traceback", None)
+            failure = f"{traceback.rstrip()}\n{error}" if traceback else str(error)
         if failure:
             pytest.fail(failure, pytrace=False)
 
@@ -62,9 +60,3 @@ def _find(workload: str, root: Path, beside: Path) -> str:
     raise WorkloadError(
         f"there is no file {source.file} in {places}", hint="name it from pytest's root or from the test"
     )
-
-
-def _describe_error(error: AutoaccumError) -> str:
-    """Return the message, below the user's own frames if their code raised."""
-    traceback: str | None = getattr(error, "user_traceback", None)
-    return f"{traceback.rstrip()}\n{error}" if traceback else str(error)

@@ -14,6 +14,7 @@ from autoaccum.serialization import read_record, to_plain
 
 _MISMATCH = {"term": "loss", "sizes": [2, 3], "whole": 0.7, "combined": 0.65}
 _COSTS = {"savers": "recompute=6", "size": 4, "peak_bytes": 30 * 1024**3}
+_QUANTITIES = ("peak", "held", "min_budget")
 EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "batchnorm_of_parts": [{"modules": ["bn1"], "mode": mode} for mode in ("micro", "running")],
     "module_mixes_samples": [{"modules": ["0", "2"]}],
@@ -98,6 +99,31 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "not_explained_in_time": [{"limit": "the time limit of 60 s"}],
     "changes_unknown": [{"error": "aten::foo has no rule"}],
     "change_not_simulated": [{"change": "bf16"}],
+    "error": [{"error": "workload", "text": "model() raised ValueError: odd"}],
+    "error_hint": [{"error": "workload", "text": "mend it"}],
+    "not_locked": [{"lock": "autoaccum.lock", "exists": known} for known in (True, False)],
+    "other_schedule": [{"before": [32] * 8, "now": [64] * 4}],
+    "other_card": [{"before": "NVIDIA GeForce RTX 3090", "now": "NVIDIA A40"}],
+    "other_setting": [{"name": "torch", "before": was, "now": "2.14.1"} for was in ("2.13.0", None)],
+    "fits_no_more": [{"micro_batch": 22, "min_budget_bytes": 26 * 2**30, "limit_bytes": 23 * 2**30}],
+    "largest_fell": [{"before": 22, "now": 19}],
+    "memory_grew": [
+        {"quantity": quantity, "bytes": 2**30, "before_bytes": 2**33, "tolerance": "1%"} for quantity in _QUANTITIES
+    ],
+    "memory_changed": [{"quantity": quantity, "bytes": -(2**20), "before_bytes": 2**33} for quantity in _QUANTITIES],
+    "module_changed": [
+        {"category": "optimizer_state", "module": "h.{0..11}.mlp", "bytes": 2**30, "change": "new"},
+        {"category": "workspace", "module": "", "bytes": -(2**20), "change": ""},
+    ],
+    "peak_moved": [{"before": "backward", "now": "optimizer step"}],
+    "setting_changed": [{"name": "precision", "before": "bf16", "now": "fp32"}],
+    "largest_changed": [{"gpu": "rtx3090", "before": 22, "now": 0}],
+    "summary_not_written": [{"error": "No such file or directory"}],
+    "held_out_loss_not_finite": [{"loss": "nan", "update": 3}],
+    "trial_warning": [{"number": 3, "text": "the last 2 samples of an epoch are left out"}],
+    "study_out_of_time": [{"seconds": 60.0}],
+    "rate_near_end": [{"end": 0.1}],
+    "best_not_planned": [{"error": "micro-batch 8 does not fit"}],
 }
 """By code, facts that its sentence needs; a code that is not here needs none."""
 

@@ -86,12 +86,11 @@ def command(
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import LOCK_NAME, find_folder
-    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.console import make_console, show
     from autoaccum.reporting.guard_report import (
         GuardProgress,
         describe_counts,
         harmless,
-        print_report,
         report_blocks,
         report_text,
     )
@@ -115,7 +114,7 @@ def command(
         else:
             if not quiet:
                 stderr.print()
-            print_report(make_console(), found)
+            show(make_console(), *report_blocks(found))
         if output is not None:
             write_text(Path(output), found.to_json() if as_json else report_text(found), force=force)
         if report is not None:
@@ -132,19 +131,20 @@ def _show_on_github(report: Report, folder: Path) -> None:
     click.echo(harmless(report_text(report)), nl=False)
     for line in annotation_lines(report, folder, os.environ):
         click.echo(line)
-    if unwritten := write_summary(report, os.environ):
-        print_labelled(make_console(stderr=True), "warning", unwritten, "yellow")
+    if warning := write_summary(report, os.environ):
+        print_labelled(make_console(stderr=True), "warning", str(warning), "yellow")
 
 
 @contextmanager
 def _annotating() -> Iterator[None]:
     """Tell GitHub of an error, too, in the form that it shows."""
-    from autoaccum.reporting.guard_report import error_annotation, harmless
+    from autoaccum.reporting.guard_report import TITLE, harmless
+    from autoaccum.reporting.guard_report import command as workflow_command
 
     try:
         yield
     except AutoaccumError as error:
-        click.echo(error_annotation(error))
+        click.echo(workflow_command("error", str(error), title=TITLE))
         error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
         raise
 

@@ -49,10 +49,9 @@ class Case:
     def to_record(self) -> dict[str, Any]:
         """Return the given values by the names of their fields: plain data for `make_case`."""
         options = self.options.to_record()
-        gpu = options.pop("gpu", None)
         given = {
             "workload": self.workload,
-            "gpu": gpu,
+            "gpu": options.pop("gpu", None),
             "target_batch": self.target_batch,
             "micro_batch": self.micro_batch,
         }
@@ -64,8 +63,7 @@ class Case:
         return all(others.get(name) == value for name, value in self.to_record().items())
 
 
-_CASE_FIELDS = [field.name for field in dataclasses.fields(Case)[:-1]]
-CASE_FIELDS = (*_CASE_FIELDS, *(name for name in taken_by("guard") if name != "time_limit"))
+CASE_FIELDS = ("workload", "target_batch", "micro_batch", *(name for name in taken_by("guard") if name != "time_limit"))
 """The fields that a test may give."""
 
 
@@ -98,40 +96,42 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
             yield from (flag, str(value))
 
 
-def check_case(case: Case, *, partial: bool = False) -> Case:
-    """Check a case, and return it with the canonical name of its card, so that equal cases compare equal.
-
-    A `partial` case may lack what a measurement needs.
+def check_case(case: Case) -> Case:
+    """Check the given values, and return the case with the name that its card has in cases, so that equal ones are.
 
     Raises:
-        UsageError: A value is missing or not valid.
+        UsageError: A value is not valid.
     """
-    options = case.options
-    if not partial or case.workload:
-        if not isinstance(case.workload, str) or not case.workload.strip() or case.workload.startswith(":"):
-            hint = "write model.py or model.py:name"
-            raise UsageError(f"the workload is {case.workload!r}", hint=hint)
-        if not case.workload.isprintable():  # Nor are bytes that are not UTF-8.
-            raise UsageError(f"the name {case.workload!r} cannot be written in a lock", hint="rename the file")
-    if not isinstance(optimizer := options.spec.get("optimizer"), str | None):
+    workload, optimizer = case.workload, case.options.spec.get("optimizer")
+    if not isinstance(workload, str) or (workload and not workload.strip()) or workload.startswith(":"):
+        raise UsageError(f"the workload is {workload!r}", hint="write model.py or model.py:name")
+    if not workload.isprintable():  # Nor are bytes that are not UTF-8.
+        raise UsageError(f"the name {workload!r} cannot be written in a lock", hint="rename the file")
+    if not isinstance(optimizer, str | None):
         raise UsageError(f"the optimizer is {optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))
-    if not partial and options.gpu is None:
-        raise UsageError("no card is given", hint="name a card to simulate, such as rtx3090")
-    if not partial and not case.has_size:
-        raise UsageError(f"{case.workload} has no target batch", hint="say how many samples make an update")
-    share = case.micro_batch if case.target_batch is None else -(-case.target_batch // options.world_size)
+    share = None if case.target_batch is None else -(-case.target_batch // case.options.world_size)
     if case.micro_batch is not None and share is not None and case.micro_batch > share:
         raise UsageError(
             f"the micro-batch {case.micro_batch} is more than a rank's share of the target batch, {share}",
             hint="give a smaller one, or none to have it planned",
         )
-    if options.gpu is None:
+    if case.options.gpu is None:
         return case
-    gpu = "".join(find_card(options.gpu).name.split())
-    return dataclasses.replace(case, options=dataclasses.replace(options, gpu=gpu))
+    gpu = "".join(find_card(case.options.gpu).name.split())
+    return dataclasses.replace(case, options=dataclasses.replace(case.options, gpu=gpu))
+
+
+def check_complete(case: Case) -> None:
+    """Raise UsageError if a value is missing that a measurement needs."""
+    if case.options.gpu is None:
+        raise UsageError(
+            f"no card is given to guard {case.workload} on", hint="name one to simulate (see `autoaccum gpus`): rtx3090"
+        )
+    if not case.is_complete:
+        raise UsageError(f"{case.workload} has no target batch", hint="say how many samples make an update")
 
 
 def guard_command(case: Case, folder: Path, *further: str) -> str:

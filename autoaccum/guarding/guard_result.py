@@ -1,4 +1,7 @@
-"""The records of a guard: measurements, growth, verdicts, the report, and the events on the way."""
+"""The records of a guard: measurements, growth, verdicts, the report, and the events on the way.
+
+What a guard has to say is in messages, codes and facts whose sentences are in `autoaccum.messages`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from typing import Any, Literal
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
+from autoaccum.messages import Message
 from autoaccum.serialization import to_plain
 from autoaccum.simulation.trace_records import Category
-from autoaccum.units import MemorySize, parse_size, precise_bytes
+from autoaccum.units import MemorySize, parse_size
 
 Outcome = Literal["passed", "regressed", "unmeasured", "locked"]
 """`regressed`: exit 1. `unmeasured`: not measured, exit 3 or the error's, which is 1 where the requested size does not
 fit. `locked`: written by --update."""
-
 
 DEFAULT_TOLERANCE = MemorySize(fraction=0.01)
 """The allowed growth, a fraction of what there was, or bytes."""
@@ -75,7 +78,7 @@ class Measurement:
     phase: str = ""
     holdings: tuple[Holding, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
 
     @property
     def micro_batch(self) -> int:
@@ -88,10 +91,9 @@ class Measurement:
         return sum(holding.bytes for holding in self.holdings)
 
     @property
-    def shortfall(self) -> str:
-        """What a schedule that does not fit needs, and what is available."""
-        needed, limit = precise_bytes(self.min_budget_bytes), precise_bytes(self.limit_bytes)
-        return f"micro-batch {self.micro_batch} does not fit: it needs at least {needed}, {limit} are available"
+    def sizes(self) -> Mapping[str, int]:
+        """What is compared, in bytes; a single one may change only because blocks are packed in another way."""
+        return {"peak": self.peak_bytes, "held": self.held_bytes, "min_budget": self.min_budget_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +112,6 @@ class Growth:
     bytes: int
     change: str = ""
 
-    @property
-    def what(self) -> str:
-        """The category and module as text, such as `optimizer state of blocks.{0..11}.mlp`."""
-        return f"{self.category.replace('_', ' ')}{f' of {self.module}' if self.module else ''}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -124,28 +121,26 @@ class Verdict:
         case: The case.
         outcome: The outcome.
         exit_code: The exit code of this case alone.
-        reasons: Why it regressed or could not be measured, as sentences, the most important first.
-        hint: What to do next, without the command; may be empty.
+        reasons: Why it regressed or could not be measured, the most important first.
+        hint: What to do next, without the command.
         command: The command for the hint, ready to be typed; may be empty.
-        explanation: One line with what grew, by how much, and what fits now; empty where nothing changed.
+        explanation: By how much memory changed, for what, and what fits now; empty where nothing changed.
         growths: What grew and shrank, the most first.
         before: The measurement it is compared with; may be None.
         now: What was measured; None where it could not be.
-        warnings: Sentences of the measurement.
         traceback: The user's own frames, when their code raised.
     """
 
     case: Case
     outcome: Outcome
     exit_code: int = 0
-    reasons: tuple[str, ...] = ()
-    hint: str = ""
+    reasons: tuple[Message, ...] = ()
+    hint: Message | None = None
     command: str = ""
-    explanation: str = ""
+    explanation: tuple[Message, ...] = ()
     growths: tuple[Growth, ...] = ()
     before: Measurement | None = None
     now: Measurement | None = None
-    warnings: tuple[str, ...] = ()
     traceback: str | None = None
 
     @property
@@ -179,10 +174,10 @@ class Report:
     def to_json(self) -> str:
         """Return the record as indented JSON: `schema`, `exit_code`, and the fields of this record and those in it.
 
-        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `held_bytes`; later versions
-        of this schema may add fields, and change none.
+        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `held_bytes`, each message
+        its `text`; later versions of this schema may add fields, and change none.
         """
-        record = {"schema": 4, "exit_code": self.exit_code, **to_plain(self)}
+        record = {"schema": 5, "exit_code": self.exit_code, **to_plain(self)}
         record["verdicts"] = [_verdict_record(verdict) for verdict in self.verdicts]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import (
     AutoaccumError,
+    DoesNotFitError,
     LockFileError,
     MissingLockError,
     NotMeasuredError,
@@ -22,7 +23,7 @@ from autoaccum.errors import (
     WorkloadError,
 )
 from autoaccum.files import check_output
-from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
+from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, check_complete, guard_command, make_case
 from autoaccum.guarding.guard_result import (
     DEFAULT_TOLERANCE,
     CaseFinished,
@@ -33,9 +34,10 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import measure, request_of
+from autoaccum.guarding.measuring import measure
 from autoaccum.guarding.project import LOCK_NAME, checked_out, find_folder, place_within, select_cases
 from autoaccum.guarding.verdict import compare
+from autoaccum.messages import message
 from autoaccum.units import MemorySize
 
 
@@ -81,9 +83,9 @@ def guard(
     if time_limit is not None:
         read_seconds(time_limit, "the time limit")
     lock = folder / LOCK_NAME
-    is_whole = all(part.is_complete for part in wanted)
-    locked = {} if baseline is not None and is_whole else _entries(lock, fresh=update and force)
-    if not locked and not is_whole:
+    is_complete = all(case.is_complete for case in wanted)
+    locked = {} if baseline is not None and is_complete else _read_entries(lock, replaced=update and force)
+    if not locked and not is_complete:
         readable = " that can be read" if lock.exists() else ""
         hint = f"lock it by `{guard_command(wanted[0], folder, '--update')}`"
         raise MissingLockError(f"there is no {LOCK_NAME}{readable} in {folder}", hint=hint)
@@ -92,41 +94,40 @@ def guard(
     cases = select_cases(wanted, folder, locked)
     notify = on_event or (lambda event: None)
     verdicts = []
-    with checked_out(folder, baseline) if baseline is not None else nullcontext() as there:
+    with nullcontext() if baseline is None else checked_out(folder, baseline) as checkout:
         run = _GuardRun(
             folder=folder,
             locked=locked,
             tolerance=tolerance,
             update=update,
-            baseline=there,
-            revision=baseline or "",
+            baseline=checkout,
+            revision=baseline,
             on_output=on_output,
             deadline=Deadline(time_limit),
         )
         for number, case in enumerate(cases, 1):
             notify(CaseStarted(case))
             try:
-                verdict = run.evaluate(case)
+                verdict = run.judge(case)
             except AutoaccumError as error:
                 verdict = _unmeasured(case, error, is_named=any(part.workload for part in wanted))
             notify(CaseFinished(number, len(cases), verdict))
             verdicts.append(verdict)
-    found = {verdict.case: verdict.now for verdict in verdicts if verdict.outcome == "locked" and verdict.now}
-    if found:
-        before = _entries(lock, fresh=force)  # Another process may have written it meanwhile.
-        write_lock(lock, {**before, **found})
+    measured = {verdict.case: verdict.now for verdict in verdicts if verdict.outcome == "locked" and verdict.now}
+    if measured:  # Another process may have written the lock meanwhile.
+        write_lock(lock, {**_read_entries(lock, replaced=force), **measured})
     relative = os.path.relpath(lock)
     shown = str(lock) if relative.startswith("..") else relative
-    updated = shown if found else None
+    updated = shown if measured else None
     return Report(verdicts=tuple(verdicts), against=baseline or shown, tolerance=tolerance, updated=updated)
 
 
-def _entries(lock: Path, *, fresh: bool) -> dict[Case, Measurement]:
-    """Return the entries of the lock; none where it cannot be read and a `fresh` one is to be written."""
+def _read_entries(lock: Path, *, replaced: bool) -> dict[Case, Measurement]:
+    """Return the entries of the lock; none where it cannot be read and is to be `replaced`."""
     try:
         return read_lock(lock)
     except LockFileError:
-        if not fresh:
+        if not replaced:
             raise
         return {}
 
@@ -140,11 +141,11 @@ class _GuardRun:
     tolerance: MemorySize
     update: bool
     baseline: ImportPaths | None
-    revision: str
+    revision: str | None
     on_output: Callable[[str], None] | None
     deadline: Deadline
 
-    def evaluate(self, case: Case) -> Verdict:
+    def judge(self, case: Case) -> Verdict:
         """Measure a case, and compare it with its entry in the lock, or with the other revision.
 
         For an update it is planned again, and growth since the old entry is reported, but no failure.
@@ -153,40 +154,36 @@ class _GuardRun:
             AutoaccumError: It cannot be measured.
         """
         command = "" if self.baseline else guard_command(case, self.folder, "--update")
-        before = self._measure_baseline(case) if self.baseline else self.locked.get(case)
-        if self.update:
-            now = self._measure(case)
-            verdict = Verdict(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
-            if before is None:
-                return verdict
-            seen = compare(case, before, now, self.tolerance)
-            return dataclasses.replace(verdict, explanation=seen.explanation, growths=seen.growths)
-        if before is None:
-            exists = (self.folder / LOCK_NAME).exists()
+        before = self._measure_baseline(case, self.baseline) if self.baseline else self.locked.get(case)
+        if before is None and not self.update:
             return Verdict(
                 case=case,
                 outcome="unmeasured",
                 exit_code=NotMeasuredError.exit_code,
-                reasons=(f"{LOCK_NAME} has no entry for it" if exists else f"there is no {LOCK_NAME}",),
-                hint="lock it on a branch that is known to be good",
+                reasons=(message("not_locked", lock=LOCK_NAME, exists=(self.folder / LOCK_NAME).exists()),),
+                hint=message("lock_on_good_branch"),
                 command=command,
             )
-        now = self._measure(case, micro_batches=before.micro_batches)
-        return compare(case, before, now, self.tolerance, command=command)
+        locked = None if self.update or before is None else before.micro_batches
+        now = self._measure(case, ImportPaths.of(self.folder), locked)
+        if before is None:
+            return Verdict(case=case, outcome="locked", now=now)
+        verdict = compare(case, before, now, self.tolerance, command=command)
+        if not self.update:
+            return verdict
+        return dataclasses.replace(verdict, outcome="locked", exit_code=0, reasons=(), hint=None, command="")
 
-    def _measure_baseline(self, case: Case) -> Measurement:
+    def _measure_baseline(self, case: Case, baseline: ImportPaths) -> Measurement:
         try:
-            return self._measure(case, self.baseline)
+            return self._measure(case, baseline)
         except AutoaccumError as error:
             raise NotMeasuredError(f"at {self.revision}: {error.message}", hint=error.hint) from error
 
-    def _measure(
-        self, case: Case, paths: ImportPaths | None = None, micro_batches: tuple[int, ...] | None = None
-    ) -> Measurement:
+    def _measure(self, case: Case, paths: ImportPaths, micro_batches: tuple[int, ...] | None = None) -> Measurement:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
-        there, left = paths or ImportPaths.of(self.folder), self.deadline.left_seconds
-        return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
+        limit = self.deadline.left_seconds
+        return measure(case, paths, micro_batches=micro_batches, time_limit=limit, on_output=self.on_output)
 
 
 def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict:
@@ -200,14 +197,14 @@ def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict
         case=case,
         outcome="unmeasured",
         exit_code=NotMeasuredError.exit_code if is_usage and not is_named else error.exit_code,
-        reasons=(error.message,),
-        hint=error.hint or "",
+        reasons=(message("error", error=error.code, text=error.message),),
+        hint=message("error_hint", error=error.code, text=error.hint) if error.hint else None,
         traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
     )
 
 
-def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
-    """Measure a case, and return why it does not fit; empty if it fits.
+def check_fits(workload: str, folder: Path, /, **given: Any) -> None:
+    """Measure a case, which is to fit.
 
     Args:
         workload: An absolute file, with `:name` where it has one; or a module.
@@ -216,21 +213,18 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
-        DoesNotFitError: Not even one sample fits.
+        DoesNotFitError: It does not fit.
     """
     unknown = sorted(given.keys() - {*CASE_FIELDS[1:]})
     if unknown:
-        takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
-        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
+        names = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
+        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {names}")
     folder = find_folder(folder)
+    with suppress(UsageError):  # A file outside of it has its whole path as its name.
+        workload = place_within(folder, workload, folder)
+    case = check_case(make_case(workload=workload, **given))
+    check_complete(case)
     try:
-        reference = place_within(folder, workload, folder)
-    except UsageError:  # A file outside of it has its whole path as its name.
-        reference = workload
-    case = check_case(make_case(workload=reference, **given))
-    schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
-    measured = measure(case, ImportPaths.of(folder), micro_batches=schedule)
-    if measured.fits:
-        return ""
-    fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
-    return f"{case_name(case)}: {measured.shortfall}; {fitting}"
+        measure(case, ImportPaths.of(folder))
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{case_name(case)}: {error.message}", hint=error.hint) from None

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Measurement
-from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.units import precise_bytes
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -54,15 +54,20 @@ def measure(
         DoesNotFitError: As from `plan`; not where `micro_batches` are given and the workload can be loaded.
     """
     request = request_of(case, time_limit)
-    requested = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
+    given = micro_batches
+    if given is None and case.micro_batch is not None:
+        given = request.schedule(case.micro_batch).micro_batches
     setup = make_setup(case.workload, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
-        found = measure_simulated(setup, request, micro_batches or requested)
-    if micro_batches is None and not found.fits:
-        largest = f"take {found.largest}, the largest that fits, or give no size to have it planned"
-        none = "not even a micro-batch of 1 fits: take another card, or a smaller model"
-        raise DoesNotFitError(found.shortfall, hint=largest if found.largest else none)
-    return found
+        measured = measure_simulated(setup, request, given)
+    if micro_batches is None and not measured.fits:
+        needed, limit = precise_bytes(measured.min_budget_bytes), precise_bytes(measured.limit_bytes)
+        largest = f"take {measured.largest}, the largest that fits, or give no size to have it planned"
+        raise DoesNotFitError(
+            f"micro-batch {measured.micro_batch} does not fit: it needs at least {needed}, {limit} are available",
+            hint=largest if measured.largest else "not even 1 fits: take another card, or a smaller model",
+        )
+    return measured
 
 
 def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
@@ -78,19 +83,33 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
     """Trace the workload, search for the largest size, and explain the memory of a schedule; None: of the planned one.
 
     Raises:
-        AutoaccumError: As from `measure`; or the workload takes another amount of memory each time.
+        DoesNotFitError: Nothing fits and no schedule is given, or the workload cannot even be loaded.
+        NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known; or the
+            workload takes another amount of memory each time.
     """
     device = setup.device
     assert isinstance(device, SimulatedDevice)
-    inspection, plan = _search_size(setup, request, is_given=micro_batches is not None)
+    plan: Plan | None = None
+    try:
+        plan = plan_on_device(setup, request)
+    except DoesNotFitError:
+        if micro_batches is None:
+            raise
+    if plan is not None and plan.stopped is not None:
+        raise NotMeasuredError(
+            f"the limit on {plan.stopped} ended the search for the largest micro-batch at {plan.largest_fit}",
+            hint="allow more, or name the size with --micro-batch",
+        )
+    inspection = device.inspect()  # As the plan made it.
     micro_batches = micro_batches or (() if plan is None else plan.micro_batches)
     parts = _trial_parts(request, micro_batches, inspection)
-    trial = _run(device, parts)
-    report = device.explain(parts, changes=False, repeatable=True)
-    if report.explanation.peak_bytes != peak_bytes(trial):
-        # Explaining made a new trace, which differs from the scaled one: run the trial by the new one.
-        trial = _run(device, parts)
-        report = device.explain(parts, changes=False, repeatable=True)
+    for _ in range(2):
+        trial = device.trial(parts, fresh=True)
+        if trial.outcome == "error":
+            raise trial_error(trial)
+        report = device.explain(parts, changes=False, detail=True)
+        if report.explanation.peak_bytes == peak_bytes(trial):
+            break  # Else explaining made a new trace, which differs from the scaled one.
     prediction, described = device.predict(parts), device.describe()
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -114,7 +133,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         phase=report.explanation.phase,
         holdings=report.holdings,
         environment={**versions, **device.allocator_settings, **variables},
-        warnings=tuple(map(str, dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings)))),
+        warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
     )
 
 
@@ -129,37 +148,3 @@ def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspectio
     planned = request.schedule(max(micro_batches))
     schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))
     return schedule.trial_parts
-
-
-def _run(device: SimulatedDevice, parts: tuple[int, ...]) -> Trial:
-    trial = device.trial(parts, fresh=True)
-    if trial.outcome == "error":
-        raise trial_error(trial)
-    return trial
-
-
-def _search_size(setup: PlanSetup, request: PlanRequest, *, is_given: bool) -> tuple[Inspection, Plan | None]:
-    """Inspect the workload and plan; there is no plan where nothing fits and a schedule is given.
-
-    Raises:
-        DoesNotFitError: Nothing fits and no schedule is given, or the workload cannot even be loaded.
-        NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known.
-    """
-    inspections: list[Inspection] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Inspected):
-            inspections.append(event.inspection)
-
-    try:
-        plan = plan_on_device(setup, request, on_event=listen)
-    except DoesNotFitError:
-        if not is_given or not inspections:
-            raise
-        return inspections[-1], None
-    if plan.stopped is not None:
-        raise NotMeasuredError(
-            f"the limit on {plan.stopped} ended the search for the largest micro-batch at {plan.largest_fit}",
-            hint="allow more, or name the size with --micro-batch",
-        )
-    return inspections[-1], plan

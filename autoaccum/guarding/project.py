@@ -14,7 +14,7 @@ from pathlib import Path
 from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.guarding.cases import Case, case_name, check_case, guard_command
+from autoaccum.guarding.cases import Case, case_name, check_case, check_complete, guard_command
 from autoaccum.sources.source import FileSource
 
 LOCK_NAME = "autoaccum.lock"
@@ -60,28 +60,25 @@ def select_cases(wanted: Sequence[Case], folder: Path, known: Iterable[Case]) ->
         UsageError: A value is not valid, or a size is given without a workload, or without a card.
         NotMeasuredError: No known case has the given values.
     """
-    known, found = list(known), dict[Case, None]()
-    for part in wanted:
-        written = check_case(part, partial=True)
-        if written.has_size and not written.workload:
+    known, selected = list(known), dict[Case, None]()
+    for given in wanted:
+        part = check_case(given)
+        if part.has_size and not part.workload:
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
-        if written.workload:
-            written = dataclasses.replace(written, workload=place_within(folder, written.workload, Path.cwd()))
-        alike = [written] if written.is_complete else [case for case in known if written.matches(case)]
-        if not alike and written.has_size and not written.is_complete:
-            raise UsageError(
-                f"no card is given to guard {written.workload} on",
-                hint="add --gpu NAME (see `autoaccum gpus`)",
-            )
+        if part.workload:
+            part = dataclasses.replace(part, workload=place_within(folder, part.workload, Path.cwd()))
+        alike = [part] if part.is_complete else [case for case in known if part.matches(case)]
+        if not alike and part.has_size:
+            check_complete(part)
         if not alike:
-            of = f" of {part.workload}" if part.workload else ""
-            on = f" on {part.options.gpu}" if part.options.gpu else ""
+            of = f" of {given.workload}" if given.workload else ""
+            on = f" on {given.options.gpu}" if given.options.gpu else ""
             raise NotMeasuredError(
                 f"no case{of}{on} in the lock has the given options",
-                hint=f"lock it by `{guard_command(written, folder, '--update')}`",
+                hint=f"lock it by `{guard_command(part, folder, '--update')}`",
             )
-        found |= dict.fromkeys(alike)
-    return tuple(sorted(found, key=case_name))
+        selected |= dict.fromkeys(alike)
+    return tuple(sorted(selected, key=case_name))
 
 
 @contextmanager
@@ -121,22 +118,22 @@ def checked_out(folder: Path, revision: str) -> Iterator[ImportPaths]:
 
 def _git(folder: Path, *words: str, hint: str) -> str:
     """Return the output of a git command in a folder; raise NotMeasuredError if it cannot be run, or fails."""
-    done = _run(folder, *words)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("fatal: ")
+    git = _run(folder, *words)
+    if git.returncode:
+        reason = (git.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("fatal: ")
         raise NotMeasuredError(f"git cannot find or check out the revision ({reason})", hint=hint)
-    return done.stdout.strip()
+    return git.stdout.strip()
 
 
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run git in its own session, so that Ctrl-C reaches only this process."""
-    kept = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    variables = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     settings = [word for setting in _GIT_SETTINGS for word in ("-c", setting)]
     try:
         return subprocess.run(
             ["git", *settings, *words],
             cwd=folder,
-            env={**kept, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"},
+            env={**variables, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",

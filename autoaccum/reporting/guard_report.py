@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted
-from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.guard_result import (
     CaseFinished,
@@ -30,6 +28,7 @@ from autoaccum.guarding.guard_result import (
     Report,
     Verdict,
 )
+from autoaccum.messages import Message, message, name_memory
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
 from autoaccum.sources.source import FileSource
@@ -42,8 +41,10 @@ OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "locked": ("locked", "bold cyan"),
 }
 """The label of each outcome, and its style; the worst outcome first."""
+_SIZES = {"peak": "peak", "held": "most held", "min_budget": "smallest budget"}
+"""The labels of what is compared."""
 
-_TITLE = "autoaccum guard"
+TITLE = "autoaccum guard"
 _OLD_COMMAND = "##["
 _MOST_GROWTHS = 10
 _FILE_WIDTH = 120
@@ -93,17 +94,12 @@ def _finished_line(event: CaseFinished, seconds: float) -> Text:
     )
 
 
-def print_report(console: Console, report: Report) -> None:
-    """Print a report: two lines for a case that passes, all details for one that does not."""
-    show(console, *report_blocks(report))
-
-
 def report_blocks(report: Report) -> Iterator[Block]:
-    """Yield what a report shows."""
+    """Yield what a report shows: two lines for a case that passes, all details for one that does not."""
     for verdict in report.verdicts:
         yield from _verdict_blocks(verdict)
         yield ""
-    counts = [part for count, (label, style) in _counts(report) for part in (", ", (f"{count} {label}", style))]
+    counts = [part for count, label in _counts(report) for part in (", ", (f"{count} {label[0]}", label[1]))]
     against = f"against {report.against}, tolerance {report.tolerance}"
     where = against if report.updated is None else f"written to {report.updated}"
     yield Text.assemble(f"{counted(len(report.verdicts), 'case')}: ", *counts[1:], f"; {where}")
@@ -112,7 +108,7 @@ def report_blocks(report: Report) -> Iterator[Block]:
 def report_text(report: Report) -> str:
     """Return the report as text for a file or a log, without colours."""
     text = io.StringIO()
-    print_report(make_console(file=text, width=_FILE_WIDTH, no_color=True, force_terminal=False), report)
+    show(make_console(file=text, width=_FILE_WIDTH, no_color=True, force_terminal=False), *report_blocks(report))
     return text.getvalue()
 
 
@@ -132,24 +128,26 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
     yield Text.assemble(OUTCOMES[verdict.outcome], ": ", (case_name(verdict.case), "bold"))
     yield from (Text(f"  {line}") for line in (verdict.traceback or "").rstrip().splitlines())
     if verdict.explanation:
-        yield Text(f"  {verdict.explanation}")
-    if verdict.before is not None and verdict.now is not None and verdict.outcome == "regressed":
-        yield _figures(verdict.before, verdict.now)
-    elif verdict.now is not None:
-        now = verdict.now
+        yield Text(f"  {_explanation(verdict)}")
+    before, now = verdict.before, verdict.now
+    if before is not None and now is not None and verdict.outcome == "regressed":
+        yield _figures(before, now)
+        if verdict.growths:
+            yield _growths(verdict)
+    elif now is not None:
         sizes = f"peak {precise_bytes(now.peak_bytes)}, smallest budget {precise_bytes(now.min_budget_bytes)}"
         yield Text(f"  {sizes}, largest fit {_largest(now)}, parts {format_parts(now.micro_batches)}")
-    if verdict.outcome == "regressed" and verdict.growths:
-        yield _growths(verdict)
-    reasons: list[tuple[str, str | Text]] = [("  why", reason) for reason in verdict.reasons]
-    messages = Facts.of_messages(verdict.warnings, ())
-    reasons += [(f"  {kind}", text) for kind, text in messages.rows]
-    if verdict.hint:
-        what = "  way out" if verdict.exit_code else "  next"
-        reasons.append((what, verdict.hint + (":" if verdict.command else "")))
-    yield Facts(reasons)
+    rows: list[tuple[str, str | Text]] = [("  why", str(reason)) for reason in verdict.reasons]
+    rows += [(f"  {kind}", text) for kind, text in Facts.of_messages(() if now is None else now.warnings, ()).rows]
+    if verdict.hint is not None:
+        rows.append(("  way out", f"{verdict.hint}{':' if verdict.command else ''}"))
+    yield Facts(rows)
     if verdict.command:
         yield Text(f"    {verdict.command}", "cyan")
+
+
+def _explanation(verdict: Verdict) -> str:
+    return "; ".join(map(str, verdict.explanation))
 
 
 def _largest(measurement: Measurement) -> str:
@@ -162,18 +160,14 @@ def _largest(measurement: Measurement) -> str:
 def _figures(before: Measurement, now: Measurement) -> Table:
     """List the numbers before and now, red where they got worse."""
     table = Table("", ">before", ">now", ">change", "")
-    sizes = [
-        ("peak", before.peak_bytes, now.peak_bytes),
-        ("most held", before.held_bytes, now.held_bytes),
-        ("minimum", before.min_budget_bytes, now.min_budget_bytes),
-    ]
-    for name, was, is_now in sizes:
-        change = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True)) if is_now != was else ("-", "")
-        cells = (f"  {name}", precise_bytes(was), precise_bytes(is_now))
-        table.add(*cells, *change, style="red" if is_now > was else "")
-    change = (f"{now.largest - before.largest:+d}" if now.largest != before.largest else "-", "")
-    style = "red" if now.largest < before.largest else ""
-    table.add("  largest fit", _largest(before), _largest(now), *change, style=style)
+    for name, size in now.sizes.items():
+        growth = size - before.sizes[name]
+        change = (signed_bytes(growth), percent(growth, size - growth, sign=True)) if growth else ("-", "")
+        cells = (f"  {_SIZES[name]}", precise_bytes(size - growth), precise_bytes(size))
+        table.add(*cells, *change, style="red" if growth > 0 else "")
+    growth = now.largest - before.largest
+    cells = ("  largest fit", _largest(before), _largest(now))
+    table.add(*cells, f"{growth:+d}" if growth else "-", "", style="red" if growth < 0 else "")
     return table
 
 
@@ -181,7 +175,7 @@ def _growths(verdict: Verdict) -> Table:
     table = Table(">  change", "for what")
     for growth in verdict.growths[:_MOST_GROWTHS]:
         change = f" ({growth.change})" if growth.change else ""
-        table.add(f"  {signed_bytes(growth.bytes)}", f"{growth.what}{change}")
+        table.add(f"  {signed_bytes(growth.bytes)}", f"{name_memory(growth.category, growth.module)}{change}")
     if rest := verdict.growths[_MOST_GROWTHS:]:
         table.add(signed_bytes(sum(growth.bytes for growth in rest)), f"{len(rest)} more", style="dim")
     return table
@@ -189,19 +183,18 @@ def _growths(verdict: Verdict) -> Table:
 
 def report_markdown(report: Report) -> str:
     """Return the report as markdown, for a step summary: the text, which nothing in it can end."""
-    return f"### {_TITLE}: {describe_counts(report)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
+    return f"### {TITLE}: {describe_counts(report)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
 
 
-def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
-    """Append the report to the step's summary, if any; return why it could not be written, which is no failure."""
+def write_summary(report: Report, environment: Mapping[str, str]) -> Message | None:
+    """Append the report to the step's summary, if any; return a warning if it cannot be written."""
     name = environment.get("GITHUB_STEP_SUMMARY")
-    if not name:
-        return None
     try:
-        with Path(name).open("ab") as file:
-            file.write(report_markdown(report).encode())
+        if name:
+            with Path(name).open("ab") as file:
+                file.write(report_markdown(report).encode())
     except (OSError, ValueError) as error:
-        return f"the step's summary cannot be written ({getattr(error, 'strerror', None) or error})"
+        return message("summary_not_written", error=str(getattr(error, "strerror", None) or error))
     return None
 
 
@@ -210,26 +203,21 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
     relevant = [verdict for verdict in report.verdicts if verdict.exit_code]
     for verdict in sorted(relevant, key=lambda verdict: list(OUTCOMES).index(verdict.outcome)):
         label, _ = OUTCOMES[verdict.outcome]
-        way_out = ": ".join(filter(None, (verdict.hint, verdict.command)))
-        lines = [one_line(line) for line in (verdict.explanation, *verdict.reasons, way_out) if line]
+        way_out = ": ".join(str(part) for part in (verdict.hint, verdict.command) if part)
+        lines = [one_line(str(line)) for line in (_explanation(verdict), *verdict.reasons, way_out) if line]
         where = _find_definition(verdict.case.workload, folder, environment)
-        title = f"{_TITLE}: {label}, {case_name(verdict.case)}"
+        title = f"{TITLE}: {label}, {case_name(verdict.case)}"
         yield command("error", "\n".join(lines) or label, **where, title=title)
 
 
-def error_annotation(error: AutoaccumError) -> str:
-    """Return the annotation for an error that ended a guard before there was a report."""
-    return command("error", str(error), title=_TITLE)
-
-
-def command(name: str, message: str, **properties: str) -> str:
+def command(name: str, text: str, **properties: str) -> str:
     r"""Return a workflow command, escaped as actions/runner parses it.
 
     >>> command("error", "50 %\nmore", file="a,b.py", title="x: y")
     '::error file=a%2Cb.py,title=x%3A y::50 %25%0Amore'
     """
     given = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
-    return f"::{name}{' ' if given else ''}{given}::{_data(message)}"
+    return f"::{name}{' ' if given else ''}{given}::{_data(text)}"
 
 
 def harmless(text: str) -> str:

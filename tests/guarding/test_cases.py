@@ -9,7 +9,7 @@ import pytest
 from small_locks import a_case
 
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.guarding.cases import Case, case_name, check_case, guard_command, make_case
+from autoaccum.guarding.cases import Case, case_name, check_case, check_complete, guard_command, make_case
 from autoaccum.guarding.guard_result import parse_tolerance
 from autoaccum.guarding.project import find_folder, place_within, select_cases
 
@@ -62,7 +62,7 @@ class TestCase:
     @pytest.mark.parametrize(
         ("asked", "told"),
         [
-            ({"gpu": None}, "no card is given: name a card to simulate"),
+            ({"gpu": None}, "no card is given to guard train.py on: name one to simulate"),
             ({"gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
             ({"optimizer": ["Adam"]}, r"the optimizer is \['Adam'\]: give a name of torch.optim"),
             ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
@@ -75,7 +75,7 @@ class TestCase:
     )
     def test_what_cannot_be_requested(self, asked: dict[str, Any], told: str) -> None:
         with pytest.raises(UsageError, match=told) as error:
-            check_case(make_case(**{"workload": "train.py", "gpu": "t4", "target_batch": 64, **asked}))
+            check_complete(check_case(make_case(**{"workload": "train.py", "gpu": "t4", "target_batch": 64, **asked})))
         assert error.value.hint
 
 

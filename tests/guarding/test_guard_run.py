@@ -33,6 +33,7 @@ from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Event, Measurement, Report, Verdict
 from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.messages import Message, message
 from autoaccum.units import GIB
 
 TRAIN, OTHER = a_case(), a_case("other.py")
@@ -70,7 +71,7 @@ class Bench:
         answer = source.get(case.workload, a_measurement())
         if isinstance(answer, AutoaccumError):
             raise answer
-        return dataclasses.replace(answer, warnings=("mind the gap",))
+        return dataclasses.replace(answer, warnings=(message("not_verified"),))
 
 
 @pytest.fixture
@@ -84,6 +85,10 @@ def locked(bench: Bench) -> Bench:
     return bench
 
 
+def error(code: str, text: str) -> tuple[Message]:
+    return (message("error", error=code, text=text),)
+
+
 def by_workload(report: Report) -> dict[str, Verdict]:
     return {verdict.case.workload: verdict for verdict in report.verdicts}
 
@@ -95,7 +100,7 @@ def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
     assert (report.exit_code, report.against, report.updated) == (1, "autoaccum.lock", None)
     assert sorted(locked.asked) == [("other.py", (32,) * 8), ("train.py", (32,) * 8)]
     assert report.verdicts[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
-    assert report.verdicts[1].warnings == ("mind the gap",)
+    assert report.verdicts[1].now == dataclasses.replace(a_measurement(), warnings=(message("not_verified"),))
     assert [event.case for event in locked.told if isinstance(event, CaseStarted)] == [OTHER, TRAIN]
     finished = [event for event in locked.told if isinstance(event, CaseFinished)]
     assert [(event.number, event.count, event.verdict) for event in finished] == [
@@ -109,7 +114,8 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     report = locked.guard({"other.py": raised})
     other, train = report.verdicts
     assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("passed", "unmeasured", 3, 3)
-    assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
+    assert (other.reasons, other.traceback) == (error("workload", "it raised"), "line 1\nline 2")
+    assert other.hint == message("error_hint", error="workload", text="mend it")
     called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
     assert called.exit_code == 2, "that is a fault of the call"
     assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1
@@ -121,28 +127,33 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
         bench.guard()
     assert none.value.exit_code == 3
     (missing,) = bench.guard(wanted=TRAIN).verdicts
-    assert missing.reasons == ("there is no autoaccum.lock",)
+    assert missing.reasons == (message("not_locked", lock="autoaccum.lock", exists=False),)
     write_lock(bench.lock, a_lock(OTHER))
     report = bench.guard(wanted=TRAIN)
     (told,) = report.verdicts
-    assert (told.outcome, told.reasons) == ("unmeasured", ("autoaccum.lock has no entry for it",))
+    assert told.reasons == (message("not_locked", lock="autoaccum.lock", exists=True),)
     assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
     assert (report.exit_code, bench.asked) == (3, []), "there is nothing to measure it for"
 
 
+def setting(name: str, before: object, now: object) -> Message:
+    return message("other_setting", name=name, before=before, now=now)
+
+
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "reason"),
     [
-        ({"environment": HERE | {"torch": "2.11.0"}}, "with torch 2.13.0, here it is 2.11.0"),
-        ({"environment": HERE | {"expandable_segments": True}}, "expandable_segments not set, here it is True"),
-        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40"),
+        ({"environment": HERE | {"torch": "2.11.0"}}, setting("torch", "2.13.0", "2.11.0")),
+        ({"environment": HERE | {"expandable_segments": True}}, setting("expandable_segments", None, True)),
+        ({"card": "NVIDIA A40"}, message("other_card", before="NVIDIA GeForce RTX 3090", now="NVIDIA A40")),
     ],
+    ids=["torch", "expandable_segments", "card"],
 )
-def test_figures_of_other_surroundings_are_not_compared(locked: Bench, other: dict[str, Any], said: str) -> None:
+def test_figures_of_other_surroundings_are_not_compared(locked: Bench, other: dict[str, Any], reason: Message) -> None:
     report = locked.guard({"train.py": a_measurement(peak_bytes=1, **other)})
     told = by_workload(report)["train.py"]
-    assert (told.outcome, report.exit_code) == ("unmeasured", 3)
-    assert said in told.reasons[0]
+    assert (told.outcome, told.reasons, report.exit_code) == ("unmeasured", (reason,), 3)
+    assert told.hint == message("compare_or_lock_anew")
     assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
 
 
@@ -159,12 +170,12 @@ def test_an_update_plans_again_and_writes_once(locked: Bench) -> None:
 
 
 def test_what_could_not_be_measured_keeps_its_entry(locked: Bench) -> None:
-    for error, code in ((NotMeasuredError("it hung"), 3), (DoesNotFitError("no"), 1), (UsageError("no"), 3)):
-        report = locked.guard({"train.py": LARGER, "other.py": error}, update=True)
+    for raised, code in ((NotMeasuredError("it hung"), 3), (DoesNotFitError("no"), 1), (UsageError("no"), 3)):
+        report = locked.guard({"train.py": LARGER, "other.py": raised}, update=True)
         assert (report.exit_code, report.updated) == (code, "autoaccum.lock")
         assert locked.entries == {TRAIN: LARGER, OTHER: a_measurement()}
     text = locked.lock.read_text()
-    assert locked.guard({"train.py": error, "other.py": error}, update=True).updated is None
+    assert locked.guard({"train.py": raised, "other.py": raised}, update=True).updated is None
     assert locked.lock.read_text() == text
 
 
@@ -193,11 +204,11 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     bench.before = {"train.py": other, "other.py": WorkloadError("it raised")}
     report = bench.guard({"train.py": dataclasses.replace(other, peak_bytes=10**12)}, TRAIN, baseline="HEAD")
     (told,) = report.verdicts
-    assert (told.outcome, told.hint, told.command) == ("regressed", "", "")
+    assert (told.outcome, told.hint, told.command) == ("regressed", None, "")
     assert (report.exit_code, report.against) == (1, "HEAD")
     assert bench.asked == [("train.py", None), ("train.py", (64, 64))]
     (told,) = bench.guard(wanted=OTHER, baseline="HEAD").verdicts
-    assert (told.exit_code, told.reasons) == (3, ("at HEAD: it raised",))
+    assert (told.exit_code, told.reasons) == (3, error("not_measured", "at HEAD: it raised"))
     assert not bench.lock.exists()
     write_lock(bench.lock, a_lock(TRAIN))
     found = {"train.py": other}
@@ -213,17 +224,18 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
 def test_a_limit_on_time_is_for_all_of_them(locked: Bench) -> None:
     report = locked.guard(time_limit=1e-9)
     assert [verdict.exit_code for verdict in report.verdicts] == [3, 3]
-    assert "the time limit was reached" in report.verdicts[0].reasons[0]
+    assert report.verdicts[0].reasons == error("not_measured", "the time limit was reached before it was measured")
 
 
 def test_json_has_every_field_of_every_record() -> None:
     record = json.loads(ALL.to_json())
     assert list(record)[:2] == ["schema", "exit_code"]
-    assert (record["schema"], record["exit_code"]) == (4, 1)
+    assert (record["schema"], record["exit_code"]) == (5, 1)
     assert {field.name for field in dataclasses.fields(Report)} <= record.keys()
     regressed = record["verdicts"][-1]
     assert {field.name for field in dataclasses.fields(Verdict)} <= regressed.keys()
     assert regressed["name"] == "train.py --gpu rtx3090 --target-batch 256 --precision bf16"
+    assert regressed["hint"] == {"code": "lock_if_meant", "facts": {}, "text": "if it is meant, lock it in"}
     assert regressed["growth_bytes"] == 1280 * 2**20
     assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
     assert regressed["before"]["micro_batches"] == [32] * 8

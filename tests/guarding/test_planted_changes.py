@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,10 +21,11 @@ from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement, Verdict
+from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
+from autoaccum.messages import message
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.source import FileSource
 from autoaccum.units import MemorySize
@@ -116,11 +116,13 @@ def test_what_takes_more_is_caught_and_reported(names: tuple[str, ...], measure:
         verdict = compare(CASE, known, now, DEFAULT_TOLERANCE)
         assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
         assert verdict.reasons
-        told = first_told(verdict, len(planted) + NEXT)
-        assert all(any(is_of(each, growth) for growth in told) for each in planted), verdict.growths
-        assert any(sentence(each).search(verdict.explanation) for each in planted), verdict.explanation
+        first = [growth for growth in verdict.growths if growth.category != "unused"][: len(planted) + NEXT]
+        assert all(any(is_of(each, growth) for growth in first) for each in planted), verdict.growths
+        explained = [Growth(**finding.facts) for finding in verdict.explanation if finding.code == "module_changed"]
+        assert any(is_of(each, growth) for each in planted for growth in explained), verdict.explanation
         assert sum(growth.bytes for growth in verdict.growths) == verdict.growth_bytes
-        assert ("precision bf16 -> fp32" in verdict.explanation) is (names == ("fp32 in place of bf16",))
+        to_fp32 = message("setting_changed", name="precision", before="bf16", now="fp32")
+        assert (to_fp32 in verdict.explanation) is (names == ("fp32 in place of bf16",))
     assert compare(CASE, before, now, MemorySize(fraction=10.0)).exit_code == 0, "more is allowed"
     back = compare(CASE, now, before, DEFAULT_TOLERANCE)
     assert (back.outcome, back.exit_code) == ("passed", 0)
@@ -145,9 +147,13 @@ def test_the_modes_of_what_needs_the_whole_batch_are_locked(tmp_path: Path) -> N
     now, before = (measure_here(source, tmp_path, case=case) for source in (COUPLED, plain))
     kept = as_locked(now, tmp_path, case)
     assert (kept.update["batchnorm"], kept.update["coupled"]) == ("exact", "yes")
-    assert compare(case, kept, now, DEFAULT_TOLERANCE).explanation == ""
+    assert compare(case, kept, now, DEFAULT_TOLERANCE).explanation == ()
     explanation = compare(case, as_locked(before, tmp_path, case), now, DEFAULT_TOLERANCE).explanation
-    assert "batchnorm micro -> exact, coupled no -> yes" in explanation
+    modes = [finding.facts for finding in explanation if finding.code == "setting_changed"]
+    assert modes == [
+        {"name": "batchnorm", "before": "micro", "now": "exact"},
+        {"name": "coupled", "before": "no", "now": "yes"},
+    ]
 
 
 def together() -> list[tuple[str, ...]]:
@@ -211,14 +217,10 @@ def test_a_largest_size_that_fell_is_reported_next_to_what_grew(tmp_path: Path) 
     assert 0 < now.largest < locked.largest
     verdict = compare(case, locked, now, DEFAULT_TOLERANCE)
     assert verdict.exit_code == 1
-    assert f"the largest micro-batch that fits fell from {locked.largest} to {now.largest}" in verdict.reasons
-    assert "activations of 1 " in verdict.explanation
-    assert verdict.explanation.endswith(f"; rtx3090 now holds {now.largest} instead of {locked.largest}")
-
-
-def first_told(verdict: Verdict, count: int) -> list[Growth]:
-    """The growths that are told first."""
-    return [growth for growth in verdict.growths if growth.category != "unused"][:count]
+    fell = {"before": locked.largest, "now": now.largest}
+    assert message("largest_fell", **fell) in verdict.reasons
+    assert ("activations", "1") in [(growth.category, growth.module) for growth in verdict.growths]
+    assert verdict.explanation[-1] == message("largest_changed", gpu="rtx3090", **fell)
 
 
 def is_of(regression: Regression, growth: Growth) -> bool:
@@ -226,11 +228,3 @@ def is_of(regression: Regression, growth: Growth) -> bool:
     category, module, change = regression.told
     is_within = growth.module == module or (module and growth.module.startswith(f"{module}."))
     return growth.bytes > 0 and growth.category == category and bool(is_within) and change in growth.change
-
-
-def sentence(regression: Regression) -> re.Pattern[str]:
-    """Return what an explanation must name: category, module, bytes, and the change."""
-    category, module, change = regression.told
-    of = rf" of {re.escape(module)}[\w.{{}},]*" if module else ""
-    ends = rf" \([^()]*{re.escape(change)}[^()]*\)" if change else ""
-    return re.compile(rf"{category.replace('_', ' ')}{of} \+[0-9.]+ [KMG]iB{ends}")

@@ -12,6 +12,7 @@ from guard_reports import CASE
 from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Measurement, Verdict
 from autoaccum.guarding.verdict import compare
+from autoaccum.messages import Message, message
 from autoaccum.units import GIB, MIB, MemorySize
 
 UPDATE = "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update"
@@ -42,59 +43,62 @@ def judged(now: Measurement, before: Measurement = BEFORE, tolerance: MemorySize
     return compare(CASE, before, now, tolerance, command=UPDATE)
 
 
+def growth_of(bytes: int, change: str = "") -> Message:
+    return message("module_changed", category="activations", module="blocks.0.mlp", bytes=bytes, change=change)
+
+
+def changed(bytes: int, quantity: str = "peak", before_bytes: int = 15 * GIB) -> Message:
+    return message("memory_changed", quantity=quantity, bytes=bytes, before_bytes=before_bytes)
+
+
+def now_holds(largest: int) -> Message:
+    return message("largest_changed", gpu="rtx3090", before=32, now=largest)
+
+
 def test_the_same_to_the_byte_has_nothing_to_say() -> None:
-    verdict = judged(BEFORE)
-    assert (verdict.outcome, verdict.exit_code, verdict.reasons) == ("passed", 0, ())
-    assert (verdict.explanation, verdict.hint, verdict.command, verdict.growths) == ("", "", "", ())
+    assert judged(BEFORE) == Verdict(case=CASE, outcome="passed", before=BEFORE, now=BEFORE)
 
 
 def test_a_growth_is_reported_with_what_fits_now() -> None:
-    grown = 1274 * MIB
-    verdict = judged(took(14 * GIB + grown, peak=15 * GIB + grown + 20 * MIB, dtype="float32", largest=24))
+    grown, unused = 1274 * MIB, 20 * MIB
+    verdict = judged(took(14 * GIB + grown, peak=15 * GIB + grown + unused, dtype="float32", largest=24))
     assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
-    assert verdict.explanation == (
-        "+1.26 GiB (+8.4 %): activations of blocks.0.mlp +1.24 GiB (bf16 -> fp32); rtx3090 now holds 24 instead of 32"
-    )
-    assert verdict.reasons == (
-        "the largest micro-batch that fits fell from 32 to 24",
-        "the peak grew by 1.26 GiB (8.4 %), 1% is allowed",
-    )
-    assert (verdict.hint, verdict.command) == ("if it is meant, lock it in", UPDATE)
+    assert verdict.explanation == (changed(grown + unused), growth_of(grown, "bf16 -> fp32"), now_holds(24))
+    grew = {"quantity": "peak", "bytes": grown + unused, "before_bytes": 15 * GIB, "tolerance": "1%"}
+    assert verdict.reasons == (message("largest_fell", before=32, now=24), message("memory_grew", **grew))
+    assert (verdict.hint, verdict.command) == (message("lock_if_meant"), UPDATE)
 
 
 @pytest.mark.parametrize(
     ("now", "explanation"),
     [
-        (took(14.1 * GIB, peak=15.1 * GIB), "+102 MiB (+0.7 %): activations of blocks.0.mlp +102 MiB"),
+        (took(14 * GIB + 9 * MIB, peak=15 * GIB + 9 * MIB), (changed(9 * MIB), growth_of(9 * MIB))),
         (
             took(12 * GIB, peak=13 * GIB, largest=40),
-            "-2.00 GiB (-13.3 %): activations of blocks.0.mlp -2.00 GiB; rtx3090 now holds 40 instead of 32",
+            (changed(-2 * GIB), growth_of(-2 * GIB), now_holds(40)),
         ),
-        (took(least=LEAST - MIB), "-1.0 MiB (-0.007 %) of the smallest budget"),
+        (took(least=LEAST - MIB), (changed(-MIB, "min_budget", LEAST),)),
     ],
     ids=["within the tolerance", "less", "the smallest budget alone"],
 )
-def test_what_passes_is_explained_too(now: Measurement, explanation: str) -> None:
-    verdict = judged(now)
-    assert (verdict.outcome, verdict.exit_code, verdict.explanation) == ("passed", 0, explanation)
-    assert (verdict.reasons, verdict.command) == ((), "")
+def test_what_passes_is_explained_too(now: Measurement, explanation: tuple[Message, ...]) -> None:
+    assert judged(now).explanation == explanation
+    assert (judged(now).outcome, judged(now).exit_code) == ("passed", 0)
+    assert (judged(now).reasons, judged(now).command) == ((), "")
 
 
 def test_a_schedule_that_fits_no_more_is_the_heaviest_reason() -> None:
     verdict = judged(took(23 * GIB, peak=24 * GIB, least=24 * GIB, fits=False, largest=0))
-    assert (
-        verdict.reasons[0]
-        == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are available"
-    )
-    assert len(verdict.reasons) == 3
-    assert verdict.explanation.endswith("; rtx3090 now holds none instead of 32")
+    assert [reason.code for reason in verdict.reasons] == ["fits_no_more", "largest_fell", "memory_grew"]
+    assert verdict.reasons[0].facts == {"micro_batch": 32, "min_budget_bytes": 24 * GIB, "limit_bytes": 23 * GIB}
+    assert verdict.explanation[-1] == now_holds(0)
 
 
 def test_a_largest_one_that_fell_without_a_growth_has_a_cause() -> None:
     """Two local variables more: a block is freed later, and the next does not fit into its place."""
     verdict = judged(took(least=LEAST + 294 * MIB, largest=30))
-    assert verdict.reasons == ("the largest micro-batch that fits fell from 32 to 30",)
-    assert verdict.explanation == ("+294 MiB (+2.0 %) of the smallest budget; rtx3090 now holds 30 instead of 32")
+    assert verdict.reasons == (message("largest_fell", before=32, now=30),)
+    assert verdict.explanation == (changed(294 * MIB, "min_budget", LEAST), now_holds(30))
 
 
 @pytest.mark.parametrize(
@@ -113,20 +117,16 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "reason"),
+    ("before", "now", "grown"),
     [
-        ({}, {"held": 14 * GIB + 200 * MIB}, "what is held at the peak grew by 200 MiB (1.4 %)"),
+        ({}, {"held": 14 * GIB + 200 * MIB}, ("held", 200 * MIB)),
         ({}, {"held": 15 * GIB, "peak": 14 * GIB, "least": 14 * GIB}, None),
         (SMALL, SMALL | {"peak": 419 * MIB}, None),
-        (SMALL, SMALL | {"peak": 420 * MIB}, "the peak grew by 20.0 MiB (5.0 %)"),
-        (SMALL, SMALL | {"peak": 410 * MIB, "held": 396 * MIB}, "the peak grew by 10.0 MiB (2.5 %)"),
-        (
-            SMALL,
-            SMALL | {"peak": 416 * MIB, "least": 413 * MIB},
-            "the peak grew by 16.0 MiB (4.0 %)",
-        ),
+        (SMALL, SMALL | {"peak": 420 * MIB}, ("peak", 20 * MIB)),
+        (SMALL, SMALL | {"peak": 410 * MIB, "held": 396 * MIB}, ("peak", 10 * MIB)),
+        (SMALL, SMALL | {"peak": 416 * MIB, "least": 413 * MIB}, ("peak", 16 * MIB)),
         (TIGHT, TIGHT | {"peak": 16 * GIB}, None),
-        (TIGHT, TIGHT | {"peak": 16 * GIB, "least": 15 * GIB}, "the smallest budget grew by 824 MiB (5.7 %)"),
+        (TIGHT, TIGHT | {"peak": 16 * GIB, "least": 15 * GIB}, ("min_budget", 824 * MIB)),
     ],
     ids=[
         "held, at the same peak",
@@ -140,7 +140,7 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
     ],
 )
 def test_the_peak_what_is_held_and_the_least_budget_decide_together(
-    before: dict[str, Any], now: dict[str, Any], reason: str | None
+    before: dict[str, Any], now: dict[str, Any], grown: tuple[str, int] | None
 ) -> None:
-    verdict = judged(took(**now), took(**before))
-    assert verdict.reasons == (() if reason is None else (f"{reason}, 1% is allowed",))
+    facts = [reason.facts for reason in judged(took(**now), took(**before)).reasons]
+    assert [(grew["quantity"], grew["bytes"]) for grew in facts] == ([] if grown is None else [grown])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Verdict
+from autoaccum.messages import message
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.guard_report import (
     GuardProgress,
@@ -34,19 +35,19 @@ def lines_of(verdict: Verdict) -> list[str]:
 def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
     assert lines_of(REGRESSED) == [
         "regressed: train.py --gpu rtx3090 --target-batch 256 --precision bf16",
-        "  +1.25 GiB (+8.9 %): activations of blocks.{0..11}.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
-        "                  before        now     change",
-        "  peak         14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
-        "  most held    13.00 GiB  14.00 GiB  +1.00 GiB  +7.7 %",
-        "  minimum      13.50 GiB  14.50 GiB  +1.00 GiB  +7.4 %",
-        "  largest fit         32         24         -8",
+        "  +1.25 GiB (+8.9 %); rtx3090 now holds 24 instead of 32",
+        "                      before        now     change",
+        "  peak             14.00 GiB  15.25 GiB  +1.25 GiB  +8.9 %",
+        "  most held        13.00 GiB  14.00 GiB  +1.00 GiB  +7.7 %",
+        "  smallest budget  13.50 GiB  14.50 GiB  +1.00 GiB  +7.4 %",
+        "  largest fit             32         24         -8",
         "     change  for what",
         "  +1.17 GiB  activations of blocks.{0..11}.mlp (bf16 -> fp32)",
         "   +100 MiB  optimizer state of head_|<b>`x (new)",
         "  -20.0 MiB  unused",
-        "  why        the peak grew by 8.9 %, allowed are 1 %",
-        "  why        rtx3090 now holds 24 instead of 32",
-        "  way out    if meant, lock it:",
+        "  why        the peak grew by 1.25 GiB (8.9 %), 1% is allowed",
+        "  why        the largest micro-batch that fits fell from 32 to 24",
+        "  way out    if it is meant, lock it in:",
         "    autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
         "",
         "1 case: 1 regressed; against autoaccum.lock, tolerance 1%",
@@ -76,12 +77,13 @@ def test_the_users_own_frames_and_the_reason_are_shown() -> None:
         '      raise ValueError("50 %")',
     ]
     assert "  why        model() raised ValueError: 50 %, ::error::told" in lines
-    assert "  warning    its weight was not looked at" in lines
 
 
 def test_figures_that_are_not_to_be_compared_stand_alone() -> None:
-    other = dataclasses.replace(UNMEASURED, before=BEFORE, now=NOW, reasons=("locked with torch 2.11.0",))
+    now = dataclasses.replace(NOW, warnings=(message("not_verified"),))
+    other = dataclasses.replace(UNMEASURED, before=BEFORE, now=now)
     assert "  peak 15.25 GiB, smallest budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
+    assert f"  warning    {now.warnings[0]}" in lines_of(other)
     text = io.StringIO()
     with GuardProgress(make_console(file=text)) as progress:
         progress.notify(CaseFinished(1, 1, other))
@@ -149,7 +151,13 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
             "line": "2",
             "title": "autoaccum guard: regressed, train.py --gpu rtx3090 --target-batch 256 --precision bf16",
         },
-        "\n".join([REGRESSED.explanation, *REGRESSED.reasons, f"{REGRESSED.hint}: {REGRESSED.command}"]),
+        "\n".join(
+            [
+                "+1.25 GiB (+8.9 %); rtx3090 now holds 24 instead of 32",
+                *map(str, REGRESSED.reasons),
+                f"{REGRESSED.hint}: {REGRESSED.command}",
+            ]
+        ),
     )
     assert unmeasured is not None
     assert unmeasured[:1] == ("error",)
@@ -194,7 +202,7 @@ def test_the_summary_is_appended(tmp_path: Path) -> None:
 
 def test_a_summary_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     told = write_summary(ALL, {"GITHUB_STEP_SUMMARY": os.fspath(tmp_path / "nowhere" / "summary.md")})
-    assert told == "the step's summary cannot be written (No such file or directory)"
+    assert told == message("summary_not_written", error="No such file or directory")
     assert write_summary(ALL, {"GITHUB_STEP_SUMMARY": "a\0b"}) is not None
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement, Report, Verdict
+from autoaccum.messages import message
 from autoaccum.units import GIB, MIB
 
 CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
@@ -33,9 +34,15 @@ REGRESSED = Verdict(
     case=CASE,
     outcome="regressed",
     exit_code=1,
-    explanation="+1.25 GiB (+8.9 %): activations of blocks.{0..11}.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
-    reasons=("the peak grew by 8.9 %, allowed are 1 %", "rtx3090 now holds 24 instead of 32"),
-    hint="if meant, lock it",
+    explanation=(
+        message("memory_changed", quantity="peak", bytes=1280 * MIB, before_bytes=14 * GIB),
+        message("largest_changed", gpu="rtx3090", before=32, now=24),
+    ),
+    reasons=(
+        message("memory_grew", quantity="peak", bytes=1280 * MIB, before_bytes=14 * GIB, tolerance="1%"),
+        message("largest_fell", before=32, now=24),
+    ),
+    hint=message("lock_if_meant"),
     command="autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
     growths=(
         Growth(category="activations", module="blocks.{0..11}.mlp", bytes=1200 * MIB, change="bf16 -> fp32"),
@@ -51,7 +58,7 @@ UNCHANGED = Verdict(
 WITHIN = Verdict(
     case=make_case(**{**CASE.to_record(), "precision": "fp32"}),
     outcome="passed",
-    explanation="+2.0 MiB (+0.01 %): temporaries +2.0 MiB",
+    explanation=(message("memory_changed", quantity="peak", bytes=2 * MIB, before_bytes=14 * GIB),),
     before=BEFORE,
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
@@ -59,9 +66,8 @@ UNMEASURED = Verdict(
     case=dataclasses.replace(CASE, workload="broken.py:model"),
     outcome="unmeasured",
     exit_code=3,
-    reasons=("model() raised ValueError: 50 %,\n::error::told",),
+    reasons=(message("error", error="workload", text="model() raised ValueError: 50 %,\n::error::told"),),
     traceback='File "broken.py", line 3, in model\n    raise ValueError("50 %")\n::error::raised\n  ##[group]old',
-    warnings=("its weight was not looked at",),
 )
 LOCKED = Verdict(case=CASE, outcome="locked", now=BEFORE)
 
