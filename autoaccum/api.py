@@ -492,7 +492,8 @@ def tune(
         study: The name of the study in the storage; the workload's name when None.
         seed: Seeds the sampler and every trial of the search.
         progress: Draw progress on stderr.
-        on_event: Called with each event of `autoaccum.tuning.tuning_records`, and with warnings (`fit_events.Notice`).
+        on_event: Called with each event of `autoaccum.tuning.tuning_records`, and with warnings
+            (`autoaccum.messages.Message`).
         options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
             `batchnorm`, `coupled`, `multiple_of`, `optimizer` and `time_limit` (no trial starts later).
 

@@ -13,12 +13,12 @@ from typing import Any
 from rich.text import Text
 
 from autoaccum.checks import counted, join_words
+from autoaccum.messages import Message
 from autoaccum.reporting.console import Block, Facts, Table, copied
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.serialization import to_plain
-from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import (
     Row,
     SearchSpace,
@@ -81,7 +81,7 @@ def _notes(row: Row, own_rate: float) -> Iterator[str]:
     if row.oom_retries:
         yield f"out of memory {counted(row.oom_retries, 'time')}"
     if row.reason is not None:
-        yield row.reason
+        yield str(row.reason)
 
 
 def _format_loss(loss: float | None) -> str:
@@ -110,17 +110,16 @@ def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
         yield "default rate", _own_words(tuning, best)
     if tuning.plan is not None:
         yield "plan", f"{format_parts(tuning.plan.micro_batches)} samples per update"
-    yield "budget", f"{tuning.budget:,} samples a trial; losses are of {tuning.workload['held_out']}"
+    yield "budget", f"{tuning.budget:,} samples a trial; losses are of {tuning.workload.held_out}"
     yield "trials", _trial_words(tuning)
     yield "study", copied(f"{tuning.study} in {tuning.storage}")
     yield "time", format_seconds(tuning.seconds)
-    for warning in tuning.warnings:
-        yield "warning", Text(warning, "yellow")
+    yield from Facts.of_messages(tuning.warnings, ()).rows
 
 
 def _own_words(tuning: Tuning, best: Row) -> str:
     """Compare with the workload's own learning rate."""
-    own, rate = tuning.own, f"{tuning.workload['learning_rate']:.3g}"
+    own, rate = tuning.own, f"{tuning.workload.learning_rate:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
     if own.number == best.number:
@@ -141,7 +140,7 @@ def _trials_table(tuning: Tuning) -> Table:
     table = Table(">trial", "outcome", ">loss", ">time", "with")
     rows = sorted(tuning.rows, key=_rank)
     for row in rows[:_MOST_TRIALS]:
-        number, outcome, *others = _row_cells(row, tuning.workload["learning_rate"], tuning.space)
+        number, outcome, *others = _row_cells(row, tuning.workload.learning_rate, tuning.space)
         is_best = tuning.best is not None and tuning.best.number == row.number
         table.add(number, Text(outcome, _STYLES[row.state]), *others, style="bold green" if is_best else "")
     if len(rows) > _MOST_TRIALS:
@@ -186,8 +185,8 @@ class TuneProgress(PlanProgress):
                 self.show(f"trial {event.number}, {done}: {_rate_words(event, self._space)} ...")
             case Row():
                 self._end_run(event)
-            case Notice(text):
-                self.warn(text)
+            case Message():
+                self.warn(str(event))
             case _:
                 super().notify(event)
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -16,11 +17,11 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from autoaccum.errors import StudyError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.serialization import read_record, to_plain
-from autoaccum.training.fit_events import Notice
-from autoaccum.tuning.trial_processes import TrialProcesses
+from autoaccum.tuning.trial_processes import Train, TrialProcesses
 from autoaccum.tuning.tuning_records import (
     MILESTONES,
     LearningRateRange,
@@ -33,6 +34,7 @@ from autoaccum.tuning.tuning_records import (
 )
 
 _RATE, _TARGET, _MICRO = "learning_rate", "target_batch", "micro_batch"
+"""What is searched: names of Optuna's parameters, and of the fields of `Row` and `Train`."""
 _HEARTBEAT_SECONDS = 20
 """Time between signs of life, by which Optuna detects trials whose process was killed, and retries them."""
 _MAX_RETRIES = 3
@@ -45,48 +47,42 @@ _OUTCOME = "outcome"
 
 @contextmanager
 def open_storage(file: str) -> Iterator[RDBStorage]:
-    """Open Optuna's storage in an SQLite file, creating it if necessary.
+    """Open Optuna's storage in an SQLite file, creating it if necessary; meanwhile Optuna logs only errors.
 
     Raises:
-        StudyError: It cannot be opened.
+        StudyError: It cannot be opened, or not be read or written while it is open.
     """
     url = URL.create("sqlite", database=file).render_as_string()
-    with storage_errors(file):
-        storage = RDBStorage(
-            url.replace("{", "{{").replace("}", "}}"),  # Optuna formats this string.
-            engine_kwargs={"connect_args": {"timeout": _PATIENCE_SECONDS}},
-            heartbeat_interval=_HEARTBEAT_SECONDS,
-            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=_MAX_RETRIES),
-        )
-    try:
-        yield storage
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
-
-
-@contextmanager
-def storage_errors(file: str) -> Iterator[None]:
-    """Turn errors of a storage into `StudyError`, and let Optuna log only errors."""
-    before = optuna.logging.get_verbosity()
+    verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)  # Heartbeats and the retries after them.
-            yield
-    except (StorageInternalError, SQLAlchemyError, OSError) as error:
+            storage = RDBStorage(
+                url.replace("{", "{{").replace("}", "}}"),  # Optuna formats this string.
+                engine_kwargs={"connect_args": {"timeout": _PATIENCE_SECONDS}},
+                heartbeat_interval=_HEARTBEAT_SECONDS,
+                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=_MAX_RETRIES),
+            )
+            try:
+                yield storage
+            finally:
+                storage.remove_session()
+                storage.engine.dispose()
+    except (StorageInternalError, SQLAlchemyError) as error:
         cause = error.__cause__ or error
         raise StudyError(
             f"the study in {file} cannot be read or written ({first_line(getattr(cause, 'orig', None) or cause)})",
             hint="check access to it, or choose another by --storage; the study is unchanged",
         ) from None
     finally:
-        optuna.logging.set_verbosity(before)
+        optuna.logging.set_verbosity(verbosity)
 
 
 def study_config(request: TuneRequest, facts: WorkloadFacts, budget: int, rates: LearningRateRange) -> dict[str, Any]:
     """Return what must be equal for all trials of a study, as plain values."""
     return {
+        "format": 2,  # Of what is stored with a trial.
         "workload": facts.name,
         "source files": facts.digest,
         "learning rates": f"{rates.low:g}..{rates.high:g}",
@@ -104,38 +100,32 @@ class Study:
 
     Raises:
         UsageError: A study of that name has another configuration or is not autoaccum's; it stays as it is.
-        StudyError: The storage cannot be read or written.
     """
 
-    def __init__(self, storage: RDBStorage, file: str, name: str, config: dict[str, Any]) -> None:
-        self.file = file
-        with storage_errors(file):
-            self.optuna = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-            stored = self.optuna.user_attrs.get(_CONFIG)
-            is_new = stored is None and not self.optuna.get_trials(deepcopy=False)
-            if is_new:
-                self.optuna.set_user_attr(_CONFIG, config)
-            else:
-                _check_config(stored, config, name)
-            # With the seed, the sampler of a second process would repeat earlier draws.
-            self.optuna.sampler = optuna.samplers.TPESampler(seed=config["seed"] if is_new else None)
-            self.optuna.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
+    def __init__(self, storage: RDBStorage, name: str, config: dict[str, Any]) -> None:
+        self.optuna = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+        stored = self.optuna.user_attrs.get(_CONFIG)
+        is_new = stored is None and not self.optuna.get_trials(deepcopy=False)
+        if is_new:
+            self.optuna.set_user_attr(_CONFIG, config)
+        else:
+            _check_config(stored, config, name)
+        # With the seed, the sampler of a second process would repeat earlier draws.
+        self.optuna.sampler = optuna.samplers.TPESampler(seed=config["seed"] if is_new else None)
+        self.optuna.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
 
     def rows(self) -> tuple[Row, ...]:
         """Return all trials."""
-        with storage_errors(self.file):
-            return tuple(map(_read_trial, self.optuna.get_trials(deepcopy=False)))
+        return tuple(map(_read_trial, self.optuna.get_trials(deepcopy=False)))
 
     def load_plan(self) -> Plan | None:
         """Return the plan, whose ceiling and micro-batch hold for all trials; None before it is made."""
-        with storage_errors(self.file):
-            stored = self.optuna.user_attrs.get(_PLAN)
+        stored = self.optuna.user_attrs.get(_PLAN)
         return None if stored is None else Plan.from_json(stored)
 
     def save_plan(self, plan: Plan) -> Plan:
         """Save the plan for all workers, and return it."""
-        with storage_errors(self.file):
-            self.optuna.set_user_attr(_PLAN, plan.to_json())
+        self.optuna.set_user_attr(_PLAN, plan.to_json())
         return plan
 
 
@@ -157,7 +147,7 @@ def _check_config(stored: object, requested: dict[str, Any], study: str) -> None
 def _read_trial(trial: FrozenTrial) -> Row:
     """Convert one of Optuna's trials. Only a trial that ended by itself has the user attribute `_OUTCOME`."""
     state: Any = "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
-    ended, known = trial.user_attrs.get(_OUTCOME), trial.intermediate_values
+    ended, losses = trial.user_attrs.get(_OUTCOME), trial.intermediate_values
     is_over = trial.state.is_finished()
     outcome = read_record(ended, Outcome) if ended and is_over else Outcome(state=state)
     return Row(
@@ -166,7 +156,7 @@ def _read_trial(trial: FrozenTrial) -> Row:
         learning_rate=trial.params.get(_RATE),
         target_batch=trial.user_attrs.get(_TARGET),
         micro_batch=trial.user_attrs.get(_MICRO),
-        losses=tuple((at, known[at]) for at in MILESTONES if at in known),
+        losses=tuple((percent, losses[percent]) for percent in MILESTONES if percent in losses),
         lost=is_over and ended is None,
     )
 
@@ -175,75 +165,71 @@ class _TrialFailed(Exception):  # noqa: N818 (an outcome, for Optuna)
     """The user's code raised in a training, or its process died."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Search:
-    """Runs trials of a study in child processes; `plan` is that of the largest target batch."""
+    """Runs trials of a study in child processes.
 
-    def __init__(
-        self,
-        study: Study,
-        space: SearchSpace,
-        default_rate: float,
-        budget: int,
-        plan: Plan,
-        processes: TrialProcesses,
-        notify: Listener,
-    ) -> None:
-        self._study, self._space, self._default_rate = study, space, default_rate
-        self._budget, self._plan = budget, plan
-        self._processes, self._notify = processes, notify
+    Attributes:
+        default_rate: The workload's own learning rate.
+        budget: Samples that a trial trains on.
+        plan: That of the largest target batch.
+        notify: Called with each trial as it starts and when it has ended, and with warnings.
+    """
 
-    def run(self) -> str | None:
-        """Run trials until the study has as many as requested; return why it ended before, as a clause.
+    study: Study
+    space: SearchSpace
+    default_rate: float
+    budget: int
+    plan: Plan
+    processes: TrialProcesses
+    notify: Listener
+
+    def run(self) -> Message | None:
+        """Run trials until the study has as many as requested; return why it ended before.
 
         The first one has the workload's own learning rate, and the smallest target batch. Several workers may search at
         once, each with up to one trial too many.
 
         Raises:
             WorkloadError: The user's code fails in the very first trial.
-            StudyError: The storage can no longer be read or written.
         """
-        request, rate, rows = self._processes.request, self._default_rate, self._study.rows()
-        space = self._space
+        request, rate, rows = self.processes.request, self.default_rate, self.study.rows()
+        rates = self.space.learning_rates
         if count_finished(rows) >= request.trials:
             return None
-        is_covered = space.learning_rates.low <= rate <= space.learning_rates.high
-        with storage_errors(self._study.file):
-            if is_covered and not any(row.learning_rate == rate and not row.lost for row in rows):
-                self._study.optuna.enqueue_trial(
-                    {_RATE: rate, _TARGET: space.target_batches[0], _MICRO: space.micro_batches[-1]}
-                )
-            self._study.optuna.optimize(
-                self._objective,
-                timeout=request.options.time_limit,
-                catch=(_TrialFailed,),
-                callbacks=[self._on_trial_end],
-            )
-        is_over = count_finished(self._study.rows()) >= request.trials
-        return None if is_over else f"its time of {request.options.time_limit:g} s is over"
+        if rates.low <= rate <= rates.high and not any(row.learning_rate == rate and not row.lost for row in rows):
+            first = {_RATE: rate, _TARGET: self.space.target_batches[0], _MICRO: self.space.micro_batches[-1]}
+            self.study.optuna.enqueue_trial(first)
+        limit = request.options.time_limit
+        self.study.optuna.optimize(
+            self._objective, timeout=limit, catch=(_TrialFailed,), callbacks=[self._on_trial_end]
+        )
+        is_over = count_finished(self.study.rows()) >= request.trials
+        return None if is_over else message("study_out_of_time", seconds=limit)
 
     def _objective(self, trial: Trial) -> float:
         """Train with a trial's setting: Optuna's objective."""
-        rates = self._space.learning_rates
-        row = Row(
-            number=trial.number,
-            state="running",
-            learning_rate=trial.suggest_float(_RATE, rates.low, rates.high, log=True),
-            target_batch=_choose(trial, _TARGET, self._space.target_batches),
-            micro_batch=_choose(trial, _MICRO, self._space.micro_batches),
-        )
-        self._notify(row)
+        rates = self.space.learning_rates
+        setting: dict[str, Any] = {
+            _RATE: trial.suggest_float(_RATE, rates.low, rates.high, log=True),
+            _TARGET: _choose(trial, _TARGET, self.space.target_batches),
+            _MICRO: _choose(trial, _MICRO, self.space.micro_batches),
+        }
+        self.notify(Row(number=trial.number, state="running", **setting))
+        common = {"budget": self.budget, "seed": self.processes.request.seed}
 
         def should_continue(percent: int, loss: float) -> bool:
             trial.report(loss, percent)
             return not trial.should_prune()
 
-        outcome = self._processes.train(row, self._plan, self._budget, should_continue)
+        training = Train(**setting, **common, evaluation_batch=self.plan.largest_fit)
+        outcome = self.processes.train(training, should_continue)
         for text in outcome.warnings:
-            self._notify(Notice(f"trial {trial.number}: {text}"))
+            self.notify(message("trial_warning", number=trial.number, text=text))
         trial.set_user_attr(_OUTCOME, to_plain(outcome))
         if outcome.state == "failed":
-            if count_finished(self._study.rows()):
-                raise _TrialFailed(outcome.reason)
+            if count_finished(self.study.rows()):
+                raise _TrialFailed(str(outcome.reason))
             raise WorkloadError(
                 f"the first trial failed: {outcome.reason}",
                 hint="fix the workload; a changed workload needs another study: --study NAME",
@@ -256,8 +242,8 @@ class Search:
 
     def _on_trial_end(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Report the result of a trial, and end the search if it has enough trials."""
-        self._notify(_read_trial(trial))
-        if count_finished(self._study.rows()) >= self._processes.request.trials:
+        self.notify(_read_trial(trial))
+        if count_finished(self.study.rows()) >= self.processes.request.trials:
             study.stop()
 
 

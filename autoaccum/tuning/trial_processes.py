@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +14,7 @@ from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.device_choice import check_device
 from autoaccum.errors import WorkloadError
-from autoaccum.planning.plan_record import Plan
-from autoaccum.tuning.tuning_records import Outcome, Row, ShouldContinue, TuneRequest, WorkloadFacts
+from autoaccum.tuning.tuning_records import Outcome, ShouldContinue, TuneRequest, WorkloadFacts
 
 _LOAD_SECONDS = 3600.0
 """Limit of loading: anything longer hangs."""
@@ -49,7 +49,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Request[TrainingProgress]):
-    """Train up to the first milestone."""
+    """Train with a trial's setting on `budget` samples, up to the first milestone."""
 
     learning_rate: float
     target_batch: int
@@ -70,20 +70,25 @@ class ContinueTraining(Request[TrainingProgress]):
     doing = "training"
 
 
+@dataclass(frozen=True)
 class TrialProcesses:
     """Starts child processes, sends them requests, and ends them.
 
-    Args:
+    Attributes:
+        request: What is tuned.
         on_output: Called with each line that the workload prints; None: it goes to stderr.
+        digest: The digest of the source files that all trials must have; None until it is known.
 
     Raises:
         UsageError: There is no such device.
     """
 
-    def __init__(self, request: TuneRequest, on_output: Callable[[str], None] | None = None) -> None:
-        check_device(request.options.device)
-        self.request, self._on_output = request, on_output
-        self._digest: str | None = None
+    request: TuneRequest
+    on_output: Callable[[str], None] | None = None
+    digest: str | None = None
+
+    def __post_init__(self) -> None:
+        check_device(self.request.options.device)
 
     def describe(self) -> WorkloadFacts:
         """Load the workload in a child and describe what it trains.
@@ -98,27 +103,18 @@ class TrialProcesses:
                 facts = process.call(Describe(), _LOAD_SECONDS)
         except JobFailed as failed:
             raise failure_error(failed.failure, "the machine") from None
-        self._digest = facts.digest
-        return facts
+        return dataclasses.replace(facts, reference=self.request.reference)
 
-    def train(self, row: Row, plan: Plan, budget: int, should_continue: ShouldContinue) -> Outcome:
+    def train(self, training: Train, should_continue: ShouldContinue) -> Outcome:
         """Train with a trial's setting in a fresh process, which is ended afterwards; a failure becomes an `Outcome`.
 
         Raises:
             NotMeasuredError: No process can be started.
             WorkloadError: The workload's source files have changed since the study began.
         """
-        request = Train(
-            learning_rate=row.learning_rate or 0.0,
-            target_batch=row.target_batch or plan.target_batch,
-            micro_batch=row.micro_batch or plan.micro_batch,
-            evaluation_batch=plan.largest_fit,
-            budget=budget,
-            seed=self.request.seed,
-        )
         try:
             with self._loaded() as process:
-                progress = process.call(request, math.inf)
+                progress = process.call(training, math.inf)
                 while progress.outcome is None:
                     go_on = should_continue(progress.percent, progress.loss)
                     progress = process.call(ContinueTraining(go_on), math.inf)
@@ -128,7 +124,7 @@ class TrialProcesses:
 
     def check_unchanged(self, digest: str) -> None:
         """Raise WorkloadError if the digest of the loaded source files is not that of the study."""
-        if self._digest is not None and digest != self._digest:
+        if self.digest is not None and digest != self.digest:
             raise WorkloadError(
                 f"{self.request.reference} has changed during tuning, so that trials can no longer be compared",
                 hint="restore it and continue, or start another study: --study NAME",
@@ -143,7 +139,7 @@ class TrialProcesses:
             target_batch=self.request.target_batches[-1],
         )
         handler = "autoaccum.tuning.trial_training:TuningChild"
-        process = ChildProcess(handler, on_output=self._on_output, measured=False)
+        process = ChildProcess(handler, on_output=self.on_output, measured=False)
         try:
             self.check_unchanged(process.call(load, _LOAD_SECONDS))
             yield process

@@ -20,6 +20,7 @@ from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
+from autoaccum.messages import message
 from autoaccum.options import Options, make_options
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.sources.samples import replace_fields
@@ -41,30 +42,19 @@ _UNLIMITED = 10**12
 """Updates; the budget ends a training."""
 
 
-def train_setting(
-    workload: Workload,
-    *,
-    learning_rate: float,
-    target_batch: int,
-    micro_batch: int,
-    evaluation_batch: int,
-    budget: int,
-    seed: int,
-    device: str,
-    should_continue: ShouldContinue,
-) -> Outcome:
+def train_setting(workload: Workload, training: Train, device: str, should_continue: ShouldContinue) -> Outcome:
     """Train in this process, and ask `should_continue` at each milestone; a failure becomes an `Outcome`."""
-    monitor = _Monitor(budget, should_continue)
+    monitor = _Monitor(training.budget, should_continue)
     try:
-        training, held_out, _, _ = split_data(workload)
-        data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
+        samples, held_out, _, _ = split_data(workload)
+        data: dict[str, Any] = {"dataset": samples, "evaluation_dataset": held_out, "evaluate": None}
         request = FitRequest(
-            model_or_workload=dataclasses.replace(workload, **data, evaluation_batch=evaluation_batch),
-            target_batch=target_batch,
-            micro_batch=micro_batch,
-            learning_rate=learning_rate,
+            model_or_workload=dataclasses.replace(workload, **data, evaluation_batch=training.evaluation_batch),
+            target_batch=training.target_batch,
+            micro_batch=training.micro_batch,
+            learning_rate=training.learning_rate,
             steps=_UNLIMITED,
-            seed=seed,
+            seed=training.seed,
             options=Options(device=device),
             check="off",
             eval_due=monitor.is_due,
@@ -73,15 +63,15 @@ def train_setting(
         with blame_exit("training"), warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
             notices = train(request).warnings
-        return dataclasses.replace(monitor.outcome, warnings=notices)
+        return dataclasses.replace(monitor.outcome, warnings=tuple(map(str, notices)))
     except NonFiniteError as error:
-        ended = Outcome(state="diverged", reason=error.message)
+        ended: dict[str, Any] = {"state": "diverged", "reason": message("error", error=error.code, text=error.message)}
     except DoesNotFitError as error:
-        ended = Outcome(state="out_of_memory", reason=str(error))
+        ended = {"state": "out_of_memory", "reason": message("error", error=error.code, text=str(error))}
     except Exception as error:
-        ended = Outcome.of_failure(describe_failure(error, "training"))
-    known = monitor.outcome
-    return dataclasses.replace(ended, samples=known.samples, seconds=known.seconds, oom_retries=known.oom_retries)
+        failed = Outcome.of_failure(describe_failure(error, "training"))
+        ended = {"state": failed.state, "reason": failed.reason, "user_traceback": failed.user_traceback}
+    return dataclasses.replace(monitor.outcome, loss=None, **ended)
 
 
 class _Monitor:
@@ -112,7 +102,7 @@ class _Monitor:
 
     def _record_loss(self, loss: float, update: int) -> None:
         if not math.isfinite(loss):
-            reason = f"the loss on held-out data is {loss} after update {update}"
+            reason = message("held_out_loss_not_finite", loss=str(loss), update=update)
             self._set(state="diverged", loss=None, reason=reason)
             return
         self._set(loss=loss)
@@ -121,8 +111,8 @@ class _Monitor:
                 self._set(state="pruned", loss=None)
                 return
 
-    def _set(self, **known: Any) -> None:
-        self.outcome = dataclasses.replace(self.outcome, **known)
+    def _set(self, **changes: Any) -> None:
+        self.outcome = dataclasses.replace(self.outcome, **changes)
 
 
 def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:
@@ -179,17 +169,17 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
         raise WorkloadError(f"{workload.name} has no dataset to train on", hint="define dataset = ... in it")
     total = _count_samples(data)
     if given is not None:
-        held = _count_samples(given)
-        if held == 0:
+        count = _count_samples(given)
+        if count == 0:
             raise WorkloadError("evaluation_dataset has no samples", hint="give some, or remove it")
-        return data, given, total, "evaluation_dataset" + ("" if held is None else f" ({held:,} samples)")
+        return data, given, total, "evaluation_dataset" + ("" if count is None else f" ({count:,} samples)")
     if total is None or total < 2:
         what = f"{total} samples" if total is not None else f"a {type(data).__name__} without length or index"
         raise WorkloadError(f"no samples can be held out of {what}", hint="define evaluation_dataset in the workload")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(_SEED)).tolist()
-    held = max(1, round(total / _HELD_OUT_SHARE))
-    words = f"{held:,} of {total:,} samples of dataset, drawn by seed {_SEED}"
-    return Subset(data, sorted(order[held:])), Subset(data, sorted(order[:held])), total - held, words
+    count = max(1, round(total / _HELD_OUT_SHARE))
+    words = f"{count:,} of {total:,} samples of dataset, drawn by seed {_SEED}"
+    return Subset(data, sorted(order[count:])), Subset(data, sorted(order[:count])), total - count, words
 
 
 def _count_samples(data: Any) -> int | None:
@@ -212,8 +202,7 @@ class TuningChild(Handler):
         if isinstance(request, Describe):
             return describe_workload(self._workload, device, self._load.target_batch)
         assert isinstance(request, Train)
-        settings = vars(request) | {"device": device, "should_continue": self._ask}
-        return TrainingProgress(outcome=train_setting(self._workload, **settings))
+        return TrainingProgress(outcome=train_setting(self._workload, request, device, self._ask))
 
     def _load_workload(self, request: LoadForTuning) -> str:
         """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from autoaccum.checks import read_count
 from autoaccum.devices.child.failures import Failure
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Throughput
@@ -107,6 +108,7 @@ class WorkloadFacts:
     """The description of a workload by a child process.
 
     Attributes:
+        reference: How it was named.
         digest: The digest of its source files.
         learning_rate: The default rate of the first parameter group.
         schedule: The class of its scheduler.
@@ -124,6 +126,7 @@ class WorkloadFacts:
     training_samples: int | None
     held_out: str
     device: str
+    reference: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +139,9 @@ class Outcome:
         loss: The held-out loss at the end; None unless complete.
         seconds: Seconds of its updates.
         oom_retries: How many times an update was repeated after running out of memory.
-        reason: Why it ended early, as a sentence without a full stop.
+        reason: Why it ended early.
         user_traceback: The user's own frames, if their code failed.
+        warnings: What training warned of, as sentences.
     """
 
     state: State
@@ -145,7 +149,7 @@ class Outcome:
     samples: int = 0
     seconds: float = 0.0
     oom_retries: int = 0
-    reason: str | None = None
+    reason: Message | None = None
     user_traceback: str | None = None
     warnings: tuple[str, ...] = ()
 
@@ -153,7 +157,8 @@ class Outcome:
     def of_failure(cls, failure: Failure) -> Outcome:
         """Return the outcome of a training that failed in a child, or that could not load the workload there."""
         state: State = "out_of_memory" if failure.outcome == "oom" else "failed"
-        return cls(state=state, reason=failure.message, user_traceback=failure.traceback)
+        reason = message("error", error=failure.outcome, text=failure.message)
+        return cls(state=state, reason=reason, user_traceback=failure.traceback)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,28 +187,29 @@ class Tuning:
 
     Attributes:
         storage: Its file.
+        workload: What was trained.
         space: What was searched.
         budget: The samples that each trial trains on.
         best: The complete trial with the lowest loss; None if no trial is complete.
         own: The trial with the workload's own learning rate; None if it was not run to the end.
         plan: The plan of the best setting, with its learning rate; None without one.
-        ended: Why the search ended before all trials, as a clause.
+        ended: Why the search ended before all trials.
     """
 
     study: str
     storage: str
-    workload: Mapping[str, Any]
+    workload: WorkloadFacts
     space: SearchSpace
     budget: int
     rows: tuple[Row, ...]
     best: Row | None
     own: Row | None
     plan: Plan | None = None
-    ended: str | None = None
+    ended: Message | None = None
     throughput: Throughput | None = None
     seconds: float = 0.0
-    warnings: tuple[str, ...] = ()
-    schema: int = 6
+    warnings: tuple[Message, ...] = ()
+    schema: int = 7
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,7 @@ class SearchStarted:
 
 
 Listener = Callable[[Any], Any]
-"""Called with every event, and the planner's while it plans."""
+"""Called with every event, with the planner's while it plans, and with warnings (`autoaccum.messages.Message`)."""
 
 ShouldContinue = Callable[[int, float], bool]
 """Called with a milestone (percent of the budget) and the held-out loss; returns whether to continue."""

@@ -21,8 +21,8 @@ from autoaccum.options import Options
 from autoaccum.training.fit_events import FitResult, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
-from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tuning_records import Row, TuneRequest
+from autoaccum.tuning.trial_processes import Train, TrialProcesses
+from autoaccum.tuning.tuning_records import TuneRequest
 
 WIDTH, SAMPLES, TARGET = 64, 480, 96
 
@@ -146,11 +146,12 @@ def test_a_plan_of_the_card_is_trained_in_children_and_by_fit(write_workload: Ca
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     processes = TrialProcesses(TuneRequest(reference=reference, target_batch=target, options=Options(device="cuda")))
-    row = Row(number=0, state="running", learning_rate=rate, target_batch=target, micro_batch=made.micro_batch)
-    first = processes.train(row, made, 2 * target, ending)
-    wild = processes.train(replace(row, learning_rate=1e30), made, 2 * target, lambda percent, loss: True)
-    again = processes.train(row, made, 2 * target, ending)
-    pruned = processes.train(row, made, 2 * target, ending)
+    sizes = {"target_batch": target, "micro_batch": made.micro_batch, "evaluation_batch": made.largest_fit}
+    training = Train(learning_rate=rate, **sizes, budget=2 * target, seed=0)
+    first = processes.train(training, ending)
+    wild = processes.train(replace(training, learning_rate=1e30), lambda percent, loss: True)
+    again = processes.train(training, ending)
+    pruned = processes.train(training, ending)
     assert [outcome.state for outcome in (first, wild, again, pruned)] == ["complete", "diverged", "complete", "pruned"]
     assert first.loss is not None
     assert again.loss == pytest.approx(first.loss, rel=1e-3)

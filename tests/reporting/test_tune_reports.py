@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
+from autoaccum.messages import message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.tune_report import TuneProgress, tuning_blocks, tuning_record
-from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_records import Row, SearchStarted, StudyOpened, Tuning
+
+ODD = message("rate_near_end", end=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,14 @@ def test_the_table_says_what_is_best(studied: Any) -> None:
 
 def test_a_study_that_found_nothing_says_so() -> None:
     lost = Row(number=1, state="failed", lost=True)
-    bad = Row(number=0, state="diverged", learning_rate=0.05, reason="update 3: the loss is\nnan")
-    text = printed(tuning_of((bad, lost), ended="its time of 9 s is over", warnings=("odd",)))
+    reason = message("error", error="non_finite", text="update 3: the loss is\nnan")
+    bad = Row(number=0, state="diverged", learning_rate=0.05, reason=reason)
+    ended = message("study_out_of_time", seconds=9.0)
+    text = printed(tuning_of((bad, lost), ended=ended, warnings=(ODD,)))
     assert "best         no trial finished its budget with a finite loss\n" in text
     assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
     assert "the workload's learning rate; update 3: the loss is nan" in text
-    assert "warning      odd\n" in text
+    assert f"warning      {ODD}\n" in text
 
 
 def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
@@ -75,24 +79,24 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     begun = [
         StudyOpened(FACTS, "line", "tune.db", 3, 4),
         SearchStarted(SPACE, plan_of(), remembered=True),
-        Notice("odd"),
-        Notice("odd"),
+        ODD,
+        ODD,
     ]
     text = told_lines([*begun, *told])
     assert "line: SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
     assert "study line in tune.db; continuing after 3 of 4 trials\n" in text
     assert "micro-batch 16 was planned for this study before\n" in text
     assert text.count("trial  outcome") == 1
-    assert text.count("warning: odd\n") == 1
+    assert text.count(f"warning: {ODD}\n") == 1
     for row in tuning.rows:
         assert f"\n{row.number:>5}  {row.state}" in text
-    assert told_lines([*begun, *told], quiet=True) == "warning: odd\n"
+    assert told_lines([*begun, *told], quiet=True) == f"warning: {ODD}\n"
 
 
 def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     tuning = studied[2]
     record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
-    assert record["schema"] == 6
+    assert record["schema"] == 7
     assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
     assert record["best"]["learning_rate"] == tuning.best.learning_rate
     assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.learning_rate)

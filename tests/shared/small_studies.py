@@ -15,10 +15,12 @@ from torch.utils.data import TensorDataset
 
 from autoaccum import Workload
 from autoaccum.devices.base import Trial
+from autoaccum.messages import Message
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.tuning.study import Search, Study, open_storage, study_config
+from autoaccum.tuning.trial_processes import Train
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tuning_records import (
     LearningRateRange,
@@ -41,6 +43,7 @@ FACTS = WorkloadFacts(
     training_samples=72,
     held_out="8 of 80 samples of dataset, drawn by seed 0",
     device="cpu",
+    reference="line.py",
 )
 RATES = LearningRateRange(OWN_RATE / 100, OWN_RATE * 100)
 SPACE = SearchSpace(learning_rates=RATES, target_batches=(16,), micro_batches=(16,))
@@ -91,21 +94,9 @@ class Trainer:
     workload: Workload
     before: Callable[[float], object] = lambda rate: None
 
-    def train(self, row: Row, plan: Plan, budget: int, should_continue: Any) -> Outcome:
-        assert None not in (row.learning_rate, row.target_batch, row.micro_batch)
-        learning_rate = row.learning_rate or 0.0
-        self.before(learning_rate)
-        return train_setting(
-            self.workload,
-            learning_rate=learning_rate,
-            target_batch=row.target_batch or 0,
-            micro_batch=row.micro_batch or 0,
-            evaluation_batch=plan.largest_fit,
-            budget=budget,
-            seed=self.request.seed,
-            device="cpu",
-            should_continue=should_continue,
-        )
+    def train(self, training: Train, should_continue: Any) -> Outcome:
+        self.before(training.learning_rate)
+        return train_setting(self.workload, training, "cpu", should_continue)
 
 
 def request_of(**fields: Any) -> TuneRequest:
@@ -123,7 +114,7 @@ def request_of(**fields: Any) -> TuneRequest:
 def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
     """A study in a file, created or resumed."""
     with open_storage(str(file)) as storage:
-        yield Study(storage, str(file), "line", study_config(request, facts, 64, RATES))
+        yield Study(storage, "line", study_config(request, facts, 64, RATES))
 
 
 def search_in(
@@ -138,7 +129,7 @@ def search_in(
     plan: Plan | None = None,
     budget: int = 64,
     notify: Callable[[Any], object] = lambda event: None,
-) -> tuple[Any, str | None]:
+) -> tuple[Any, Message | None]:
     """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
     plan = plan or plan_of()
@@ -146,7 +137,16 @@ def search_in(
         learning_rates=rates, target_batches=request.target_batches, micro_batches=micro_batches or (plan.micro_batch,)
     )
     with study_in(file, request) as study:
-        ended = Search(study, space, own_rate, budget, plan, trainer, notify).run()
+        search = Search(
+            study=study,
+            space=space,
+            default_rate=own_rate,
+            budget=budget,
+            plan=plan,
+            processes=trainer,
+            notify=notify,
+        )
+        ended = search.run()
         return study.rows(), ended
 
 
@@ -163,7 +163,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
     known: dict[str, Any] = {
         "study": "line",
         "storage": "tune.db",
-        "workload": {"reference": "line.py", **vars(FACTS)},
+        "workload": FACTS,
         "space": SPACE,
         "budget": 64,
         "throughput": Throughput(target_batch=16, device="cpu", speeds=(slower, *speeds)),

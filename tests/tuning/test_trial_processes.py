@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from small_studies import plan_of, request_of
+from small_studies import request_of
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tuning_records import Outcome, Row
+from autoaccum.messages import message
+from autoaccum.tuning.trial_processes import Train, TrialProcesses
+from autoaccum.tuning.tuning_records import Outcome
 
 WORKLOAD = """
 import os, signal
@@ -50,15 +52,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def processes(reference: str, warm_children: None) -> TrialProcesses:
-    made = TrialProcesses(request_of(reference=reference, device="cpu"))
-    facts = made.describe()
-    assert (facts.name, facts.learning_rate, facts.training_samples) == ("line", 0.01, 72)
-    return made
+    processes = TrialProcesses(request_of(reference=reference, device="cpu"))
+    facts = processes.describe()
+    assert (facts.name, facts.reference, facts.learning_rate, facts.training_samples) == ("line", reference, 0.01, 72)
+    return dataclasses.replace(processes, digest=facts.digest)
 
 
 def train(processes: TrialProcesses, rate: float) -> Outcome:
-    row = Row(number=0, state="running", learning_rate=rate, target_batch=16, micro_batch=8)
-    return processes.train(row, plan_of(parts=(8, 8)), 64, lambda percent, loss: percent < 50 or rate < 1)
+    training = Train(learning_rate=rate, target_batch=16, micro_batch=8, evaluation_batch=8, budget=64, seed=0)
+    return processes.train(training, lambda percent, loss: percent < 50 or rate < 1)
 
 
 def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:
@@ -71,7 +73,8 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialP
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_a_failed_trial(processes: TrialProcesses) -> None:
     killed = train(processes, 7.0)
-    assert (killed.state, killed.reason) == ("failed", "training: its process was ended by SIGKILL")
+    reason = message("error", error="error", text="training: its process was ended by SIGKILL")
+    assert (killed.state, killed.reason) == ("failed", reason)
 
 
 def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:

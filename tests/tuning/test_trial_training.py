@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
+from autoaccum.tuning.trial_processes import Train
 from autoaccum.tuning.trial_training import describe_workload, split_data, train_setting
 from autoaccum.tuning.tuning_records import Outcome
 
@@ -32,17 +33,8 @@ def run(
     seed: int = 0,
     should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
-    return train_setting(
-        workload,
-        learning_rate=rate,
-        target_batch=16,
-        micro_batch=micro,
-        budget=64,
-        seed=seed,
-        evaluation_batch=8,
-        device="cpu",
-        should_continue=should_continue,
-    )
+    training = Train(learning_rate=rate, target_batch=16, micro_batch=micro, evaluation_batch=8, budget=64, seed=seed)
+    return train_setting(workload, training, "cpu", should_continue)
 
 
 def test_it_trains_for_its_budget_and_reports_at_milestones() -> None:
