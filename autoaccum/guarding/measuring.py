@@ -107,7 +107,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         trial = device.trial(parts, fresh=True)
         if trial.outcome == "error":
             raise trial_error(trial)
-        report = device.explain(parts, changes=False, detail=True)
+        report = device.explain(parts, changes=False, repeatable=True)
         if report.explanation.peak_bytes == peak_bytes(trial):
             break  # Else explaining made a new trace, which differs from the scaled one.
     prediction, described = device.predict(parts), device.describe()
