@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.trace_cache import CardFleet
+    from autoaccum.simulation.cards import Card
 
+_Result = TypeVar("_Result")
 _LEAST_TORCH = (2, 11)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
@@ -55,16 +56,19 @@ def make_device(settings: TrialSettings) -> Device:
     return CudaDevice(settings, index=index)
 
 
-def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet[SimulatedDevice]:
-    """Return the simulated devices of many cards, whatever card the options name; `confirms` as of `CardFleet`."""
+def run_on_cards(
+    settings: TrialSettings, cards: Sequence[Card], run: Callable[[Card, Device], _Result], *, confirms: bool
+) -> Generator[tuple[Card, _Result], None, None]:
+    """Run something on simulated cards, whatever card the options name; as `trace_cache.run_on_cards`."""
+    from autoaccum.devices.simulated import trace_cache
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
-    from autoaccum.devices.simulated.trace_cache import CardFleet
 
     fields = _simulated_fields(settings)
-    return CardFleet(
+    return trace_cache.run_on_cards(
+        cards,
+        lambda card, traces: run(card, SimulatedDevice(card, traces, **fields)),
         partial(Tracer, settings),
-        lambda card, traces: SimulatedDevice(card, traces, **fields),
         settings.share,
         confirms=confirms,
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.checks import check_alone, check_word
 from autoaccum.devices.base import Device
-from autoaccum.devices.device_choice import make_fleet
+from autoaccum.devices.device_choice import run_on_cards
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.messages import Message, message
 from autoaccum.options import Options
@@ -279,8 +279,9 @@ def compare_plans(
                     return plan_front(setup, asked, card.name, on_event)
                 return [plan_row(setup, asked, card.name, estimates=request.estimates)]
 
-        with shared.running(), closing(make_fleet(shared.settings, confirms=not shares)) as fleet:
-            for card, rows in fleet.each([cards[name] for name in names], plan):
+        results = run_on_cards(shared.settings, [cards[name] for name in names], plan, confirms=not shares)
+        with shared.running(), closing(results):
+            for card, rows in results:
                 for row in map(_note_shared_traces, rows) if shares else rows:
                     yield dataclasses.replace(row, price_per_hour=request.price_by_card.get(card.name))
 

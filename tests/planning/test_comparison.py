@@ -16,11 +16,10 @@ from planned import CARD, make_plan_setup, make_request, make_settings, plan_on,
 from small_blocks import blocks_source
 from synthetic_traces import INSPECTION, SyntheticTracer
 
-from autoaccum.devices.base import Device
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
-from autoaccum.devices.simulated.trace_cache import CardFleet
+from autoaccum.devices.simulated.trace_cache import TraceCache, run_on_cards
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.comparison import (
     Comparison,
@@ -168,13 +167,11 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
         tracers.append(Telling(card, others, keeps))
         return tracers[-1]
 
-    def plan(card: Card, device: Device) -> ComparisonRow:
-        setup = make_plan_setup(device)
+    def plan(card: Card, traces: TraceCache) -> ComparisonRow:
+        setup = make_plan_setup(SimulatedDevice(card, traces, **fields))
         return plan_row(setup, make_request(64, gpu=card.name), card.name, estimates=True)
 
-    fleet = CardFleet(make_tracer, lambda card, traces: SimulatedDevice(card, traces, **fields), 64)
-    rows = {card.name: row for card, row in fleet.each(cards, plan)}
-    fleet.close()
+    rows = {card.name: row for card, row in run_on_cards(cards, plan, make_tracer, 64)}
     assert list(rows) == ["t4", "rtx2080-ti", "rtx3090", "a10", "rtx4090"], "by generation"
     assert [tracer.card.name for tracer in tracers] == (["t4", "rtx3090", "rtx4090"] if keeps else ["rtx4090"])
     traced = [parts for parts in tracers[0].traced if parts != (1, 1)]

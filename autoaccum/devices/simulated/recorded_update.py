@@ -11,8 +11,10 @@ from operator import eq
 from typing import Final
 
 from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.budget import Deadline
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import UsageError
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.simulation.allocator.recording import Recording, read_recording
@@ -122,7 +124,8 @@ def compare_snapshot(
         )
     recording = read_recording(snapshot)
     schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
-    breakdown = device.break_down(schedule.micro_batches, recording.settings)
+    labelled = device.traces.ask(LabelParts, schedule.micro_batches, Deadline(None))
+    breakdown = MemoryBreakdown(labelled, device.replayer_with(recording.settings))
     trace, sizes, entries = breakdown.labelled.trace, breakdown.sized.sizes, recording.entries
     blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event] >= _SMALLEST]
     requests = [at for at, entry in enumerate(entries) if entry.action == "alloc" and entry.size >= _SMALLEST]

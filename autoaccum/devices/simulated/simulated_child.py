@@ -150,31 +150,6 @@ def manual_garbage_collection() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def inspect_simulated(
-    workload: Workload, share: int, mode: FakeCudaMode, mesh: tuple[int, ...] | None
-) -> tuple[Inspection, Trace]:
-    """Run a trial of two micro-batches of two samples, or fewer if `share` is smaller; also returns the trace.
-
-    No values are computed, so neither the loss nor its weighting can be checked.
-    """
-    size = probe_size(workload, SAMPLES, share)
-    parts = (size,) if size == share else (size, size)
-    needs_whole_batch = bool(workload.coupled) or workload.batchnorm == "exact"
-    with collect_warnings() as messages:
-        trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, mesh=mesh)
-        trace = trial.trace()
-    workload, least_size, notes = probe_sizes(workload, trial.built[0], share, has_drawn=trial.has_drawn)
-    inspection = Inspection(
-        **describe_run(workload, trial, share, terms=list(trial.result.terms), weighting=messages),
-        environment=describe_environment(DEVICE),
-        least_size=least_size,
-        accumulation_warnings=tuple(messages),
-        cautions=tuple(mode.notices),
-        notes=(*mode.checks, *notes),
-    )
-    return inspection, trace
-
-
 class SimulatedChild(Handler):
     """Handles the requests of `simulation_requests`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
 
@@ -251,14 +226,36 @@ class SimulatedChild(Handler):
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection | Failure:
-        def inspect(workload: Workload) -> Inspection:
-            inspection, trace = inspect_simulated(request.replaced(workload), self._share, self._mode, self._mesh)
-            needs_whole_batch = inspection.workload.whole_batch is not None
-            key = TraceParts(parts=trace.parts, needs_whole_batch=needs_whole_batch, savers=request.savers)
-            self._traces[key] = trace
-            return replace(inspection, parallel=self._parallel)
+        return self._run(
+            lambda workload: self._inspect_workload(request.replaced(workload), request.savers),
+            "a trial of two samples on the simulated card",
+        )
 
-        return self._run(inspect, "a trial of two samples on the simulated card")
+    def _inspect_workload(self, workload: Workload, savers: tuple[str, ...] | None) -> Inspection:
+        """Run a trial of two micro-batches of two samples, or fewer if the share is smaller, and keep its trace.
+
+        No values are computed, so neither the loss nor its weighting can be checked.
+        """
+        mode, share = self._mode, self._share
+        size = probe_size(workload, SAMPLES, share)
+        parts = (size,) if size == share else (size, size)
+        needs_whole_batch = bool(workload.coupled) or workload.batchnorm == "exact"
+        with collect_warnings() as messages:
+            trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, mesh=self._mesh)
+            trace = trial.trace()
+        workload, least_size, notes = probe_sizes(workload, trial.built[0], share, has_drawn=trial.has_drawn)
+        inspection = Inspection(
+            **describe_run(workload, trial, share, terms=list(trial.result.terms), weighting=messages),
+            environment=describe_environment(DEVICE),
+            least_size=least_size,
+            parallel=self._parallel,
+            accumulation_warnings=tuple(messages),
+            cautions=tuple(mode.notices),
+            notes=(*mode.checks, *notes),
+        )
+        needs_whole_batch = inspection.workload.whole_batch is not None
+        self._traces[TraceParts(parts=parts, needs_whole_batch=needs_whole_batch, savers=savers)] = trace
+        return inspection
 
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import (
     Capability,
@@ -16,13 +16,11 @@ from autoaccum.devices.base import (
     Device,
     Forecast,
     Inspection,
-    Outcome,
     Prediction,
     Trial,
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import MemoryReport
-from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import Message, message
@@ -34,11 +32,9 @@ from autoaccum.spec import DeviceFacts
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.breakdown import MemoryBreakdown
     from autoaccum.simulation.allocator.replay import Replayer
 
 
-_BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 _NCCL_BYTES = 688 * MIB
 """What NCCL allocates for a group of ranks outside PyTorch's allocator, as reported for groups of four A100s with
 NVLink (NVIDIA/nccl#964). It grows with the number of channels, and not with that of ranks beyond two machines
@@ -88,7 +84,7 @@ class SimulatedDevice(Device):
         bound = f"{card.name} (simulated, {format_bytes(self._context.bytes)} of it for its context)"
         supply = AvailableMemory(card.total_bytes, self._free_bytes, bound)
         self._limit_bytes = choose_budget(supply, memory, reserve, default_reserve=CARD_RESERVE)
-        self._traces, self._torch_version = traces, torch_version
+        self.traces, self._torch_version = traces, torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
 
@@ -105,7 +101,9 @@ class SimulatedDevice(Device):
     @property
     def allocator_settings(self) -> dict[str, Any]:
         """The allocator's settings that differ from PyTorch's defaults."""
-        return _changes(self._settings)
+        defaults = dataclasses.asdict(AllocatorSettings(total_bytes=self._settings.total_bytes))
+        settings = dataclasses.asdict(self._settings)
+        return {name: value for name, value in settings.items() if value != defaults[name]}
 
     def describe(self) -> DeviceFacts:
         """As `Device`, with the assumed properties of the card."""
@@ -132,17 +130,17 @@ class SimulatedDevice(Device):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load the workload and check what can be checked without computing values."""
-        inspection = self._traces.inspect(Deadline(limit_seconds))
+        inspection = self.traces.inspect(Deadline(limit_seconds))
         self._is_sharded = inspection.parallel == "fsdp2"
         return inspection
 
     def use_grad_sync(self, grad_sync: GradSync | None) -> None:
         """As `Device`."""
-        self._traces.grad_sync = grad_sync
+        self.traces.grad_sync = grad_sync
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         """As `Device`."""
-        self._traces.savers = savers
+        self.traces.savers = savers
 
     @property
     def rates(self) -> CardRates:
@@ -151,29 +149,22 @@ class SimulatedDevice(Device):
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
         """As `Device`, by one update of small micro-batches, the second one larger."""
-        return self._traces.count_cost(Deadline(limit_seconds))
+        return self.traces.count_cost(Deadline(limit_seconds))
 
     def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
-            traces = self._traces.traces_of(parts, deadline, fresh=fresh)
-        except (WorkloadError, NotMeasuredError) as error:
-            is_users = isinstance(error, WorkloadError)
-            return Trial(
-                parts=parts,
-                outcome="error",
-                message=str(error),
-                traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
-                fault="user" if is_users else "measurement",
-                timed_out=not is_users and deadline.is_over,
-            )
-        trial = predict_trial(self._replayer, traces, limit_bytes)
-        traced = any(self._traces.was_traced(trace) for trace in traces)
+            traces = self.traces.traces_of(parts, deadline, fresh=fresh)
+        except WorkloadError as error:
+            return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, fault="user")
+        except NotMeasuredError as error:
+            timed_out = deadline.is_over
+            return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=timed_out)
         return dataclasses.replace(
-            trial,
+            predict_trial(self.replayer, traces, limit_bytes),
             parts=parts,
-            fresh=traced or (fresh and not self._traces.confirms),
+            fresh=any(map(self.traces.was_traced, traces)) or (fresh and not self.traces.confirms),
             seconds=time.monotonic() - began,
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
         )
@@ -182,43 +173,40 @@ class SimulatedDevice(Device):
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
         deadline = Deadline(limit_seconds)
         with suppress(WorkloadError, NotMeasuredError):  # The trial of that size reports why.
-            self._fit(deadline, choose)
-        return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=self._why_alone)
+            self.fit(limit_seconds, choose)
+        return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=self._not_extrapolated)
 
-    def fit(self, limit_seconds: float | None = None) -> str | None:
+    def fit(self, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> str | None:
         """Trace small sizes; return why larger ones do not follow from them, None if they do.
 
         Raises:
             WorkloadError, NotMeasuredError: They cannot be traced.
         """
-        if self._fit(Deadline(limit_seconds)) is not None:
-            return None
-        return "; ".join(map(str, self._why_alone)) or "there are too few samples"
 
-    def _fit(self, deadline: Deadline, choose: ChooseParts | None = None) -> Trace | None:
         def choose_parts(trace_of: Callable[[int], Trace]) -> tuple[int, ...]:
             assert choose is not None
-            return choose(lambda size: predict_trial(self._replayer, [trace_of(size)], self.limit_bytes))
+            return choose(lambda size: predict_trial(self.replayer, [trace_of(size)], self.limit_bytes))
 
-        size = max(2, self._traces.step)
-        return self._traces.extrapolate((size,), deadline, None if choose is None else choose_parts)
+        size = max(2, self.traces.step)
+        if self.traces.extrapolate((size,), Deadline(limit_seconds), choose and choose_parts) is not None:
+            return None
+        return "; ".join(map(str, self._not_extrapolated)) or "there are too few samples"
 
     @property
-    def _why_alone(self) -> tuple[Message, ...]:
-        """Why every size is traced by itself."""
-        return tuple(told for told in self._traces.messages if told.code == "not_extrapolated")
+    def _not_extrapolated(self) -> tuple[Message, ...]:
+        return tuple(told for told in self.traces.messages if told.code == "not_extrapolated")
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
-        traces = self._traces.traces_of(parts, Deadline(None), fresh=True)
-        min_budget_bytes = self._replayer.min_budget_bytes(traces, self.limit_bytes)
-        sized = max(map(self._replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
+        traces = self.traces.traces_of(parts, Deadline(None), fresh=True)
+        min_budget_bytes = self.replayer.min_budget_bytes(traces, self.limit_bytes)
+        sized = max(map(self.replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)
         uncertainty_bytes = self._context.uncertainty_bytes + sized.uncertainty_bytes + self._nccl_bytes
         measurable = not self._is_sharded  # Trials on a card run no model that ranks shard.
         most_reads = max(traces, key=lambda trace: trace.reads)
         warnings = [
             told
-            for told in self._traces.messages
+            for told in self.traces.messages
             if told.code == "trace_differs" or (told.code == "compares_samples" and len(parts) > 1)
         ]
         if 0 <= (room_bytes := self.limit_bytes - min_budget_bytes) < uncertainty_bytes:
@@ -235,7 +223,7 @@ class SimulatedDevice(Device):
         notes = [message("predicted", uncertainty_bytes=uncertainty_bytes, measurable=measurable)]
         if most_reads.reads:  # The CPU computed values that the step read.
             notes.append(message("values_read", reads=most_reads.reads, samples=most_reads.batch))
-        notes += self._why_alone
+        notes += self._not_extrapolated
         if not self._card.measured:
             notes.append(message("card_assumed", card=self._card.title, source=self._card.source))
         notes.append(
@@ -270,40 +258,33 @@ class SimulatedDevice(Device):
         from autoaccum.devices.simulated.explainer import Explainer
 
         outside_bytes = self._context.bytes if context_bytes is None else context_bytes
-        deadline = Deadline(limit_seconds)
-        explainer = Explainer(self.name, outside_bytes, self.limit_bytes, self._traces, self._replayer, deadline)
-        return explainer.explain(parts, **options)
+        return Explainer(self, outside_bytes, Deadline(limit_seconds)).explain(parts, **options)
 
-    def break_down(self, parts: tuple[int, ...], settings: AllocatorSettings) -> MemoryBreakdown:
-        """Return the memory of an update by exactly these parts, under these settings of the allocator.
-
-        Raises:
-            WorkloadError, NotMeasuredError: The parts cannot be traced.
-        """
-        from autoaccum.devices.simulated.breakdown import MemoryBreakdown
+    def replayer_with(self, settings: AllocatorSettings) -> Replayer:
+        """Return a replayer of this card under other settings of the allocator."""
         from autoaccum.simulation.allocator.replay import Replayer
 
-        labelled = self._traces.ask(LabelParts, parts, Deadline(None))
         settings = dataclasses.replace(settings, total_bytes=self._card.total_bytes)
-        return MemoryBreakdown(labelled, Replayer(self._card, settings, self._torch_version))
+        return Replayer(self._card, settings, self._torch_version)
 
     def close(self) -> None:
         """End the tracer's process, if it runs and no other device shares its traces."""
-        self._traces.close()
+        self.traces.close()
 
     @cached_property
-    def _replayer(self) -> Replayer:
+    def replayer(self) -> Replayer:
+        """Replays traces on the card."""
         from autoaccum.simulation.allocator.replay import Replayer  # Later, so that the tracer starts sooner.
 
-        return Replayer(self._card, self._settings, self._torch_version, self._traces.replays)
+        return Replayer(self._card, self._settings, self._torch_version, self.traces.replays)
 
     def _peak_bytes(self, size: int, deadline: Deadline) -> int | None:
         """Return the peak of a size that can be extrapolated, maybe of a card with equal kernels; None for others."""
         try:
-            trace = self._traces.extrapolate((size,), deadline)
+            trace = self.traces.extrapolate((size,), deadline)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
-        return None if trace is None else self._replayer.about_peak_bytes(trace)
+        return None if trace is None else self.replayer.about_peak_bytes(trace)
 
 
 def predict_trial(replayer: Replayer, traces: Sequence[Trace], limit_bytes: int) -> Trial:
@@ -311,21 +292,14 @@ def predict_trial(replayer: Replayer, traces: Sequence[Trace], limit_bytes: int)
 
     Its peaks are those without a limit; if it does not fit, maybe those of another card with equal kernels.
     """
-    trials = [_predict_part(replayer, trace, limit_bytes) for trace in traces]
-    return dataclasses.replace(
-        max(trials, key=lambda trial: _BEST_FIRST.index(trial.outcome)),
-        peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
-        peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
-    )
-
-
-def _predict_part(replayer: Replayer, trace: Trace, limit_bytes: int) -> Trial:
-    sized, unlimited, held = replayer.replay(trace, limit_bytes)
+    replays = [(trace, *replayer.replay(trace, limit_bytes)) for trace in traces]
+    worst = max(replays, key=lambda replay: 2 if not replay[3].fits else replay[3].repeat_retries > 0)
+    trace, sized, unlimited, held = worst
     trial = Trial(
         parts=trace.parts,
         outcome="ok",
-        peak_allocated_bytes=unlimited.peak_allocated_bytes,
-        peak_reserved_bytes=unlimited.peak_reserved_bytes,
+        peak_allocated_bytes=max(unlimited.peak_allocated_bytes for _, _, unlimited, _ in replays),
+        peak_reserved_bytes=max(unlimited.peak_reserved_bytes for _, _, unlimited, _ in replays),
         allocator_retries=held.retries,
     )
     if held.failed_at is not None:
@@ -339,9 +313,3 @@ def _predict_part(replayer: Replayer, trace: Trace, limit_bytes: int) -> Trial:
         message = "every update would release the cache and allocate again"
         return dataclasses.replace(trial, outcome="tight", message=message)
     return trial
-
-
-def _changes(settings: AllocatorSettings) -> dict[str, Any]:
-    """Return the settings that differ from PyTorch's defaults."""
-    defaults = dataclasses.asdict(AllocatorSettings(total_bytes=settings.total_bytes))
-    return {name: value for name, value in dataclasses.asdict(settings).items() if value != defaults[name]}

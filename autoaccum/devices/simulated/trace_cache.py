@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Generic, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.budget import Deadline
@@ -27,7 +27,6 @@ from autoaccum.simulation.tracing.trace_scaling import (
     tell_parts_apart,
 )
 
-_Device = TypeVar("_Device")
 _Result = TypeVar("_Result")
 
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
@@ -72,22 +71,26 @@ class TraceCache:
             extrapolated.
         grad_sync, savers: As in `PartsRequest`: traces of each way are kept apart.
         confirms: False if parts of two sizes are extrapolated too, and those of a fresh trial.
-        replays: The replays of all cards that share these traces; None: one card has them to itself.
+        replays: The replays of all cards that share the tracer (`run_on_cards`); None: one card has it to itself.
+        alike: The other cards that have answered alike so far, so that these traces are theirs, too.
 
     Args:
         make_tracer: Starts a process that traces the workload on the card.
+        tracer: Such a process, if there is one.
     """
 
     def __init__(
         self,
-        make_tracer: Callable[[], Tracer | CardFleet[Any]],
+        make_tracer: Callable[[], Tracer],
         share: int,
         *,
         confirms: bool = True,
         replays: Replays | None = None,
+        alike: tuple[Card, ...] = (),
+        tracer: Tracer | None = None,
     ) -> None:
-        self._make_tracer, self.share, self.confirms, self.replays = make_tracer, share, confirms, replays
-        self._tracer: Tracer | CardFleet[Any] | None = None
+        self._make_tracer, self._tracer = make_tracer, tracer
+        self.share, self.confirms, self.replays, self.alike = share, confirms, replays, alike
         self.step = 1
         self.needs_whole_batch = False
         self.grad_sync: GradSync | None = None
@@ -146,14 +149,18 @@ class TraceCache:
         try:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
-            return self._tracer.call(request, deadline.left_seconds)
+            reply = self._tracer.call(request, deadline.left_seconds)
+            if self.alike:
+                names = self._tracer.call(ListAlike())
+                self.alike = tuple(card for card in self.alike if card.name in names)
+            return reply
         except DoesNotFitError as error:  # The host ran out of memory, not the card.
-            self._end_tracer()
+            self.end_tracer()
             raise NotMeasuredError(
                 error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
             ) from None
         except AutoaccumError:
-            self._end_tracer()
+            self.end_tracer()
             raise
 
     def make(self, parts: tuple[int, ...], deadline: Deadline) -> Trace:
@@ -248,15 +255,24 @@ class TraceCache:
         return None
 
     def close(self) -> None:
-        """End the tracer's process, unless other cards share it; the next user chooses anew how updates run."""
+        """End the tracer's process, unless other cards share it; the next device chooses anew how updates run."""
         self.grad_sync = self.savers = None
         if self.replays is None:
-            self._end_tracer()
+            self.end_tracer()
 
-    def _end_tracer(self) -> None:
-        tracer, self._tracer = self._tracer, None
+    def end_tracer(self) -> None:
+        """End the tracer's process; what was asked of the card in a failed call is not known, so no card is alike."""
+        tracer, self._tracer, self.alike = self._tracer, None, ()
         if tracer is not None:
             tracer.close()
+
+    def hand_on(self, card: Card, others: tuple[Card, ...]) -> Tracer | None:
+        """Return the tracer, for another card from now on; None if it has ended, or keeps what this card answered."""
+        with suppress(AutoaccumError):
+            if self._tracer is not None and self._tracer.call(UseCard(card=card, others=others)):
+                return self._tracer
+        self.end_tracer()
+        return None
 
 
 def _agrees(affine: AffineTrace, made: Trace) -> bool:
@@ -264,81 +280,46 @@ def _agrees(affine: AffineTrace, made: Trace) -> bool:
     if len(made.parts) != 2 or min(made.parts) < min(affine.sizes):
         return True
     try:
-        first, second = (affine.at(size) for size in made.parts)
+        tell_parts_apart(affine, made)
     except NotAffineError:
         return False
-    if (made.events, made.phases, made.last_update) != (first.events, first.phases, first.last_update):
-        return False
-    before = 1 + max(made.events[: made.last_update], default=-1)
-    sizes = zip(made.sizes, first.sizes, second.sizes, strict=True)
-    return made.sizes[:before] == first.sizes[:before] and all(size in either for size, *either in sizes)
+    return True
 
 
-class CardFleet(Generic[_Device]):
-    """The devices of many cards. Cards that answer alike share their traces, and one process makes all of them.
+def run_on_cards(
+    cards: Sequence[Card],
+    run: Callable[[Card, TraceCache], _Result],
+    make_tracer: Callable[[Card, tuple[Card, ...]], Tracer],
+    share: int,
+    *,
+    confirms: bool = False,
+) -> Generator[tuple[Card, _Result], None, None]:
+    """Run something on each card; cards that answer alike share their traces, and come together.
 
-    To `TraceCache` it is the process that traces the workload on the card in use.
+    One process makes the traces of all cards, unless it keeps what a card has answered. It ends with the generator.
 
     Args:
-        make_tracer: Starts the process that traces the workload on a card, of which others may share the traces.
-        make_device: Makes the device of a card from traces.
-        share, confirms: As of `TraceCache`.
+        cards: The cards.
+        run: Returns the result of a card, from its traces.
+        make_tracer: Starts a process that traces the workload on a card, of which others may share the traces.
+        share: As of `TraceCache`.
+        confirms: As of `TraceCache`.
     """
-
-    def __init__(
-        self,
-        make_tracer: Callable[[Card, tuple[Card, ...]], Tracer],
-        make_device: Callable[[Card, TraceCache], _Device],
-        share: int,
-        *,
-        confirms: bool = False,
-    ) -> None:
-        self._make_tracer, self._make_device = make_tracer, make_device
-        self._share, self._confirms = share, confirms
-        self._tracer: Tracer | None = None
-        self._simulated: Card | None = None  # By the process.
-        self._card: Card | None = None
-        self._alike: tuple[Card, ...] = ()
-
-    def each(self, cards: Sequence[Card], use: Callable[[Card, _Device], _Result]) -> Iterator[tuple[Card, _Result]]:
-        """Use the device of each card; those that no trace tells apart come together."""
-        waiting, replays = list(cards), Replays()
+    waiting, replays = list(cards), Replays()
+    traces: TraceCache | None = None
+    try:
         while waiting:
-            self._card, *others = waiting
-            self._alike = tuple(others)
-            traces = TraceCache(lambda: self, self._share, confirms=self._confirms, replays=replays)
-            for card in (self._card, *self._alike):
-                if not self._is_alike(card):
-                    continue
-                result = use(card, self._make_device(card, traces))
-                if self._is_alike(card):  # Else what was traced for this card has told it from the first one.
-                    waiting.remove(card)
-                    yield card, result
-
-    def _is_alike(self, card: Card) -> bool:
-        return card == self._card or card in self._alike
-
-    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Call the process as the card in use, and learn which cards would have had another answer."""
-        assert self._card is not None
-        if self._tracer is not None and self._simulated != self._card:
-            if self._tracer.call(UseCard(card=self._card, others=self._alike)):
-                self._simulated = self._card
-            else:  # Something in the process keeps an answer of another card.
-                self._end_tracer()
-        if self._tracer is None:
-            self._tracer, self._simulated = self._make_tracer(self._card, self._alike), self._card
-        reply = self._tracer.call(request, limit_seconds)
-        names = self._tracer.call(ListAlike())
-        self._alike = tuple(card for card in self._alike if card.name in names)
-        return reply
-
-    def close(self) -> None:
-        """End the process, if it runs; what it was asked of the card is not known, so nothing is shared."""
-        self._alike = ()
-        self._end_tracer()
-
-    def _end_tracer(self) -> None:
-        tracer, self._tracer = self._tracer, None
-        if tracer is not None:
-            tracer.close()
+            first, *others = waiting
+            alike = tuple(others)
+            tracer = None if traces is None else traces.hand_on(first, alike)
+            start = partial(make_tracer, first, alike)
+            traces = TraceCache(start, share, confirms=confirms, replays=replays, alike=alike, tracer=tracer)
+            for card in (first, *others):
+                if card in (first, *traces.alike):
+                    result = run(card, traces)
+                    if card in (first, *traces.alike):  # Else its traces have told it from the first one.
+                        waiting.remove(card)
+                        yield card, result
+    finally:
+        if traces is not None:
+            traces.end_tracer()
