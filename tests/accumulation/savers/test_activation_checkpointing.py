@@ -7,24 +7,11 @@ from typing import cast
 
 import pytest
 import torch
+from small_blocks import ResidualBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoaccum.accumulation.activation_checkpointing import (
-    checkpointed,
-    find_blocks,
-)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6, *, norm: nn.Module | None = None, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.norm, self.dropout = norm or nn.LayerNorm(width), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        wide = torch.tanh(self.up(self.norm(x)))
-        return x + cast("Tensor", scale * self.dropout(self.down(wide)))
+from autoaccum.accumulation.activation_checkpointing import checkpointed, find_blocks
 
 
 class Stack(nn.Module):
@@ -44,8 +31,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer0 = self.layer1 = Block()
-        self.layer2 = Block()
+        self.layer0 = self.layer1 = ResidualBlock()
+        self.layer2 = ResidualBlock()
         self.layer2.up.weight = self.layer0.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,15 +65,15 @@ class DenseLayer(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "keywords": lambda: Stack([Block() for _ in range(3)]),
-    "dropout": lambda: Stack([Block(dropout=0.5) for _ in range(3)]),
+    "keywords": lambda: Stack([ResidualBlock() for _ in range(3)]),
+    "dropout": lambda: Stack([ResidualBlock(dropout=0.5) for _ in range(3)]),
     "lists that grow": Dense,
     "tied weights": Tied,
-    "sequential": lambda: nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Tanh()),
+    "sequential": lambda: nn.Sequential(nn.Linear(6, 6), ResidualBlock(), ResidualBlock(), nn.Tanh()),
     "transformer": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2, enable_nested_tensor=False
     ),
-    "batch norm": lambda: Stack([Block(norm=nn.BatchNorm1d(6)) for _ in range(2)]),
+    "batch norm": lambda: Stack([ResidualBlock(norm=nn.BatchNorm1d(6)) for _ in range(2)]),
 }
 
 
@@ -112,21 +99,10 @@ def test_the_gradient_is_the_same(form: str) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-class Wide(nn.Module):
-    """Saves `tanh(up(x))` of 4 x width; its output is saved by the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", self.down(torch.tanh(self.up(x))))
-
-
 class Stage(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.blocks, self.shrink = nn.Sequential(*(Wide() for _ in range(count))), nn.Linear(8, 8)
+        self.blocks, self.shrink = nn.Sequential(*(ResidualBlock() for _ in range(count))), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.shrink(self.blocks(x)))
@@ -135,8 +111,11 @@ class Stage(nn.Module):
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down1, self.down2, self.up1, self.up2 = Wide(), Wide(), Stage(1), Stage(1)
-        self.encoder, self.decoder = Stack([Block(), Block()]), Stack([Block(), Block()])
+        self.down1, self.down2, self.up1, self.up2 = ResidualBlock(), ResidualBlock(), Stage(1), Stage(1)
+        self.encoder, self.decoder = (
+            Stack([ResidualBlock(), ResidualBlock()]),
+            Stack([ResidualBlock(), ResidualBlock()]),
+        )
         self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,9 +125,9 @@ class Attributes(nn.Module):
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (lambda: Stack([Block(), Block()]), ("blocks.0", "blocks.1")),
+        (lambda: Stack([ResidualBlock(), ResidualBlock()]), ("blocks.0", "blocks.1")),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ()),
-        (lambda: nn.Sequential(Block(), nn.Linear(2, 2)), ()),
+        (lambda: nn.Sequential(ResidualBlock(), nn.Linear(2, 2)), ()),
         (lambda: nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]), ("0", "1")),
         (
             lambda: nn.Sequential(Stage(1), Stage(2)),
@@ -156,7 +135,7 @@ class Attributes(nn.Module):
         ),
         (lambda: nn.Sequential(Stage(2), Stage(2)), ("0", "1")),
         (
-            lambda: nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(2))),
+            lambda: nn.Sequential(*(nn.Sequential(ResidualBlock(), ResidualBlock()) for _ in range(2))),
             ("0.0", "0.1", "1.0", "1.1"),
         ),
         (

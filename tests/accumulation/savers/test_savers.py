@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_blocks import ResidualBlock
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
@@ -22,21 +23,10 @@ EACH = [*((word,) for word in WORDS), WORDS]
 PAIRS = [*EACH, *itertools.combinations(WORDS, 2)]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.down(self.drop(torch.relu(self.up(self.norm(x)))))
-        return x + added
-
-
 class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(ResidualBlock(16, dropout=0.2) for _ in range(4)))
         self.head = nn.Linear(16, 3)
         self.to(dtype)
 
@@ -140,7 +130,7 @@ def test_recomputed_batchnorms_count_once(mode: Any) -> None:
 def test_blocks_are_recomputed_evenly_and_only_within_a_step() -> None:
     model, calls = Net(), list[int]()
     for number, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
+        assert isinstance(block, ResidualBlock)
         block.up.register_forward_hook(lambda *_, number=number: calls.append(number))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=4, savers="recompute=2")
