@@ -34,10 +34,10 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     count either, since their backward needs little more than their input.
     """
     repeated = {kind for parent in model.modules() for kind in _repeated_in(parent)}
-    lengths: dict[type, set[int]] = {}
+    lengths: dict[type, set[int]] = {kind: set() for kind in repeated}
     for module in model.modules():
         if type(module) in repeated:
-            lengths.setdefault(type(module), set()).add(_length(module, repeated))
+            lengths[type(module)].add(_length(module, repeated))
 
     def is_stage(module: nn.Module) -> bool:
         varies = type(module) is nn.Sequential or len(lengths[type(module)]) > 1
@@ -54,9 +54,9 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
             else:
                 yield from walk(child, f"{prefix}{name}.")
 
-    found = list(walk(model, ""))
-    number = Counter(kind for _, kind in found)
-    return tuple(name for name, kind in found if number[kind] > 1)
+    blocks = list(walk(model, ""))
+    number = Counter(kind for _, kind in blocks)
+    return tuple(name for name, kind in blocks if number[kind] > 1)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def checkpointed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
         module = model.get_submodule(name)
         if module not in before:  # One block may have several names.
             before[module] = vars(module).get("forward")
-            norms = [one for one in module.modules() if isinstance(one, BATCHNORMS)]
+            norms = [inner for inner in module.modules() if isinstance(inner, BATCHNORMS)]
             module.forward = partial(_run, module, before[module], norms)
     try:
         yield
@@ -115,18 +115,18 @@ def _repeated_in(parent: nn.Module) -> list[type]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    runs = type(module).forward is not nn.Module.forward  # A ModuleList does not.
-    in_children = any(True for child in module.children() for _ in child.parameters())
+    if type(module).forward is nn.Module.forward or not any(True for _ in module.parameters()):
+        return False  # A ModuleList does not run.
     bases = [kind for kind in type(module).__mro__ if kind is not nn.Module]
     is_layer = any(kind.__module__.startswith("torch.nn.modules.") for kind in bases)
-    return runs and any(True for _ in module.parameters()) and (in_children or not is_layer)
+    return not is_layer or any(True for child in module.children() for _ in child.parameters())
 
 
 def _length(module: nn.Module, repeated: Set[type]) -> int:
     """Return the number of blocks that `module`, or a list in it, consists of."""
     most = 0
-    for one in (module, *module.children()):
-        children = [child for child in one._modules.values() if child is not None]
+    for parent in (module, *module.children()):
+        children = [child for child in parent._modules.values() if child is not None]
         kinds = {type(child) for child in children}
         if len(kinds) == 1 and kinds <= repeated:
             most = max(most, len(children))
@@ -152,11 +152,11 @@ def _run(
     plain = partial(type(module).forward, module) if forward is None else forward
     # A list or a cache among the arguments may grow meanwhile: the second run gets the original entries.
     leaves, form = tree_flatten((args, kwargs))
-    given = [(args, kwargs)]
+    originals = [(args, kwargs)]
     del args, kwargs
 
     def call(*leaves: Any) -> Any:
-        args, kwargs = given.pop() if given else tree_unflatten(leaves, form)
+        args, kwargs = originals.pop() if originals else tree_unflatten(leaves, form)
         return plain(*args, **kwargs)
 
     return checkpoint(
@@ -176,20 +176,21 @@ def choose_blocks(model: nn.Module, blocks: int = 0, *, exact_batchnorm: bool = 
         UsageError: The model has fewer blocks with parameters to train, they have BatchNorms that cannot run again, or
             they are compiled together with what is around them.
     """
-    found = trained_blocks(model)
-    count = blocks or len(found)
-    if not found or count > len(found):
+    hint = "checkpoint in the model itself (torch.utils.checkpoint), or choose another saver"
+    candidates = trained_blocks(model)
+    count = blocks or len(candidates)
+    if not candidates or count > len(candidates):
         raise UsageError(
             f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has"
-            f" {len(found) or 'no'} repeated blocks with parameters to train",
-            hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
+            f" {len(candidates) or 'no'} repeated blocks with parameters to train",
+            hint=hint,
         )
-    names = [found[index * len(found) // count] for index in range(count)]
+    names = [candidates[index * len(candidates) // count] for index in range(count)]
     for name in names:
         if _is_compiled(model, name):
             raise UsageError(
                 f"torch.compile has made {name} one with what is around it, so that it cannot be recomputed alone",
-                hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
+                hint=hint,
             )
         norms = any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules())
         if exact_batchnorm and norms:
@@ -212,6 +213,5 @@ def _is_compiled(model: nn.Module, name: str) -> bool:
 
 def trained_blocks(model: nn.Module) -> list[str]:
     """Return the paths of the repeated blocks of `model` that have parameters to train."""
-    return [
-        name for name in find_blocks(model) if any(one.requires_grad for one in model.get_submodule(name).parameters())
-    ]
+    blocks = {name: model.get_submodule(name) for name in find_blocks(model)}
+    return [name for name, block in blocks.items() if any(tensor.requires_grad for tensor in block.parameters())]

@@ -88,9 +88,9 @@ class FirstSteps:
 
 def _check_gradients(model: nn.Module, trained: Sequence[Tensor], sums: Collection[Tensor]) -> None:
     """Raise WorkloadError unless a parameter of `model` that is `trained` has a gradient, be it of zeros."""
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    expected = [parameter for parameter in trained if id(parameter) in own]
-    if expected and not any(one.grad is not None or one in sums for one in expected):
+    of_model = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    expected = [parameter for parameter in trained if id(parameter) in of_model]
+    if expected and not any(parameter.grad is not None or parameter in sums for parameter in expected):
         raise WorkloadError(
             "no gradient reaches the model: the loss does not use the model it is given, or detaches its outputs",
             hint=f"call the model that is passed to loss(model, batch); {AS_ONE_MODULE}",
@@ -130,16 +130,16 @@ class WeightingCheck:
 
     def __init__(self, mode: str, objective: Objective, multiple_of: int) -> None:
         criterion = objective.criterion
-        is_known = criterion is not None and criterion.divisor is not None and objective.weight_function is None
-        self._is_over = mode == "off" or is_known or objective.coupled
-        self._updates, self._each = 0, multiple_of
+        has_divisor = criterion is not None and criterion.divisor is not None and objective.weight_function is None
+        self._is_over = mode == "off" or has_divisor or objective.coupled
+        self._updates, self._multiple_of = 0, multiple_of
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
-        self._found: list[Message] = []
+        self._mistakes: list[Message] = []
 
     def look(
-        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], micro_batch: int
     ) -> None:
-        """Compare samples of `batches`, which run in parts of at most `most`; change nothing."""
+        """Compare samples of `batches`, which run in parts of at most `micro_batch`; change nothing."""
         needs_others = backpropagation.run_parts is not None or backpropagation.sharded is not None
         if self._is_over or needs_others or backpropagation.ranks.rank or not batches:
             return
@@ -147,56 +147,56 @@ class WeightingCheck:
         if self._updates & (self._updates - 1):
             return
         try:
-            self._is_over = self._compare(backpropagation, modules, batches, most) or self._updates == _UPDATES
+            self._is_over = self._compare(backpropagation, modules, batches, micro_batch) or self._updates == _UPDATES
         except Exception:  # Memory may have run out; and what the loss raises, it raises in training, too.
             self._is_over = True
         if backpropagation.device.type != "cpu":
             release_memory(backpropagation.device)
 
     def tell(self, backpropagation: Backpropagation, parts: Sequence[Any], *, is_split: bool) -> None:
-        """Warn of what was found, or raise it as a WorkloadError, after `parts` have run."""
-        found, self._found = self._found, []
-        if found and (backpropagation.compares_samples or balances_experts(backpropagation.model)):  # Warned of.
-            found = [warning for warning in found if suggests_weight(warning)]
-        if found and self._is_strict:
-            raise WorkloadError("; ".join(map(str, found)))
+        """Warn of mistakes, or raise them as a WorkloadError, after `parts` have run."""
+        mistakes, self._mistakes = self._mistakes, []
+        if mistakes and (backpropagation.compares_samples or balances_experts(backpropagation.model)):  # Warned of.
+            mistakes = [warning for warning in mistakes if suggests_weight(warning)]
+        if mistakes and self._is_strict:
+            raise WorkloadError("; ".join(map(str, mistakes)))
         if is_split and not (self._is_told or self._is_checked):
             warning = ignored_labels_warning(backpropagation.objective, backpropagation.model, parts)
-            found = [] if warning is None else [warning]
+            mistakes = [] if warning is None else [warning]
         self._is_told = self._is_told or is_split
-        for warning in found:
+        for warning in mistakes:
             warn_caller(warning, WeightingWarning)
 
     def _compare(
-        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], micro_batch: int
     ) -> bool:
         """Compare, and return whether there is no more to be learnt."""
-        model, objective, each = backpropagation.model, backpropagation.objective, self._each
-        large = next((one for one in batches if batch_size(one) >= 2 * each), None)
+        model, objective, unit = backpropagation.model, backpropagation.objective, self._multiple_of
+        large = next((batch for batch in batches if batch_size(batch) >= 2 * unit), None)
         batch = join_batches(batches[:2]) if large is None else large
-        units = min(batch_size(batch) // each, max(most // each, 2), _SAMPLES)
+        units = min(batch_size(batch) // unit, max(micro_batch // unit, 2), _SAMPLES)
         if units < 2:
             return False
         first = max((units - 1) // 2, 1)
-        sizes = [each * first, each * (units - first)]
+        sizes = [unit * first, unit * (units - first)]
         batch = split_batch(batch, [sum(sizes), batch_size(batch) - sum(sizes)])[0]
         with _evaluating(backpropagation, modules) as random_digest:
             if any(map(normalises_by_batch, modules)):
                 return True
             before = random_digest()
-            comparison = LossComparison(model, objective, lambda one: objective.terms(model, one), batch, sizes)
+            comparison = LossComparison(model, objective, lambda part: objective.terms(model, part), batch, sizes)
             if backpropagation.device.type != "cpu":
                 comparison.tolerance = max(comparison.tolerance, _CARD_TOLERANCE)
             if not all(math.isfinite(comparison.declared(name)) for name in comparison.whole):
                 return False
-            found = explain_mismatch(comparison, coupled=False)
+            mistakes = explain_mismatch(comparison, coupled=False)
             if random_digest() != before or any(module.training for module in modules):
                 return True
-        self._found = [warning for warning in found if warning.code == "weight_mismatch"]
-        one, other = comparison.weights
+        self._mistakes = [warning for warning in mistakes if warning.code == "weight_mismatch"]
+        first_weights, other_weights = comparison.weights
         # Where weights are those of samples, the samples may just be alike in what else the loss divides by.
-        is_proved = objective.reduction == "sum" or any(one[name] * sizes[1] != other[name] * sizes[0] for name in one)
-        self._is_checked = bool(found) or is_proved
+        differ = any(weight * sizes[1] != other_weights[name] * sizes[0] for name, weight in first_weights.items())
+        self._is_checked = bool(mistakes) or objective.reduction == "sum" or differ
         return self._is_checked
 
 
@@ -207,24 +207,23 @@ def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) 
     Yields:
         A function that returns a digest of all random generators.
     """
-    objective = backpropagation.objective
+    objective, device = backpropagation.objective, backpropagation.device
     functions = (*objective.user_functions, objective.weight_function, objective.criterion_module)
-    used, generators = find_reachable([one for one in functions if one is not None])
+    used, generators = find_reachable([function for function in functions if function is not None])
     every = all_modules(*modules, *used.values())
     generators += module_generators(every)
-    parameters = [one for module in every for one in module._parameters.values() if one is not None]
+    parameters = [tensor for module in every for tensor in module._parameters.values() if tensor is not None]
     state = StateCopy([vars(module) for module in every], without=parameters)
-    random, is_fast = RngState([backpropagation.device], generators), torch.backends.mha.get_fastpath_enabled()
-    has_others = backpropagation.ranks.size > 1
-    alone = _OneRank() if has_others else nullcontext()  # type: ignore[no-untyped-call]
+    random, is_fast = RngState([device], generators), torch.backends.mha.get_fastpath_enabled()
+    alone = _OneRank() if backpropagation.ranks.size > 1 else nullcontext()  # type: ignore[no-untyped-call]
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # It cuts padding off, so that shapes are others.
         for module in every:
             module.training = False
         with warnings.catch_warnings(), torch.no_grad(), uncompiled(), parts_run(IN_SEQUENCE), alone:
             warnings.simplefilter("ignore")
-            with torch.autocast(backpropagation.device.type, enabled=False):
-                yield lambda: RngState([backpropagation.device], generators).digest()
+            with torch.autocast(device.type, enabled=False):
+                yield lambda: RngState([device], generators).digest()
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
         state.restore()
