@@ -238,6 +238,50 @@ def _memory_changed(quantity: str, bytes: int, before_bytes: int) -> str:
     return f"{signed_bytes(bytes)} ({percent(bytes, before_bytes, sign=True)}){of}"
 
 
+def _wrong_weights(sizes: list[int], losses: Mapping[str, list[float]], divisor: str | None) -> str:
+    return "; ".join(
+        _mismatch(term, sizes, whole, combined, divisor, None) for term, (whole, combined) in losses.items()
+    )
+
+
+_MISTAKES = {
+    "undivided": "the losses of the parts are added up without dividing them",
+    "divided twice": "the losses of the parts are divided twice",
+    "mean of means": "the mean of every part counts the same, though parts divide by different counts (of tokens?)",
+    "last window": "a shorter window is divided as a whole one",
+    "weights": "the parts have wrong weights",
+}
+
+
+def _parts_count(mistake: str, factors: list[float], shares: list[float]) -> str:
+    def numbers(values: list[float]) -> str:  # What is only rounding is written as 0.
+        return join_words(f"{0.0 if abs(value) <= 1e-12 else value:.4g}" for value in values)
+
+    return f"{_MISTAKES[mistake]}: they count for {numbers(factors)}, but should count for {numbers(shares)}"
+
+
+def _divide_parts(divisor: str | None, over_ranks: bool) -> str:
+    line = "loss(model, part).backward(), without dividing: the loss is a sum"
+    if divisor is not None:
+        line = (
+            f"(loss(model, part) * count / total).backward(), where count is the part's ({divisor}) and total is the "
+            "sum over all parts of the window"
+        )
+    of_all_ranks = (
+        "; sum the total over all ranks first (dist.all_reduce), and multiply by dist.get_world_size(), since DDP and "
+        "FSDP divide by it"
+    )
+    return line + of_all_ranks * over_ranks
+
+
+_BATCHNORM_MODES = {
+    "exact": 'batchnorm="exact", which normalises by the whole batch; batchnorm="frozen" (by running statistics, as '
+    'with eval()) and GroupNorm are exact too; batchnorm="running" corrects running statistics only',
+    "frozen": 'batchnorm="frozen" (by running statistics, as with eval()) or GroupNorm; batchnorm="exact", where it '
+    "runs, needs the Accumulator",
+}
+
+
 SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     # What makes the gradient of an update in parts differ from the full batch's.
     "batchnorm_of_parts": _batchnorm,
@@ -288,6 +332,58 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "weight_assumed": "the divisor of the loss, {divisor}, was taken from the model's class, since nothing was "
     "computed: `autoaccum verify` checks it",
     "batch_guessed": "{what}: read as {samples} samples; if every entry is one sample, {way_out}",
+    # Verification: what it did beside the comparison.
+    "verified_in_float32": "verified in float32, since in float64 the workload does not run ({error})",
+    "samples_shortened": "samples are equally long: also compared with shortened {paths:names}",
+    "window_left_out": "the shorter window of {parts:parts} was left out: {error}",
+    "loop_left_out": "accumulate() was not called with {parts:parts}: with fewer parts a rank keeps others waiting",
+    "random_neutral": lambda method, parts, reason: (
+        "random numbers were replaced by neutral values, in the full batch's update and in "
+        f"{'the Accumulator' if method == 'accumulator' else 'accumulate()'}'s by {format_parts(parts)}: {reason}"
+    ),
+    "draws_of_loop": "a loop may draw in any order",
+    "draws_of_ranks": "each rank draws its own",
+    "draws_unmatched": lambda sites: (
+        f"the shapes drawn in {', '.join(sites)} do not show which sample each row belongs to"
+    ),
+    "draws_not_replayed": "{error}",
+    "search_failed": "the search for the cause failed: {error}",
+    # Verification: causes, and what makes both updates equal.
+    "batchnorm_by_parts": lambda modules: (
+        f"BatchNorm normalises by the micro-batch, not by the whole batch, in {describe_modules(modules)}"
+    ),
+    "take_batchnorm_mode": lambda mode: _BATCHNORM_MODES[mode],
+    "sample_depends_on_others": lambda modules: (
+        f"a sample's output depends on the others of its micro-batch in {describe_modules(modules)}"
+    ),
+    "look_at_one_sample": "compute what it takes of other samples from autoaccum.whole_batch(x), or in "
+    "coupled_loss(outputs, batch) with coupled = True; or make it look at one sample at a time, as LayerNorm and "
+    "GroupNorm do; or call eval() on it if that changes it",
+    "loss_of_whole_batch": "the loss compares samples with each other or is a function of the whole batch (in-batch "
+    "negatives, mixup, a statistic of the batch, the root of a mean, outputs of shape (n, 1) with targets of shape "
+    "(n,)), or it adds up terms that divide by different counts; a part has only its own samples",
+    "compute_loss_once": "give outputs and targets the same shape, mix inputs when the batch is made, before it is "
+    "split, and return terms that divide by different counts as a dict; otherwise use coupled = True with "
+    "outputs(model, batch) and coupled_loss(outputs, batch) in place of loss, which computes the loss once, of all "
+    "outputs, or compare autoaccum.whole_batch(x)",
+    "wrong_weights": _wrong_weights,
+    "draws_mix_samples": "random numbers drawn in {sites:names} mix samples, as a random order does, or decide how "
+    "many entries a mean has",
+    "draw_for_each_sample": "draw for each sample by itself, or mix samples where the batch is made, before it is "
+    "split",
+    "not_repeatable": "the full batch gives another result when it is run again",
+    "keep_state_in_model": "keep counters in buffers of the model, not in globals, closures or classes, which are not "
+    "reset between runs; draw random numbers from torch, NumPy or random; do not depend on time, os.urandom or files "
+    "that change",
+    "parts_count": _parts_count,
+    "divide_parts": _divide_parts,
+    "unexplained": lambda tensor, reason: (
+        f"no experiment makes both updates equal{f' ({reason})' if reason else ''}; the first tensor that differs is "
+        f"{tensor}"
+    ),
+    "search_stopped": "the search for the cause stopped at the time limit of {limit_seconds:g} s; the first tensor "
+    "that differs is {tensor}",
+    "narrow_down": "try a smaller model, or one term of the loss at a time, until the updates are equal",
     # Running out of memory in training.
     "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: nothing was changed; the batch is "
     "repeated in micro-batches of at most {lowered}, and so are later ones",

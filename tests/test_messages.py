@@ -34,6 +34,35 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "batch_guessed": [
         {"what": "batch[0] is a list of 4 whose tensors all have 4 rows", "samples": 4, "way_out": "say so"}
     ],
+    "verified_in_float32": [{"error": "this kernel takes float32"}],
+    "samples_shortened": [{"paths": ['batch["attention_mask"]', 'batch["labels"]']}],
+    "window_left_out": [{"parts": [2, 1], "error": "expected more than one sample"}],
+    "loop_left_out": [{"parts": [4, 4, 3]}],
+    "random_neutral": [
+        {"method": method, "parts": [4, 4], "reason": Message(code)}
+        for method, code in (("accumulator", "draws_of_ranks"), ("accumulate", "draws_of_loop"))
+    ],
+    "draws_unmatched": [{"sites": ["aten.bernoulli_ (model.py:12)", "aten.rand"]}],
+    "draws_not_replayed": [{"error": "aten.rand draws where aten.randn drew in the recorded run"}],
+    "search_failed": [{"error": "the loss raised ValueError"}],
+    "batchnorm_by_parts": [{"modules": ["norm1", "norm2"]}],
+    "take_batchnorm_mode": [{"mode": mode} for mode in ("exact", "frozen")],
+    "sample_depends_on_others": [{"modules": ["0"]}],
+    "wrong_weights": [
+        {"sizes": [3, 5], "losses": {"loss": [0.7, 0.65]}, "divisor": "samples"},
+        {"sizes": [3, 5], "losses": {"tokens": [0.7, 0.65], "size": [1.2, 1.25]}, "divisor": None},
+    ],
+    "draws_mix_samples": [{"sites": ["aten.randperm (model.py:12)"]}],
+    "parts_count": [
+        {"mistake": mistake, "factors": [1.0, 1e-17], "shares": [0.75, 0.25]}
+        for mistake in ("undivided", "divided twice", "mean of means", "last window", "weights")
+    ],
+    "divide_parts": [
+        {"divisor": None, "over_ranks": False},
+        *({"divisor": "weight(part)", "over_ranks": ranks} for ranks in (False, True)),
+    ],
+    "unexplained": [{"tensor": "head.weight", "reason": reason} for reason in (None, "the model cannot be copied")],
+    "search_stopped": [{"tensor": "head.weight", "limit_seconds": 60.0}],
     "repeated_smaller": [{"phase": "backward", "size": 32, "lowered": 16}],
     "repeated_with_saver": [{"phase": "backward", "size": 32, "saver": "recompute"}],
     "idle_ranks": [{"idle": 1, "world_size": 4}],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,14 +26,12 @@ from autoaccum.verification.verification_result import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MOST_WORSE = 3
 _WINDOWS = {
     "whole": "whole window",
     "uneven": "samples shortened",
     "last": "shorter window, as at the end of an epoch",
 }
 _SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffers": " of its largest entry"}
-_FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
 def verification_blocks(
@@ -53,7 +50,8 @@ def verification_blocks(
     if verbose:
         modes = [("batchnorm", found.batchnorm)] if found.batchnorm != "micro" else []
         modes += [("coupled", str(found.coupled))] if found.coupled else []
-        blocks += ["", Facts([*modes, ("tolerance", found.rounding), ("time", f"{found.seconds:.1f} s")])]
+        tolerance = f"{found.tolerance:.0e} of the largest entry, in {found.precision}"
+        blocks += ["", Facts([*modes, ("tolerance", tolerance), ("time", f"{found.seconds:.1f} s")])]
     elif found.notes and not found.equivalent:
         blocks.append("")
     if verbose or not found.equivalent:
@@ -74,12 +72,12 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
     if found.untested:
         missing = "of equal length: weighting by tokens was not tested"
         return Text.assemble(("equal", "bold yellow"), f" on {found.target_batch} samples {missing}")
-    return difference_line(next(one for one in found.comparisons if not one.equal))
+    return difference_line(next(comparison for comparison in found.comparisons if not comparison.equal))
 
 
 def difference_line(comparison: Comparison) -> Text:
     """Return the verdict on a comparison that is not equal."""
-    worst = max((one for one in comparison.differences if not one.equal), key=_urgency)
+    worst = max((difference for difference in comparison.differences if not difference.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
     verb = "is" if worst.quantity == "loss" else "are"
     off = f"off by {_error(worst.error)}{_SCALES[worst.quantity]}"
@@ -106,26 +104,31 @@ def _comparison_table(comparison: Comparison) -> Table:
 
 
 def _cause_blocks(cause: Cause, number: int, of: int) -> list[Block]:
-    """Return what was found, where and what makes it equal, a line of code for that, and whether it was proved."""
-    rows = [("cause" if of == 1 else f"cause {number}", f"{cause.kind}: {cause.found}")]
-    if not all(name in cause.found for name in cause.where):
-        more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
-        rows.append(("in", f"{', '.join(cause.where[:_MOST_WORSE])}{more}"))
-    code = _FUNCTION.search(cause.change)
-    rows.append(("change", cause.change if code is None else cause.change[: code.start()].rstrip()))
-    done = "all of these done" if of > 1 else cause.mode or "this done"
+    """Return what was found, what makes it equal, a line of code for that, and whether it was proved."""
+    code = f"def weight(batch): return {cause.change.facts['code']}" if cause.change.code == "write_weight" else ""
+    rows = [
+        ("cause" if of == 1 else f"cause {number}", f"{cause.kind}: {cause.found}"),
+        ("change", str(cause.change).removesuffix(code).rstrip()),
+    ]
+    done = "all of these done" if of > 1 else _mode(cause) or "this done"
     proof: tuple[str, str | Text] = ("unproved", Text("no experiment made the comparison equal", "dim"))
     if cause.proved:
         proof = ("proved", f"with {done}, the same comparison is equal")
-    return [Facts(rows), *([Text(f"  {code[0]}")] if code else []), Facts([proof])]
+    return [Facts(rows), *([Text(f"  {code}")] if code else []), Facts([proof])]
+
+
+def _mode(cause: Cause) -> str:
+    """Return the option that takes a cause away as it is written in a workload file; empty where there is none."""
+    options = (f"{name} = {value}" if value is True else f'{name}="{value}"' for name, value in cause.mode.items())
+    return ", ".join(options)
 
 
 def _next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what to do after a difference, and the command for it; empty where there is none."""
     if found.untested:
         return f"could not shorten {', '.join(found.untested)}: let batch(size) return short and long samples", ()
-    mode = next((cause.mode.partition('"')[2].rstrip('"') for cause in found.causes if cause.mode), None)
-    if mode in ("exact", "frozen") and found.batchnorm not in ("exact", "frozen"):
+    mode = next((cause.mode["batchnorm"] for cause in found.causes if "batchnorm" in cause.mode), None)
+    if mode is not None and found.batchnorm not in ("exact", "frozen"):
         words = f"see what remains with BatchNorm {mode} (-v shows all that was compared):"
         return words, [*again, "--batchnorm", mode]  # Of an option that is given twice the last one counts.
     if found.causes:

@@ -15,79 +15,78 @@ from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.random_draws import neutral_rng
-from autoaccum.checks import join_words, list_names
 from autoaccum.devices.budget import TimeIsOver
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.messages import describe_modules
+from autoaccum.messages import message
 from autoaccum.sources.objective import match_weights
 from autoaccum.sources.weight_check import LossComparison, advise, find_weights
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateRun
-from autoaccum.verification.verification_result import Cause, Comparison, Window
+from autoaccum.verification.verification_result import Cause, Window
 
 _SLACK = 16.0
 """The rounding in a combination of several runs, in units of that in one comparison."""
 
+_EXACT, _FROZEN = Ablation(batchnorm="exact"), Ablation(batchnorm="frozen")
 
-def find_causes(runs: PairedRuns, comparison: Comparison) -> tuple[Cause, ...]:
-    """Find out by experiment why `comparison`, made of these runs, is not equal.
 
-    What makes both updates equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights,
-    the loss computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds
-    what each part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a
-    search that reaches the deadline of the runs' fixture.
+def find_causes(runs: PairedRuns, window: Window) -> tuple[Cause, ...]:
+    """Find out by experiment why both updates of a window are not equal.
+
+    What makes them equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights, the loss
+    computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds what each
+    part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a search that
+    reaches the deadline of the runs' fixture.
     """
-    search = _Search(runs, comparison)
+    search = _Search(runs, window)
     try:
         return search.run()
     except TimeIsOver:
-        limit = runs.fixture.deadline.limit_seconds
-        return (search.unknown(f"the search for the cause stopped at the time limit of {limit:g} s"),)
+        return (search.unknown("search_stopped", limit_seconds=runs.fixture.deadline.limit_seconds),)
 
 
 class _Search:
     """Repeats an unequal comparison under ablations, with the same tolerance."""
 
-    def __init__(self, runs: PairedRuns, comparison: Comparison) -> None:
-        self._runs, self._comparison = runs, comparison
+    def __init__(self, runs: PairedRuns, window: Window) -> None:
+        self._runs, self._window = runs, window
         self._is_loop = runs.method == "accumulate"
         self._is_coupled = bool(runs.objective.coupled) and not self._is_loop
-        self._rounding = _SLACK * runs.fixture.tolerance
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
         if not self._runs.is_repeatable():
-            return (_NON_DETERMINISM,)
+            change = message("keep_state_in_model")
+            return (Cause(kind="non-determinism", found=message("not_repeatable"), change=change),)
         for ablation in self._ablations():
-            explained = self._explain(ablation)
-            if explained is not None:
-                return (*self._causes(ablation), *explained)
+            rest = self._explain(ablation)
+            if rest is not None:
+                return (*self._causes(ablation), *rest)
         coupling = self._look_for_coupling()
         seen = self._coupling_causes(coupling)
         if any(cause.kind != "batchnorm" for cause in seen):
             return seen
-        reason = f" ({coupling.reason})" if coupling.reason else ""
-        return (*seen, self.unknown(f"no experiment makes both updates equal{reason}"))
+        return (*seen, self.unknown("unexplained", reason=coupling.reason))
 
-    def unknown(self, why: str) -> Cause:
-        """Return the cause where no experiment has found one: the first tensor that differs, and what was tried."""
-        *tensors, loss = sorted(self._comparison.differences, key=lambda difference: difference.quantity == "loss")
-        where = tuple(dict.fromkeys(difference.first for difference in (*tensors, loss) if difference.first))
-        first = f"; the first tensor that differs is {where[0]}" if where else ""
-        return Cause(kind="unknown", found=why + first, change=_NARROW, where=where)
+    def unknown(self, code: str, **facts: object) -> Cause:
+        """Return the cause where no experiment has found one: the first tensor that differs, and why none has."""
+        differences = sorted(self._runs.pair().differences, key=lambda difference: difference.quantity == "loss")
+        where = tuple(dict.fromkeys(difference.first for difference in differences if difference.first))
+        found = message(code, tensor=where[0], **facts)
+        return Cause(kind="unknown", found=found, change=message("narrow_down"), where=where)
 
     def _ablations(self) -> Iterator[Ablation]:
         """Yield what is tried, single changes first; neutral random numbers last, as they hide what counts at random.
 
         The order matters: arithmetic explains a wrong weight before a loss is taken to be coupled.
         """
-        norms = [ablation for ablation in (self._batchnorm_ablation,) if ablation is not None]
-        plain = [UNCHANGED, *norms]
-        coupled = [] if self._is_loop or self._is_coupled else [replace(one, coupled=True) for one in plain]
-        yield from (*plain, *coupled)
+        ablations = [UNCHANGED, *([] if self._batchnorm_ablation is None else [self._batchnorm_ablation])]
+        if not (self._is_loop or self._is_coupled):
+            ablations += [replace(ablation, coupled=True) for ablation in ablations]
+        yield from ablations
         if self._runs.mismatch is None and self._runs.replayed_sites:
-            yield from (replace(ablation, neutral_rng=True) for ablation in (*plain, *coupled))
+            yield from (replace(ablation, neutral_rng=True) for ablation in ablations)
 
     def _explain(self, ablation: Ablation) -> tuple[Cause, ...] | None:
         """Return the causes that remain under an ablation, none where both updates are equal; None if unknown."""
@@ -95,10 +94,13 @@ class _Search:
             return ()
         if self._is_coupled or ablation.coupled:
             return None
-        if self._is_loop:
-            cause = explain_loop(self._runs, self._comparison.window, ablation, self._rounding)
-        else:
-            cause = self._explain_weighting(ablation)
+        try:
+            if self._is_loop:
+                cause = explain_loop(self._runs, self._window, ablation)
+            else:
+                cause = self._explain_weighting(ablation)
+        except AutoaccumError:
+            return None
         return None if cause is None else (cause,)
 
     def _is_equal(self, ablation: Ablation) -> bool:
@@ -130,52 +132,62 @@ class _Search:
 
     def _causes(self, ablation: Ablation) -> tuple[Cause, ...]:
         """Return the causes that an ablation takes away, which is proved."""
-        found = []
+        causes = []
         if ablation.batchnorm is not None:
-            found.append(_batchnorm_cause(self._batchnorms, ablation.batchnorm))
+            causes.append(self._batchnorm_cause(ablation.batchnorm, proved=True))
         if ablation.coupled:
-            found.append(replace(_COUPLED_LOSS, mode="coupled = True", proved=True))
+            causes.append(replace(_COUPLED_LOSS, mode={"coupled": True}, proved=True))
         if ablation.neutral_rng and self._runs.rng_mixes_samples is not False:
             sites = self._runs.replayed_sites
-            found.append(replace(_RANDOMNESS, found=_MIXES.format(list_names(sites)), where=sites, proved=True))
-        return tuple(found)
+            found, change = message("draws_mix_samples", sites=list(sites)), message("draw_for_each_sample")
+            causes.append(Cause(kind="randomness", found=found, change=change, where=sites, proved=True))
+        return tuple(causes)
+
+    def _batchnorm_cause(self, mode: str, *, proved: bool) -> Cause:
+        """Return the cause for BatchNorm, which `mode` takes away."""
+        return Cause(
+            kind="batchnorm",
+            found=message("batchnorm_by_parts", modules=list(self._batchnorms)),
+            change=message("take_batchnorm_mode", mode=mode),
+            where=self._batchnorms,
+            proved=proved,
+            mode={"batchnorm": mode},
+        )
 
     def _explain_weighting(self, ablation: Ablation) -> Cause | None:
         """Return the cause if parts with other weights give the batch's loss; None if no usual weight does.
 
         It is proved where the update is equal with them.
         """
-        objective = self._runs.objective
-        try:
-            comparison = self._compare_losses(ablation)
-            wrong = comparison.mismatched()
-            weights, samples = find_weights(comparison, wrong) if wrong else ({}, "")
-        except AutoaccumError:
-            return None
+        objective, comparison = self._runs.objective, self._compare_losses(ablation)
+        wrong = comparison.mismatched()
+        weights, samples = find_weights(comparison, wrong) if wrong else ({}, "")
         if not weights or len(weights) < len(wrong):
             return None
         applied = replace(ablation, weights=tuple((name, weights.get(name, "")) for name in comparison.whole))
-        kinds = {code == SUM for code in weights.values()}
-        is_mixed = len(weights) < len(comparison.whole) and (objective.reduction == "sum" or True in kinds)
-        can_apply = len(kinds) == 1 and not is_mixed
-        proved = can_apply and self._is_equal(applied)
-        if can_apply and not proved:
+        change = advise(objective, weights, comparison.whole, samples)
+        is_possible = change.code != "make_terms_means"  # No weights do for sums beside means.
+        if is_possible and not self._is_equal(applied):
             return None
         return Cause(
             kind="reduction" if objective.reduction == "sum" or SUM in weights.values() else "weight",
-            found="; ".join(str(comparison.describe(name, None)) for name in wrong),
-            change=str(advise(objective, weights, comparison.whole, samples)),
+            found=message(
+                "wrong_weights",
+                sizes=list(comparison.sizes),
+                losses={name: [comparison.whole[name], comparison.declared(name)] for name in wrong},
+                divisor=None if objective.reduction == "sum" else objective.divisor_label,
+            ),
+            change=change,
             where=tuple(wrong) if len(comparison.whole) > 1 else (),
-            proved=proved,
+            proved=is_possible,
         )
 
     def _compare_losses(self, ablation: Ablation) -> LossComparison:
         """Compare the losses of the batch and of two parts of it, forward only; BatchNorm is at rest."""
         runs, (model, _) = self._runs, self._runs.fixture.fresh()
-        rested = replace(ablation, batchnorm="frozen")
 
         def forward(batch: object) -> dict[str, Tensor]:
-            run = UpdateRun(runs.fixture, rested)
+            run = UpdateRun(runs.fixture, replace(ablation, batchnorm="frozen"))
             seed_everything()
             with run.running("the loss"), torch.no_grad(), neutral_rng():
                 return run.terms(batch)
@@ -185,9 +197,9 @@ class _Search:
     @property
     def _two_parts(self) -> tuple[int, int]:
         """Two parts of the batch, uneven where possible, neither of a single sample."""
-        each = self._runs.fixture.workload.multiple_of or 1
+        multiple_of = self._runs.fixture.workload.multiple_of or 1
         total = sum(self._runs.sizes)
-        first = each * max((total // each - 1) // 2, 1)
+        first = multiple_of * max((total // multiple_of - 1) // 2, 1)
         return first, total - first
 
     def _look_for_coupling(self) -> Coupling:
@@ -201,86 +213,24 @@ class _Search:
         """Return causes for what was seen to mix samples, of which no change is proved to help."""
         names = tuple(name for name in coupling.modules if name not in self._batchnorms)
         causes = []
-        if self._batchnorm_ablation is not None and any(name in self._batchnorms for name in coupling.modules):
-            causes.append(replace(_batchnorm_cause(self._batchnorms, "exact"), proved=False))
+        if self._batchnorm_ablation is not None and len(names) < len(coupling.modules):
+            causes.append(self._batchnorm_cause("exact", proved=False))
         if names:
-            found = f"a sample's output depends on the others of its micro-batch in {describe_modules(names)}"
-            causes.append(Cause(kind="coupled model", found=found, change=_LOOK_AT_ONE, where=names))
+            found = message("sample_depends_on_others", modules=list(names))
+            causes.append(Cause(kind="coupled model", found=found, change=message("look_at_one_sample"), where=names))
         elif coupling.loss and not self._is_coupled:
             causes.append(_COUPLED_LOSS)
         return tuple(causes)
 
 
-_EXACT, _FROZEN = Ablation(batchnorm="exact"), Ablation(batchnorm="frozen")
-
-_NARROW = "try a smaller model, or one term of the loss at a time, until the updates are equal"
-
-_NON_DETERMINISM = Cause(
-    kind="non-determinism",
-    found="the full batch gives another result when it is run again",
-    change="keep counters in buffers of the model, not in globals, closures or classes, which are not reset between"
-    " runs; draw random numbers from torch, NumPy or random; do not depend on time, os.urandom or files that change",
-)
-
-_MIXES = "random numbers drawn in {} mix samples, as a random order does, or decide how many entries a mean has"
-_RANDOMNESS = Cause(
-    kind="randomness",
-    found=_MIXES,
-    change="draw for each sample by itself, or mix samples where the batch is made, before it is split",
-)
-
 _COUPLED_LOSS = Cause(
     kind="coupled loss",
-    found="the loss compares samples with each other or is a function of the whole batch (in-batch negatives, mixup, a"
-    " statistic of the batch, the root of a mean, outputs of shape (n, 1) with targets of shape (n,)), or it adds up"
-    " terms that divide by different counts; a part has only its own samples",
-    change="give outputs and targets the same shape, mix inputs when the batch is made, before it is split, and return"
-    " terms that divide by different counts as a dict; otherwise use coupled = True with outputs(model, batch) and"
-    " coupled_loss(outputs, batch) in place of loss, which computes the loss once, of all outputs, or compare"
-    " autoaccum.whole_batch(x)",
+    found=message("loss_of_whole_batch"),
+    change=message("compute_loss_once"),
     where=("the loss",),
 )
 
-_LOOK_AT_ONE = (
-    "compute what it takes of other samples from autoaccum.whole_batch(x), or in coupled_loss(outputs, batch) with"
-    " coupled = True; or make it look at one sample at a time, as LayerNorm and GroupNorm do; or call eval() on it if"
-    " that changes it"
-)
-
-
-_NORMS = {
-    "exact": 'batchnorm="exact", which normalises by the whole batch; batchnorm="frozen" (by running statistics, as'
-    ' with eval()) and GroupNorm are exact too; batchnorm="running" mends running statistics only',
-    "frozen": 'batchnorm="frozen" (by running statistics, as with eval()) or GroupNorm; batchnorm="exact", where it'
-    " runs, needs the Accumulator",
-}
-
-
-def _batchnorm_cause(names: tuple[str, ...], mode: str) -> Cause:
-    """Return the cause for BatchNorm, of which `mode` makes both updates equal."""
-    return Cause(
-        kind="batchnorm",
-        found=f"BatchNorm normalises by the micro-batch, not by the whole batch, in {describe_modules(names)}",
-        change=_NORMS[mode],
-        where=names,
-        proved=True,
-        mode=f'batchnorm="{mode}"',
-    )
-
-
 LoopMistake = Literal["undivided", "divided twice", "mean of means", "last window", "weights"]
-
-_FOUND: Mapping[LoopMistake, str] = {
-    "undivided": "the losses of the parts are added up without dividing them",
-    "divided twice": "the losses of the parts are divided twice",
-    "mean of means": "the mean of every part counts the same, though parts divide by different counts (of tokens?)",
-    "last window": "a shorter window is divided as a whole one",
-    "weights": "the parts have wrong weights",
-}
-_OF_ALL_RANKS = (
-    "; sum the total over all ranks first (dist.all_reduce), and multiply by dist.get_world_size(), since DDP and FSDP"
-    " divide by it"
-)
 
 _CLOSE = 1e-6
 """The largest relative difference between equal factors."""
@@ -289,29 +239,29 @@ _MOST_ENTRIES = 2**18
 """Of more gradient entries only every n-th is taken: any of them shows the factors."""
 
 
-def explain_loop(runs: PairedRuns, window: Window, ablation: Ablation, rounding: float) -> Cause | None:
-    """Explain a loop by the factors of the parts' gradients in its own; None where they do not give it.
-
-    `rounding` is how much equal combinations of gradients may differ, relative to the largest entry.
-    """
-    try:
-        pair = runs.pair(ablation)
-        shares = _read_shares(runs, list(pair.full.terms))
-        results = [pair.full, pair.accumulated, *(runs.part(index, ablation) for index in range(len(runs.sizes)))]
-        full, looped, *parts = _flatten([result.gradients for result in results])
-        if shares is None or _residual(full, parts, shares) > rounding:
-            return None
-        factors = find_factors(looped, parts)
-    except AutoaccumError:
+def explain_loop(runs: PairedRuns, window: Window, ablation: Ablation) -> Cause | None:
+    """Explain a loop by the factors of the parts' gradients in its own; None where they do not give it."""
+    pair = runs.pair(ablation)
+    shares = _read_shares(runs, list(pair.full.terms))
+    results = [pair.full, pair.accumulated, *(runs.part(index, ablation) for index in range(len(runs.sizes)))]
+    full, looped, *parts = _flatten([result.gradients for result in results])
+    rounding = _SLACK * runs.fixture.tolerance
+    if shares is None or _residual(full, parts, shares) > rounding:
         return None
+    factors = find_factors(looped, parts)
     if factors is None or _residual(looped, parts, factors) > rounding or _are_close(factors, shares):
         return None
     mistake = find_mistake(factors, shares, window)
-    counts = f"they count for {_numbers(factors)}, but should count for {_numbers(shares)}"
+    objective = runs.objective
+    divisor = "weight(part)" if objective.weight_function else f"its {objective.divisor_label.partition(' (')[0]}"
     return Cause(
         kind="last window" if mistake == "last window" else "accumulate",
-        found=f"{_FOUND[mistake]}: {counts}",
-        change=_correct_line(runs) + (_OF_ALL_RANKS if runs.world_size > 1 else ""),
+        found=message("parts_count", mistake=mistake, factors=list(factors), shares=list(shares)),
+        change=message(
+            "divide_parts",
+            divisor=None if objective.reduction == "sum" else divisor,
+            over_ranks=runs.world_size > 1,
+        ),
         proved=True,
     )
 
@@ -391,19 +341,3 @@ def _read_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | 
 def _are_close(factors: Sequence[float], others: Sequence[float]) -> bool:
     pairs = zip(factors, others, strict=True)
     return all(abs(one - other) <= _CLOSE * max(abs(one), abs(other)) for one, other in pairs)
-
-
-def _numbers(values: Sequence[float]) -> str:
-    """Write numbers to four digits; what is only rounding is written as 0."""
-    return join_words(f"{0.0 if abs(value) <= 1e-12 else value:.4g}" for value in values)
-
-
-def _correct_line(runs: PairedRuns) -> str:
-    objective = runs.objective
-    if objective.reduction == "sum":
-        return "loss(model, part).backward(), without dividing: the loss is a sum"
-    counted = "weight(part)" if objective.weight_function else f"its {objective.divisor_label.partition(' (')[0]}"
-    return (
-        f"(loss(model, part) * count / total).backward(), where count is the part's ({counted}) and total is the sum"
-        " over all parts of the window"
-    )

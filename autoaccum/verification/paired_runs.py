@@ -24,6 +24,7 @@ from autoaccum.accumulation.random_draws import (
 )
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
+from autoaccum.messages import Message, message
 from autoaccum.sources.batches import batch_size, join_batches, split_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.verification.fixture import Fixture
@@ -102,7 +103,7 @@ class PairedRuns:
         self.fixture, self.sizes, self.method, self._team = fixture, tuple(sizes), method, team
         self.batch = fixture.prepare_batch(batch)
         self.parts: list[Any] = split_batch(self.batch, self.sizes)
-        self.mismatch: str | None = None
+        self.mismatch: Message | None = None
         self._pairs: dict[Ablation, Pair] = {}
 
     def by_loop(self) -> PairedRuns:
@@ -190,14 +191,14 @@ class PairedRuns:
         if self._team is not None or self.method == "accumulate":
             pair = self._run(ablation, neutral=True)
             if pair.sites:
-                self.mismatch = "a loop may draw in any order" if self._team is None else "each rank draws its own"
+                self.mismatch = message("draws_of_loop" if self._team is None else "draws_of_ranks")
             return pair
         if ablation.neutral_rng or self.mismatch is not None:
             return self._run(ablation, neutral=True)
         try:
             pair = self._run(ablation, neutral=False)
         except ReplayMismatch as error:
-            self.mismatch = str(error)
+            self.mismatch = message("draws_not_replayed", error=str(error))
             return self._run(ablation, neutral=True)
         if not pair.sites or pair.gradients_equal:
             return pair
@@ -206,7 +207,7 @@ class PairedRuns:
         mixes = pair.draws.is_per_sample if self.rng_mixes_samples is None else self.rng_mixes_samples
         if not is_known or mixes or not neutral.gradients_equal:
             return pair
-        self.mismatch = f"the shapes drawn in {', '.join(pair.sites)} do not show which sample each row belongs to"
+        self.mismatch = message("draws_unmatched", sites=list(pair.sites))
         return neutral
 
     def _run(self, ablation: Ablation, *, neutral: bool) -> Pair:

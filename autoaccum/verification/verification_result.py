@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
+from autoaccum.messages import Message
 from autoaccum.serialization import freeze, to_plain
 
-SCHEMA = 2
+SCHEMA = 3
 
 Method = Literal["accumulator", "accumulate"]
 Window = Literal["whole", "uneven", "last"]
@@ -82,19 +84,19 @@ class Cause:
 
     Attributes:
         kind: The kind of cause.
-        found: What the experiment showed, as a sentence.
-        change: What makes it equal, as a sentence or a line of code.
+        found: What the experiment showed.
+        change: What makes it equal.
         where: The modules, attributes, terms or lines concerned; may be empty.
         proved: The same comparison without this cause (and the others that were found) was equal.
-        mode: The mode of autoaccum that takes it away, as in `batchnorm="exact"`; None where there is none.
+        mode: The option of autoaccum that takes it away, as in `{"batchnorm": "exact"}`; empty where there is none.
     """
 
     kind: CauseKind
-    found: str
-    change: str
+    found: Message
+    change: Message
     where: tuple[str, ...] = ()
     proved: bool = False
-    mode: str | None = None
+    mode: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +110,10 @@ class Verification:
         precision: `fp64` or `fp32`.
         device: `cpu` or `cuda:N`.
         batchnorm: The mode that was verified.
-        rounding: Where the tolerance comes from, as a sentence.
+        tolerance: How much rounding alone may change an update, relative to the largest entry.
         comparisons: All comparisons, in order.
         causes: Why they were not equal; empty where they were.
-        notes: Further sentences, such as on neutral random numbers or terms without a gradient.
+        notes: What was done beside the comparison, such as with neutral random numbers.
         workload: Name, digest, model, parameters, reduction, weight.
         environment: Versions of Python, PyTorch and so on.
         seconds: The time it took.
@@ -129,10 +131,10 @@ class Verification:
     precision: str
     device: str
     batchnorm: str
-    rounding: str
+    tolerance: float
     comparisons: tuple[Comparison, ...]
     causes: tuple[Cause, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Message, ...]
     workload: Mapping[str, Any]
     environment: Mapping[str, Any]
     seconds: float
@@ -147,13 +149,25 @@ class Verification:
             object.__setattr__(self, name, freeze(getattr(self, name)))
 
     def to_json(self) -> str:
-        """Return the record as indented JSON, the schema first; an infinite error is null, with `error_text`."""
+        """Return the record as indented JSON, the schema first; numbers that are not finite are null.
+
+        Errors are written out in `error_text` as well, and numbers of messages in their `text`.
+        """
         record = to_plain(self)
-        for difference in (each for comparison in record["comparisons"] for each in comparison["differences"]):
+        for difference in chain.from_iterable(comparison["differences"] for comparison in record["comparisons"]):
             error = difference["error"]
             difference["error_text"] = f"{error:.3g}" if math.isfinite(error) else "infinite"
-            difference["error"] = error if math.isfinite(error) else None
-        return json.dumps({"schema": record.pop("schema"), **record}, indent=2, allow_nan=False) + "\n"
+        finite = _replace_infinite({"schema": record.pop("schema"), **record})
+        return json.dumps(finite, indent=2, allow_nan=False) + "\n"
+
+
+def _replace_infinite(value: Any) -> Any:
+    """Return JSON values with None for numbers that JSON cannot express."""
+    if isinstance(value, dict):
+        return {name: _replace_infinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_infinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from typing import Any, cast
 
 from torch import nn
@@ -16,13 +16,14 @@ from torch import nn
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.rng_state import RngState, preserve_rng_state
 from autoaccum.accumulation.schedule import check_multiple, make_schedule, split_evenly
-from autoaccum.checks import check_alone, list_names, read_count
+from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.device_choice import check_device
 from autoaccum.devices.inspection import describe_environment, name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.sources.batches import split_batch
@@ -31,7 +32,6 @@ from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit, user_code
-from autoaccum.units import format_parts
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
@@ -97,10 +97,10 @@ def run_verification(
         )
 
     with preserve_rng_state(), blame_exit("the workload"):
-        tried, reference = _prepare(workload, live or {}, options, accumulate, target)
+        prepared, reference = _prepare(workload, live or {}, options, accumulate, target)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run(_Verifier(tried, reference, options, target, micro, on_event), began)
+            return _run(_Verifier(prepared, reference, options, target, micro, on_event), began)
 
 
 def _prepare(
@@ -108,14 +108,15 @@ def _prepare(
 ) -> tuple[Workload, str]:
     """Return the workload and its name for the record."""
     alone = options.with_spec(longest_of=_longest_of(given, options, target), precision=None)
-    way = resolve_workload(given, live, alone, share=target, verb="verify")
-    if isinstance(way, FileSource):
-        reference, loaded = way.name, way.load()
-        found = apply_spec(loaded, {"longest_of": _longest_of(loaded, options, target)}, largest_batch=target)
+    source = resolve_workload(given, live, alone, share=target, verb="verify")
+    if isinstance(source, FileSource):
+        loaded = source.load()
+        workload = apply_spec(loaded, {"longest_of": _longest_of(loaded, options, target)}, largest_batch=target)
+        reference = source.name
     else:
-        reference, found = f"{way.name} (made in code)", way
+        workload, reference = source, f"{source.name} (made in code)"
     requested = {name: options.spec.get(name) for name in ("batchnorm", "coupled", "multiple_of")}
-    workload = replace_fields(found, accumulate=accumulate, **requested)
+    workload = replace_fields(workload, accumulate=accumulate, **requested)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
         raise WorkloadError(f"accumulate is {workload.accumulate!r}", hint=hint)
@@ -147,8 +148,6 @@ def _run(verifier: _Verifier, began: float) -> Verification:
 class _Verifier:
     """Verifies a workload, which the record calls `reference`, in parts of at most `micro` samples."""
 
-    _team: RankTeam | None
-
     def __init__(
         self,
         workload: Workload,
@@ -156,56 +155,61 @@ class _Verifier:
         options: Options,
         target: int,
         micro: int,
-        on_event: Callable[[Any], Any] | None = None,
+        on_event: Callable[[Event], Any] | None = None,
     ) -> None:
         self._workload, self._reference, self._options = workload, reference, options
         self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
         self._unequal: list[tuple[PairedRuns, Comparison]] = []
         self._causes: list[Cause] = []
-        self._notes: list[str] = []
+        self._notes: list[Message] = []
         self._untested: tuple[str, ...] = ()
-        self._is_neutral = False
-        self._precision = cast("Precision", options.spec.get("precision", "fp64"))  # May become float32.
-        self._each = workload.multiple_of or 1
-        check_multiple(target, self._each, "the target batch")
-        self._micro_batch = max(micro // self._each, 1) * self._each
+        self._multiple_of = multiple = workload.multiple_of or 1
+        check_multiple(target, multiple, "the target batch")
+        self._micro_batch = max(micro // multiple, 1) * multiple
         if self._micro_batch == target:
             raise UsageError(
-                f"micro-batches must be multiples of {self._each}, but there are only {self._each} samples",
-                hint=f"give a target batch of {2 * self._each}",
+                f"micro-batches must be multiples of {multiple}, but there are only {multiple} samples",
+                hint=f"give a target batch of {2 * multiple}",
             )
 
     def run(self, began: float) -> Verification:
         """Compare, and find out why something differs; `began` is the `time.monotonic` of the call."""
         ranks = self._options.world_size
+        self._team: RankTeam | None
         with closing(RankTeam(ranks)) if ranks > 1 else nullcontext() as self._team:
             seed_everything()
             self._batch = take_small_batch(self._workload, self._target)
             self._random = RngState()
-            runs = self._window_runs(self._dealt(self._target))
-            device = str(runs.fixture.device)
-            self._notify(VerificationStarted(**self._describe(runs), precision=self._precision, device=device))
-            self._compare_both(runs, "whole")
+            runs = self._window_runs()
+            started = self._describe(runs.fixture)
+            self._notify(started)
+            self._compare(runs, "whole")
             self._compare_uneven(runs)
             self._compare_last(runs.fixture)
             self._search()
-            return self._record(runs, began)
+            return self._record(runs.fixture, started, began)
 
-    def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
+    def _describe(self, fixture: Fixture) -> VerificationStarted:
+        model, _ = fixture.fresh()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        name = type(model).__name__
+        return VerificationStarted(self._workload.name, name, parameters, fixture.precision, str(fixture.device))
+
+    def _window_runs(self) -> PairedRuns:
         """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""
+        precision = self._options.spec.get("precision")
         try:
-            return self._runs_in(self._precision, sizes)
+            return self._runs_in(cast("Precision", precision or "fp64"))
         except WorkloadError as error:
-            if "precision" in self._options.spec:
+            if precision is not None:
                 raise
             failure = error
-        self._precision = "fp32"
-        runs = self._runs_in("fp32", sizes)
-        self._note(f"verified in float32, since in float64 the workload does not run ({first_line(failure.message)})")
+        runs = self._runs_in("fp32")
+        self._note("verified_in_float32", error=first_line(failure.message))
         return runs
 
-    def _runs_in(self, precision: Precision, sizes: tuple[int, ...]) -> PairedRuns:
+    def _runs_in(self, precision: Precision) -> PairedRuns:
         """Return runs whose full batch has a finite loss and gradient.
 
         Raises:
@@ -214,28 +218,26 @@ class _Verifier:
         self._random.restore()  # Each precision begins with the same weights.
         with user_code("model()"):
             fixture = Fixture(self._workload, precision=precision, device=self._options.device)
-        runs = self._paired(fixture, self._batch, sizes)
+        runs = self._paired(fixture, self._batch, self._parts_of(self._target))
         with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
         if not has_weight(weight):
             raise WorkloadError(
-                f"weight(batch) of {sum(sizes)} samples is 0, so no sample counts",
+                f"weight(batch) of {self._target} samples is 0, so no sample counts",
                 hint="make batch(size) return samples that count",
             )
-        odd = _nonfinite_gradient(runs)
-        if odd is not None:
-            raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
+        _check_finite(runs)
         if largest_entry(runs.pair().full.gradients.values()) == 0:
             raise NotMeasuredError(
-                f"every gradient of batch({sum(sizes)}) is zero, so there is nothing to compare",
+                f"every gradient of batch({self._target}) is zero, so there is nothing to compare",
                 hint="return samples from batch(size) that give the model a gradient",
             )
         return runs
 
-    def _dealt(self, samples: int) -> tuple[int, ...]:
+    def _parts_of(self, samples: int) -> tuple[int, ...]:
         """Return the parts of all ranks in order."""
         schedule = make_schedule(
-            samples, self._micro_batch, world_size=self._options.world_size, multiple_of=self._each
+            samples, self._micro_batch, world_size=self._options.world_size, multiple_of=self._multiple_of
         )
         return tuple(size for parts in schedule.ranks for size in parts if size)
 
@@ -244,71 +246,68 @@ class _Verifier:
 
     def _compare_uneven(self, runs: PairedRuns) -> None:
         """Compare the batch with samples shortened where all are equally long: no wrong weight shows in these."""
-        if runs.objective.reduction == "sum" or runs.objective.coupled or not self._is_equal:
+        if runs.objective.reduction == "sum" or runs.objective.coupled or self._unequal:
             return
         new_labels = runs.fixture.device.type == "cpu"  # A loss that does not ignore them would end a GPU's context.
         ways = shorten(self._batch, runs.sizes, new_labels=new_labels)
         for way in ways:
-            if way.batch is not None and (other := self._runs_of(runs, way.batch)) is not None:
-                self._note(f"samples are equally long: also compared with shortened {list_names(way.paths)}")
-                self._compare_both(other, "uneven")
+            shortened = None if way.batch is None else self._finite_runs(runs.fixture, way.batch, runs.sizes)
+            if shortened is not None:
+                self._note("samples_shortened", paths=list(way.paths))
+                self._compare(shortened, "uneven")
                 return
         self._untested = ways[-1].paths if ways and ways[-1].is_known else ()
 
-    def _runs_of(self, runs: PairedRuns, batch: Any) -> PairedRuns | None:
-        """Return the same parts of another batch; None where it does not run, or its loss is not finite."""
-        try:
-            other = self._paired(runs.fixture, batch, runs.sizes)
-            return None if _nonfinite_gradient(other) else other
-        except AutoaccumError:
-            return None
+    def _finite_runs(self, fixture: Fixture, batch: Any, sizes: tuple[int, ...]) -> PairedRuns | None:
+        """Return the runs of a batch; None where it does not run, or its loss or gradient is not finite."""
+        with suppress(AutoaccumError):
+            runs = self._paired(fixture, batch, sizes)
+            _check_finite(runs)
+            return runs
+        return None
 
     def _compare_last(self, fixture: Fixture) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
 
         BatchNorm refuses a single sample, and state that forward keeps may have the size of the parts before.
         """
-        sizes = last_window(self._target, self._micro_batch, self._each)
+        sizes = last_window(self._target, self._micro_batch, self._multiple_of)
         if sizes is None:
             return
-        part, _ = split_batch(self._batch, [sum(sizes), self._target - sum(sizes)])
-        if self._team is not None:
-            sizes = self._dealt(sum(sizes))
-        runs = self._paired(fixture, part, sizes)
+        samples = sum(sizes)
+        part, _ = split_batch(self._batch, [samples, self._target - samples])
+        runs = self._paired(fixture, part, sizes if self._team is None else self._parts_of(samples))
         try:
             runs.pair()
         except WorkloadError as error:
             if not self._unequal:
                 hint = "where samples come in groups of N, give --multiple-of N"
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
-            self._note(f"the shorter window of {format_parts(sizes)} was left out: {first_line(error.message)}")
+            self._note("window_left_out", parts=list(runs.sizes), error=first_line(error.message))
         else:
-            self._compare_both(runs, "last")
+            self._compare(runs, "last")
             return
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
-    def _compare_both(self, runs: PairedRuns, window: Window) -> None:
-        """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
-        self._compare(runs, window)
-        if self._workload.accumulate is not None:
-            if len(runs.sizes) % runs.world_size:
-                parts = format_parts(runs.sizes)
-                self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
-                return
-            self._compare(runs.by_loop(), window)
-
     def _compare(self, runs: PairedRuns, window: Window) -> None:
-        method, differences = runs.method, runs.pair().differences
-        found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
-        self._comparisons.append(found)
-        self._notify(Compared(found))
+        """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
+        self._compare_runs(runs, window)
+        if self._workload.accumulate is None:
+            return
+        if len(runs.sizes) % runs.world_size:
+            self._note("loop_left_out", parts=list(runs.sizes))
+            return
+        self._compare_runs(runs.by_loop(), window)
+
+    def _compare_runs(self, runs: PairedRuns, window: Window) -> None:
+        differences = runs.pair().differences
+        comparison = Comparison(method=runs.method, window=window, micro_batches=runs.sizes, differences=differences)
+        self._comparisons.append(comparison)
+        self._notify(Compared(comparison))
         if runs.mismatch is not None:
-            self._is_neutral = True
-            whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
-            where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
-            self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
-        if not found.equal:
-            self._unequal.append((runs, found))
+            self._note("random_neutral", method=runs.method, parts=list(runs.sizes), reason=runs.mismatch)
+        if not comparison.equal:
+            self._unequal.append((runs, comparison))
 
     def _search(self) -> None:
         """Search for the causes of all differences, within the time limit."""
@@ -321,76 +320,65 @@ class _Verifier:
 
     def _diagnose(self, runs: PairedRuns, comparison: Comparison, deadline: Deadline) -> bool:
         """Add the causes of a difference, and return whether all are known."""
-        if not runs.pair().uses_host_rng:
+        uses_host_rng = runs.pair().uses_host_rng
+        if not uses_host_rng:
             self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
-            causes = find_causes(runs, comparison)
+            causes = find_causes(runs, comparison.window)
         except (WorkloadError, NotMeasuredError) as error:
-            self._note(f"the search for the cause failed: {first_line(error.message)}")
+            self._note("search_failed", error=first_line(error.message))
             return False
-        if not any(cause.proved for cause in causes) and runs.pair().uses_host_rng:
+        if uses_host_rng and not any(cause.proved for cause in causes):
             raise NotMeasuredError(
                 "parts draw other random numbers from Python's or NumPy's generators than the full batch does, and"
                 " these cannot be replayed",
                 hint="draw with torch (torch.rand, torch.randperm), whose numbers are replayed, or draw in batch(size)",
             )
-        known = {(cause.kind, cause.where) for cause in self._causes}
-        self._causes += [cause for cause in causes if (cause.kind, cause.where) not in known]
+        earlier = {(cause.kind, cause.where) for cause in self._causes}
+        self._causes += [cause for cause in causes if (cause.kind, cause.where) not in earlier]
         return not any(cause.kind == "unknown" for cause in causes)
 
-    def _note(self, note: str) -> None:
+    def _note(self, code: str, **facts: Any) -> None:
+        note = message(code, **facts)
         if note not in self._notes:
             self._notes.append(note)
 
-    @property
-    def _is_equal(self) -> bool:
-        return all(comparison.equal for comparison in self._comparisons)
-
-    def _record(self, runs: PairedRuns, began: float) -> Verification:
+    def _record(self, fixture: Fixture, started: VerificationStarted, began: float) -> Verification:
         workload, objective = self._workload, self._workload.objective
         return Verification(
-            equivalent=self._is_equal and not self._untested,
+            equivalent=not self._unequal and not self._untested,
             target_batch=self._target,
             micro_batch=self._micro_batch,
-            precision=self._precision,
-            device=str(runs.fixture.device),
+            precision=started.precision,
+            device=started.device,
             batchnorm=workload.batchnorm,
             coupled=workload.coupled,
-            rounding=f"{runs.fixture.tolerance:.0e} of the largest entry, in {self._precision}",
+            tolerance=fixture.tolerance,
             comparisons=tuple(self._comparisons),
             causes=tuple(self._causes),
             notes=tuple(self._notes),
             workload={
                 "reference": self._reference,
                 "digest": workload.digest,
-                **self._describe(runs),
+                "name": started.name,
+                "model": started.model,
+                "parameters": started.parameters,
                 "loss": name_loss(workload),
                 "reduction": objective.reduction,
                 "weight": objective.divisor_label,
                 "longest_of": workload.longest_of,
             },
-            environment=describe_environment(runs.fixture.device),
+            environment=describe_environment(fixture.device),
             world_size=self._options.world_size,
-            untested=self._untested if self._is_equal else (),
-            neutral_random=self._is_neutral,
+            untested=() if self._unequal else self._untested,
+            neutral_random=any(note.code == "random_neutral" for note in self._notes),
             seconds=time.monotonic() - began,
         )
 
-    def _describe(self, runs: PairedRuns) -> dict[str, Any]:
-        model, _ = runs.fixture.fresh()
-        return {
-            "name": self._workload.name,
-            "model": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        }
 
-
-def _nonfinite_gradient(runs: PairedRuns) -> str | None:
-    """Return the name of a parameter whose gradient from the full batch is not finite; None where all are finite.
-
-    Raises:
-        WorkloadError: The full batch does not run, or its loss is not finite.
-    """
+def _check_finite(runs: PairedRuns) -> None:
+    """Raise WorkloadError if the full batch does not run, or its loss or gradient is not finite."""
+    samples = sum(runs.sizes)
     try:
         full = runs.pair().full
     except WorkloadError as error:
@@ -398,8 +386,10 @@ def _nonfinite_gradient(runs: PairedRuns) -> str | None:
             raise
         raise WorkloadError(error.message, hint=_SINGLE) from error
     if not math.isfinite(full.loss):
-        raise WorkloadError(f"the loss of batch({sum(runs.sizes)}) is {full.loss}", hint=_NOT_FINITE)
-    return next((name for name, gradient in full.gradients.items() if not is_finite(gradient)), None)
+        raise WorkloadError(f"the loss of batch({samples}) is {full.loss}", hint=_NOT_FINITE)
+    for name, gradient in full.gradients.items():
+        if not is_finite(gradient):
+            raise WorkloadError(f"the gradient of {name} from batch({samples}) is not finite", hint=_NOT_FINITE)
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
@@ -411,9 +401,9 @@ def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...
     (4, 2)
     """
     if multiple_of > 1:
-        counted = last_window(target // multiple_of, micro // multiple_of)
-        return None if counted is None else tuple(part * multiple_of for part in counted)
-    windows = [tuple(split_evenly(samples, micro)) for samples in range(min(2 * micro, target) - 1, micro, -1)]
+        groups = last_window(target // multiple_of, micro // multiple_of) or ()
+        return tuple(part * multiple_of for part in groups) or None
     if micro == 1 and target > 2:
         return (1, 1)
+    windows = [split_evenly(samples, micro) for samples in range(min(2 * micro, target) - 1, micro, -1)]
     return next((parts for parts in windows if len(set(parts)) > 1), windows[0] if windows else None)

@@ -97,7 +97,7 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     result = invoke("model.py", "--target-batch", "4", "--json", "-o", "found.json")
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
-    assert (record["schema"], record["equivalent"], record["target_batch"], record["micro_batch"]) == (2, True, 4, 1)
+    assert (record["schema"], record["equivalent"], record["target_batch"], record["micro_batch"]) == (3, True, 4, 1)
     assert (folder / "found.json").read_text() == result.stdout
     again = invoke("model.py", "-o", "found.json")
     assert again.exit_code == 2

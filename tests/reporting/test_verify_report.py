@@ -7,6 +7,7 @@ import io
 import json
 import math
 
+from autoaccum.messages import message
 from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.verify_report import VerificationProgress, verification_blocks
 from autoaccum.verification.verification_result import (
@@ -41,6 +42,8 @@ EQUAL = Comparison(
         difference("buffers", 0.0, None),
     ),
 )
+NOTE, MODE = message("samples_shortened", paths=["batch[1]"]), message("take_batchnorm_mode", mode="exact")
+WRONG = message("wrong_weights", sizes=[3, 5], losses={"loss": [0.7, 0.6]}, divisor="samples")
 FOUND = Verification(
     equivalent=True,
     target_batch=16,
@@ -48,10 +51,10 @@ FOUND = Verification(
     precision="fp64",
     device="cpu",
     batchnorm="micro",
-    rounding="1e-10 of the largest entry",
+    tolerance=1e-10,
     comparisons=(EQUAL,),
     causes=(),
-    notes=("random draws were held",),
+    notes=(NOTE,),
     workload={"name": "small", "weight": "the samples", "sizes": (1, 2)},
     environment={"torch": "2.13.0", "variables": {}},
     seconds=1.25,
@@ -72,17 +75,17 @@ DIFFERENT = dataclasses.replace(
     comparisons=(EQUAL, OTHER),
     causes=(
         Cause(
-            kind="last window",
-            found="the short window is divided by 4, it has 2 micro-batches",
-            change="divide by what there is: def weight(batch): return (batch[1] != -100).sum()",
+            kind="weight",
+            found=WRONG,
+            change=message("write_weight", code="(batch[1] != -100).sum()", is_sum=False),
             proved=True,
         ),
         Cause(
             kind="batchnorm",
-            found="normalises by the part",
-            change='batchnorm="exact"',
-            where=("a", "b", "c", "d"),
-            mode='batchnorm="exact"',
+            found=message("batchnorm_by_parts", modules=["a", "b"]),
+            change=MODE,
+            where=("a", "b"),
+            mode={"batchnorm": "exact"},
         ),
     ),
     notes=(),
@@ -118,7 +121,7 @@ def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:
     assert lines[3].split() == ["compared", "largest", "error", "tolerance", "at"]
     assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
     assert lines[5].split() == ["gradients", "4", "1.5e-16", "1.0e-10", "2.weight"]
-    assert "note         random draws were held" in lines
+    assert f"note         {NOTE}" in lines
 
 
 def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
@@ -133,11 +136,11 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert next(line for line in shown if "1.count" in line).split() == [
         *("buffers", "4", "infinite", "exact", "1.count", "differs")
     ]
-    assert "cause 1      last window: the short window is divided by 4, it has 2 micro-batches" in lines
+    assert f"cause 1      weight: {WRONG}"[:60] in text
+    assert "change       the likely right weight is:" in lines
     assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
     assert "proved       with all of these done, the same comparison is equal" in lines
-    assert "in           a, b, c and 1 more" in lines
-    assert 'change       batchnorm="exact"' in lines
+    assert f"change       {MODE}"[:60] in text
     assert any(line.startswith("unproved") for line in lines)
     assert "plan" not in text
     assert lines[-2:] == [
@@ -146,7 +149,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     ]
     alone = drawn(dataclasses.replace(DIFFERENT, causes=(dataclasses.replace(DIFFERENT.causes[1], proved=True),)))
     assert 'proved       with batchnorm="exact", the same comparison is equal' in alone.splitlines()
-    rest = dataclasses.replace(DIFFERENT.causes[1], mode='batchnorm="frozen"')
+    rest = dataclasses.replace(DIFFERENT.causes[1], mode={"batchnorm": "frozen"})
     assert "--batchnorm frozen" in drawn(dataclasses.replace(DIFFERENT, causes=(rest,))), "where exact does not run"
     again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
     assert again[-2:] == [
@@ -158,7 +161,6 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
 def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
     lines = drawn(DIFFERENT, width=30).splitlines()
     assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
-    assert "change       divide by what there is:" in lines
     unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
     assert "look at the tensors that differ" in unknown
     assert "1.count" in unknown, "what was compared is all that is known then"
@@ -169,6 +171,8 @@ def test_json_begins_with_the_schema_and_has_no_infinity() -> None:
     assert next(iter(record)) == "schema"
     buffers = record["comparisons"][1]["differences"][2]
     assert (buffers["error"], buffers["error_text"], buffers["tolerance"]) == (None, "infinite", 0.0)
+    change = record["causes"][1]["change"]
+    assert change == {"code": "take_batchnorm_mode", "facts": {"mode": "exact"}, "text": str(MODE)}
 
 
 def test_progress_shows_what_is_verified() -> None:

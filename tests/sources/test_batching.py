@@ -95,7 +95,7 @@ def test_is_planned_and_verified() -> None:
 def test_a_wrong_weight_is_found() -> None:
     found = autoaccum.verify(Workload(**{**DETECTION, "weight": None}))
     assert not found.equivalent
-    assert any("targets" in (cause.change or "") for cause in found.causes)
+    assert any("targets" in cause.change.facts["code"] for cause in found.causes)
 
 
 def test_needs_both_functions() -> None:

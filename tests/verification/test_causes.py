@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import Workload, verify
-from autoaccum.reporting.verify_report import verdict
 from autoaccum.verification.verification_result import Verification
 
 CRITERION = nn.CrossEntropyLoss()
@@ -44,6 +43,7 @@ def broadcast() -> Workload:
     return Workload(model=nn.Linear(small.FEATURES, 1), batch=numbers, criterion=nn.MSELoss())
 
 
+NORMED = Workload(model=small.Residual, batch=small.images, criterion=CRITERION)
 WELL: dict[str, Workload] = {
     "MLP": classes(),
     "MLP, a sum": pairs(small.summed_loss, reduction="sum"),
@@ -69,115 +69,79 @@ def test_claims_no_cause_where_all_is_well(case: str) -> None:
 
 TOKENS = '(batch["labels"] != -100).sum()'
 SHIFTED = '(batch["labels"][:, 1:] != -100).sum()'
+COUPLED = {"where": ("the loss",), "mode": {"coupled": True}}
 
-# Workload, kind, where, mode, what is said. All are proved.
-PLANTED: dict[str, tuple[Workload, str, tuple[str, ...], str | None, str]] = {
-    "BatchNorm": (
-        Workload(model=small.Residual, batch=small.images, criterion=CRITERION),
-        "batchnorm",
-        ("norm1", "norm2"),
-        'batchnorm="exact"',
-        "normalises by the micro-batch",
-    ),
+# Workload, kind, and some of what is said. All are proved.
+PLANTED: dict[str, tuple[Workload, str, dict[str, Any]]] = {
+    "BatchNorm": (NORMED, "batchnorm", {"where": ("norm1", "norm2"), "mode": {"batchnorm": "exact"}}),
     "tokens that are not weighted": (
         texts(small.huggingface_loss, small.HuggingFace),
         "weight",
-        (),
-        None,
-        f"def weight(batch): return {SHIFTED}",
+        {"code": SHIFTED, "divisor": "samples", "where": ()},
     ),
     "two losses, one weight": (
         texts(small.text_losses),
         "weight",
-        ("tokens",),
-        None,
-        f'return {{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}',
+        {"where": ("tokens",), "code": f'{{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}'},
     ),
-    "tokens, said to be a sum": (texts(small.token_loss, reduction="sum"), "reduction", (), None, TOKENS),
-    "a sum, said to be a mean": (pairs(small.summed_loss), "reduction", (), None, 'reduction = "sum"'),
-    "in-batch negatives": (
-        captions(planted.contrastive_loss),
-        "coupled loss",
-        ("the loss",),
-        "coupled = True",
-        "coupled_loss",
+    "tokens, said to be a sum": (
+        texts(small.token_loss, reduction="sum"),
+        "reduction",
+        {"code": TOKENS, "is_sum": True, "divisor": None},
     ),
-    "the root of a mean": (
-        pairs(planted.root_loss),
-        "coupled loss",
-        ("the loss",),
-        "coupled = True",
-        "the root of a mean",
-    ),
-    "a regulariser in a sum": (
-        pairs(planted.penalised_sum, reduction="sum"),
-        "coupled loss",
-        ("the loss",),
-        "coupled = True",
-        "coupled_loss",
-    ),
-    "outputs that are broadcast against targets": (
-        broadcast(),
-        "coupled loss",
-        ("the loss",),
-        "coupled = True",
-        "same shape",
-    ),
-    "a random order": (classes(planted.Shuffling), "randomness", (), None, "before it is split"),
+    "a sum, said to be a mean": (pairs(small.summed_loss), "reduction", {"change": "write_sum"}),
+    "in-batch negatives": (captions(planted.contrastive_loss), "coupled loss", COUPLED),
+    "the root of a mean": (pairs(planted.root_loss), "coupled loss", COUPLED),
+    "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "coupled loss", COUPLED),
+    "outputs that are broadcast against targets": (broadcast(), "coupled loss", COUPLED),
+    "a random order": (classes(planted.Shuffling), "randomness", {"mode": {}}),
     "a loop that does not divide": (
         classes(accumulate=planted.undivided_loop),
         "accumulate",
-        (),
-        None,
-        "added up without dividing them: they count for 1, 1, 1 and 1, but should count for 0.25",
+        {
+            "mistake": "undivided",
+            "factors": pytest.approx([1.0] * 4),
+            "shares": pytest.approx([0.25] * 4),
+            "over_ranks": False,
+        },
     ),
     "a loop that divides twice": (
         classes(accumulate=planted.twice_divided_loop),
         "accumulate",
-        (),
-        None,
-        "divided twice",
+        {"mistake": "divided twice"},
     ),
     "a loop that averages means of tokens": (
         texts(small.token_loss, weight=small.token_weight, accumulate=planted.loop_of_means),
         "accumulate",
-        (),
-        None,
-        "the mean of every part counts the same",
+        {"mistake": "mean of means", "divisor": "weight(part)"},
     ),
     "a loop that divides the last window as a whole one": (
         classes(accumulate=planted.configured_loop),
         "last window",
-        (),
-        None,
-        "divided as a whole one",
+        {"mistake": "last window"},
     ),
     "a loop that zeroes gradients between parts": (
         classes(accumulate=planted.zeroing_loop),
         "accumulate",
-        (),
-        None,
-        "they count for 0, 0, 0 and 0.25",
+        {"mistake": "weights", "factors": pytest.approx([0.0, 0.0, 0.0, 0.25])},
     ),
     "a loop that clips after each part": (
         classes(accumulate=planted.clipping_loop),
         "accumulate",
-        (),
-        None,
-        "wrong weights",
+        {"mistake": "weights"},
     ),
 }
 
 
 @pytest.mark.parametrize("case", PLANTED)
 def test_names_and_proves_the_one_cause(case: str) -> None:
-    workload, kind, where, mode, text = PLANTED[case]
+    workload, kind, expected = PLANTED[case]
     verification = found(workload)
     assert not verification.equivalent
     (cause,) = verification.causes
-    assert (cause.kind, cause.mode, cause.proved) == (kind, mode, True)
-    assert kind == "randomness" or cause.where == where
-    assert text in f"{cause.found}; {cause.change}"
+    assert (cause.kind, cause.proved) == (kind, True)
+    said = {**cause.found.facts, **cause.change.facts, **vars(cause), "change": cause.change.code}
+    assert {name: said[name] for name in expected} == expected
 
 
 SEEN: dict[str, tuple[Workload, str, tuple[str, ...]]] = {
@@ -214,8 +178,8 @@ def test_all_else_is_unequal_with_the_first_tensor_that_differs(case: str) -> No
     verification = found(workload)
     assert not verification.equivalent
     (cause,) = verification.causes
-    assert (cause.kind, cause.proved) == ("unknown", False)
-    assert f"the first tensor that differs is {tensor}" in cause.found
+    assert (cause.kind, cause.found.code, cause.proved) == ("unknown", "unexplained", False)
+    assert cause.found.facts["tensor"] == cause.where[0] == tensor
 
 
 def test_batchnorm_is_told_beside_what_is_unknown() -> None:
@@ -226,16 +190,16 @@ def test_a_permutation_is_neutral_and_said() -> None:
     verification = found(classes(planted.Mixing))
     assert verification.equivalent
     assert verification.neutral_random
-    assert "replaced by neutral values" in verdict(verification).plain.partition(":")[0]
-    assert any("randperm" in note for note in verification.notes)
+    (*_, note) = verification.notes
+    assert note.code == "random_neutral"
+    assert "randperm" in note.facts["reason"].facts["error"]
 
 
 def test_two_samples_are_enough() -> None:
     (cause,) = verify(texts(small.token_loss), target_batch=2, micro_batch=1).causes
-    assert cause.change.endswith(TOKENS)
+    assert cause.change.facts["code"] == TOKENS
 
 
 def test_running_statistics_do_not_mend_the_gradient() -> None:
-    workload = Workload(model=small.Residual, batch=small.images, criterion=CRITERION)
-    (cause,) = found(workload, batchnorm="running").causes
-    assert (cause.kind, cause.mode) == ("batchnorm", 'batchnorm="exact"')
+    (cause,) = found(NORMED, batchnorm="running").causes
+    assert (cause.kind, cause.mode) == ("batchnorm", {"batchnorm": "exact"})

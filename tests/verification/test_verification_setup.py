@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from factories import codes
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional
@@ -51,7 +52,7 @@ def test_a_sound_workload_is_equivalent() -> None:
     ]
     assert [one.quantity for one in found.comparisons[0].differences] == ["loss", "gradients", "buffers"]
     assert all(one.error < 1e-14 for comparison in found.comparisons for one in comparison.differences)
-    assert "1e-10" in found.rounding
+    assert found.tolerance == 1e-10
     assert found.workload["name"] == "small"
     assert found.workload["parameters"] == 51
     assert [type(event) for event in events] == [VerificationStarted, Compared, Compared]
@@ -101,8 +102,8 @@ def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
     found = verify(workload)
     assert found.equivalent
     assert found.precision == "fp32"
-    assert "in float64 the workload does not run" in found.notes[0]
-    assert "this kernel takes float32" in found.notes[0]
+    assert codes(found.notes) == ["verified_in_float32"]
+    assert "this kernel takes float32" in found.notes[0].facts["error"]
     with pytest.raises(WorkloadError, match="this kernel takes float32"):
         verify(workload, precision="fp64")
 
@@ -126,7 +127,7 @@ def test_packed_weights_are_verified_in_float32() -> None:
     )
     found = verify(workload)
     assert (found.equivalent, found.precision) == (True, "fp32")
-    assert "codes holds packed weights (of torch.int8), whose kernels know no float64" in found.notes[0]
+    assert "codes holds packed weights (of torch.int8)" in found.notes[0].facts["error"]
 
 
 def _live() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, Any]:
@@ -213,7 +214,7 @@ def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
         verify(workload, target_batch=4, micro_batch=1)
     found = verify(workload, target_batch=4, micro_batch=2)
     assert [one.window for one in found.comparisons] == ["whole"]
-    assert any("the shorter window of 2 + 1 was left out" in note for note in found.notes)
+    assert [(note.code, note.facts["parts"]) for note in found.notes] == [("window_left_out", [2, 1])]
 
 
 @pytest.mark.parametrize(

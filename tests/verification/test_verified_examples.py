@@ -33,7 +33,6 @@ def test_the_convolutional_one_has_batchnorm() -> None:
 def test_experts_that_each_micro_batch_balances_are_not() -> None:
     (cause,) = verify(f"{EXAMPLES / 'experts.py'}:usual", target_batch=8).causes
     assert cause.kind == "coupled loss"
-    assert "autoaccum.whole_batch(x)" in cause.change
 
 
 @pytest.mark.slow
