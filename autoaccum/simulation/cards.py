@@ -130,13 +130,13 @@ def find_card(text: str) -> Card:
     """
     if _SIZE.fullmatch(text):
         return _card_of_size(text)
-    found = _cards_by_key().get(_key(text), ())
-    if len(found) == 1:
-        return found[0]
+    cards = _cards_by_key().get(_key(text), ())
+    if len(cards) == 1:
+        return cards[0]
     shown = repr(text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[:_MAX_SHOWN_LENGTH]}...")
-    if found:
-        listed = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in found)
-        raise UsageError(f"{shown} is the name of {len(found)} cards", hint=f"write one of {listed}")
+    if cards:
+        listed = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in cards)
+        raise UsageError(f"{shown} is the name of {len(cards)} cards", hint=f"write one of {listed}")
     close = _close_names(text)
     guess = f"did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
@@ -175,10 +175,12 @@ def card_rates(card: Card) -> CardRates:
     """
     if card.rates is not None:
         return card.rates
-    known = [one for one in all_cards() if one.rates is not None and " MIG " not in one.title]
-    older = {one.capability for one in known if one.capability <= card.capability} or {(7, 0)}
-    alike = [one for one in known if one.capability == max(older)]
-    nearest = min(alike, key=lambda one: (one.title != card.title, abs(one.multiprocessors - card.multiprocessors)))
+    rated = [other for other in all_cards() if other.rates is not None and " MIG " not in other.title]
+    older = {other.capability for other in rated if other.capability <= card.capability} or {(7, 0)}
+    candidates = [other for other in rated if other.capability == max(older)]
+    nearest = min(
+        candidates, key=lambda other: (other.title != card.title, abs(other.multiprocessors - card.multiprocessors))
+    )
     assert nearest.rates is not None
     share = 1.0 if nearest.title == card.title else card.multiprocessors / nearest.multiprocessors
     return CardRates(

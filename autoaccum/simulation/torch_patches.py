@@ -141,7 +141,7 @@ def cudnn_version() -> int:
     if version is not None:
         return int(version)
     release = torch_release()
-    return CUDNN[max((known for known in CUDNN if known <= release), default=min(CUDNN))]
+    return CUDNN[max((listed for listed in CUDNN if listed <= release), default=min(CUDNN))]
 
 
 def is_strictly_deterministic() -> bool:

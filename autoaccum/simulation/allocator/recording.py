@@ -104,8 +104,10 @@ class Recording:
     @property
     def overflowed(self) -> bool:
         """Return whether blocks have a call stack and no event, as when older events were dropped (`max_entries`)."""
-        made = {entry.addr for entry in self.entries if entry.action == "alloc"}
-        return any(block.is_used and block.frames and block.address not in made for block in _blocks(self.segments))
+        allocated = {entry.addr for entry in self.entries if entry.action == "alloc"}
+        return any(
+            block.is_used and block.frames and block.address not in allocated for block in _blocks(self.segments)
+        )
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:

@@ -89,22 +89,22 @@ class SizedTrace:
         the update leaves something else than it finds, and cannot be repeated.
         """
         alive: dict[int, None] = {}
-        found: list[int] = []
+        freed: list[int] = []
         for event in self.trace.events[self.trace.last_update :]:
             if event >= 0:
                 alive[event] = None
             elif ~event in alive:
                 del alive[~event]
             else:
-                found.append(~event)
+                freed.append(~event)
         streams = self.trace.streams
 
         def kind(block: int) -> tuple[int, int]:
             return self.sizes[block], streams[block] if streams else 0
 
         left = sorted(alive, key=kind)
-        found.sort(key=kind)
-        return dict(zip(found, left, strict=True)) if [*map(kind, found)] == [*map(kind, left)] else None
+        freed.sort(key=kind)
+        return dict(zip(freed, left, strict=True)) if [*map(kind, freed)] == [*map(kind, left)] else None
 
     def replay(
         self, settings: AllocatorSettings | None = None, capacity: int | None = None, repeats: int = 1
@@ -115,13 +115,13 @@ class SizedTrace:
         """
         settings = settings or AllocatorSettings()
         kind = dataclasses.replace(settings, total_bytes=None)  # Addresses are enough on any card.
-        known = self._results.setdefault((kind, capacity is None, repeats), [])
-        for result in known:
+        results = self._results.setdefault((kind, capacity is None, repeats), [])
+        for result in results:
             below = result.valid_below_bytes
             if capacity is None or (result.peak_reserved_bytes <= capacity and (below is None or capacity < below)):
                 return result
-        known.append(self._replay(CachingAllocator(capacity, settings), repeats))
-        return known[-1]
+        results.append(self._replay(CachingAllocator(capacity, settings), repeats))
+        return results[-1]
 
     def _replay(self, allocator: CachingAllocator, repeats: int) -> ReplayResult:
         events, last = self.trace.events, self.trace.last_update
@@ -180,8 +180,8 @@ class SizedTrace:
             size = 0 if block in self.optional else self.sizes[block]
             alive[size <= SMALL_BYTES] += size if event >= 0 else -size
             if event >= 0:
-                held = -(-alive[True] // LARGE_GRAIN_BYTES) - (-alive[False] // LARGE_GRAIN_BYTES)
-                most = max(most, held)
+                segments = -(-alive[True] // LARGE_GRAIN_BYTES) - (-alive[False] // LARGE_GRAIN_BYTES)
+                most = max(most, segments)
         return most * LARGE_GRAIN_BYTES
 
     def reserved_over_time(self, settings: AllocatorSettings | None = None) -> list[int]:
@@ -190,18 +190,18 @@ class SizedTrace:
         running = _Replay(allocator, self)
 
         def run(part: Sequence[int]) -> list[int]:
-            held = []
+            reserved = []
             for event in part:
                 running.run((event,))
-                held.append(allocator.reserved_bytes)
-            return held
+                reserved.append(allocator.reserved_bytes)
+            return reserved
 
         events, last = self.trace.events, self.trace.last_update
-        held = run(events)
+        reserved = run(events)
         if self.replacements is not None:
             running.carry_over()
-            held[last:] = run(events[last:])
-        return held
+            reserved[last:] = run(events[last:])
+        return reserved
 
 
 class _Replay:
@@ -239,7 +239,7 @@ class _Replay:
     def carry_over(self) -> None:
         """Give the blocks that an update left the numbers of those it found, so that its events can be repeated."""
         blocks, pairs = self._blocks, (self._sized.replacements or {}).items()
-        blocks.update({found: blocks.pop(left) for found, left in pairs if left in blocks})
+        blocks.update({freed: blocks.pop(left) for freed, left in pairs if left in blocks})
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,8 @@ class Replayer:
 
     def about_peak_bytes(self, trace: Trace) -> int:
         """Return the same, maybe of another card that shares its replays."""
-        known = self._replays.unlimited.get(trace)
-        return self.peak_bytes(trace) if known is None else known.peak_reserved_bytes
+        unlimited = self._replays.unlimited.get(trace)
+        return self.peak_bytes(trace) if unlimited is None else unlimited.peak_reserved_bytes
 
     def min_budget_bytes(self, traces: Sequence[Trace], limit_bytes: int) -> int:
         """Return the smallest capacity at which all traces fit: within a limit, or beyond it if they do not fit there.
@@ -292,8 +292,8 @@ class Replayer:
             sized, unlimited = self._unlimited(trace)
             if least and self._replay_within(least, sized, unlimited, 1).fits:
                 continue
-            held = self._replay_within(limit_bytes, sized, unlimited)
-            least = max(least, sized.least_capacity(self.settings, held if held.fits else unlimited))
+            within = self._replay_within(limit_bytes, sized, unlimited)
+            least = max(least, sized.least_capacity(self.settings, within if within.fits else unlimited))
         return least
 
     def replay(self, trace: Trace, limit_bytes: int) -> tuple[SizedTrace, ReplayResult, ReplayResult]:
@@ -304,9 +304,9 @@ class Replayer:
         elsewhere = None if trace in self._known else self._replays.unlimited.get(trace)
         if elsewhere is not None and elsewhere.peak_reserved_bytes > limit_bytes:
             sized = self._with_sizes(trace)
-            held = self._replay_within(limit_bytes, sized, elsewhere)
-            if not held.fits:
-                return sized, elsewhere, held
+            within = self._replay_within(limit_bytes, sized, elsewhere)
+            if not within.fits:
+                return sized, elsewhere, within
         sized, unlimited = self._unlimited(trace)
         return sized, unlimited, self._replay_within(limit_bytes, sized, unlimited)
 
@@ -349,14 +349,14 @@ class Replayer:
 def _size(trace: Trace, estimates: Mapping[Workspace, Estimate]) -> SizedTrace:
     """Return a trace with the estimated sizes of its workspaces."""
     workspaces = {block: size for block, size in enumerate(trace.sizes) if isinstance(size, Workspace)}
-    found = {block: estimates[workspace] for block, workspace in workspaces.items()}
-    sizes = [found[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
-    bands = {block: estimate.uncertainty_bytes for block, estimate in found.items() if estimate.uncertainty_bytes}
+    of_blocks = {block: estimates[workspace] for block, workspace in workspaces.items()}
+    sizes = [of_blocks[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
+    bands = {block: estimate.uncertainty_bytes for block, estimate in of_blocks.items() if estimate.uncertainty_bytes}
     changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
     return SizedTrace(
         trace,
         tuple(sizes),
         max(accumulate(changes), default=0),
-        tuple(dict.fromkeys(workspaces[block].rule for block in bands if not found[block].measured)),
-        {block: workspaces[block] for block, estimate in found.items() if estimate.optional},
+        tuple(dict.fromkeys(workspaces[block].rule for block in bands if not of_blocks[block].measured)),
+        {block: workspaces[block] for block, estimate in of_blocks.items() if estimate.optional},
     )

@@ -81,9 +81,9 @@ class AttentionCall:
 
     def has_dtype_of(self, *dtypes: torch.dtype) -> bool:
         """Return whether all inputs have the same dtype, and it is one of `dtypes`; bf16 needs sm80 or newer."""
-        own = {tensor.dtype for tensor in self.inputs}
-        known = {dtype for dtype in dtypes if dtype is not torch.bfloat16 or self.card.capability >= (8, 0)}
-        return len(own) == 1 and own <= known
+        given = {tensor.dtype for tensor in self.inputs}
+        allowed = {dtype for dtype in dtypes if dtype is not torch.bfloat16 or self.card.capability >= (8, 0)}
+        return len(given) == 1 and given <= allowed
 
     def has_heads(self, *, grouped: bool, alike: bool) -> bool:
         """Return whether the numbers of heads match (`check_batch_size_and_num_heads_dense`)."""
@@ -211,8 +211,8 @@ def choose_attention(
     On sm90 and sm10x, cuDNN comes first if it is newer than 9.15 (`check_prefer_cudnn_attention`).
     """
     major, minor = call.card.capability
-    known = major in (9, 10) and (minor in (0, 3) or call.torch_version >= (2, 15))
-    preferred = known and call.cudnn_version > 91_500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    can_prefer = major in (9, 10) and (minor in (0, 3) or call.torch_version >= (2, 15))
+    preferred = can_prefer and call.cudnn_version > 91_500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     if preferred and tuple(order) == _ORDER:
         order = ("cudnn", "flash", "efficient", "math")
     return next((kernel for kernel in order if kernel in enabled and _CAN[kernel](call)), None)
@@ -231,16 +231,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run `scaled_dot_product_attention` in ATen/native/transformers/attention.cpp."""
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        mask=attn_mask,
-        dropout=dropout_p,
-        causal=is_causal,
-        grouped=enable_gqa,
-        card=in_use.card,
-    )
+    options: dict[str, Any] = {"mask": attn_mask, "dropout": dropout_p, "causal": is_causal, "grouped": enable_gqa}
+    call = AttentionCall(query=query, key=key, value=value, card=in_use.card, **options)
     order = [_KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(_KERNELS)]
     names = {"efficient": "mem_efficient"}
     enabled = [kernel for kernel in _KERNELS if getattr(torch._C, f"_get_{names.get(kernel, kernel)}_sdp_enabled")()]

@@ -142,7 +142,7 @@ def is_cudnn_batch_norm(
     if weight is None or bias is None or torch.bfloat16 in (input.dtype, weight.dtype):
         return False
     wide_enough = input.dtype is not torch.float16 or weight.dtype is torch.float32
-    tracks = [each is not None for each in statistics]
+    tracks = [statistic is not None for statistic in statistics]
     tracking = all(tracks) or (not any(tracks) and training)
     spatial = input.dim() >= 3 and input.size(0) <= (880_801 if training else 65_535)
     return wide_enough and tracking and spatial and eps >= MIN_EPS and input.numel() < (1 << 31) - 1
@@ -195,20 +195,20 @@ def _group_norm(call: OperatorCall) -> list[MemoryStep]:
     From 2.15 on, channels-last inputs have kernels of their own; before, `group_norm` copies them.
     """
     tensor = call["input"]
-    layout, each = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
+    layout, number_bytes = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
     steps = before_outputs(layout_copies(tensor, memory_format=layout))
-    if tensor.dtype.itemsize < each and call.torch_version >= (2, 15):
-        steps += [Workspace("group_norm", (call["N"] * call["group"], each))] * 2
+    if tensor.dtype.itemsize < number_bytes and call.torch_version >= (2, 15):
+        steps += [Workspace("group_norm", (call["N"] * call["group"], number_bytes))] * 2
     if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
-        steps += [Workspace("group_norm", (call["N"] * call["C"], each))] * 2
+        steps += [Workspace("group_norm", (call["N"] * call["C"], number_bytes))] * 2
     return steps
 
 
 def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     """Two sums for each channel; for the input's gradient also two factors for each group and one for each channel."""
-    layout, each = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
+    layout, number_bytes = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
     steps = before_outputs(layout_copies(call["grad_out"], call["input"], memory_format=layout))
-    channels, groups = (Workspace("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
+    channels, groups = (Workspace("group_norm", (call["N"] * call[name], number_bytes)) for name in ("C", "group"))
     plain = layout == torch.contiguous_format
     if call["HxW"] > 1 or not plain:
         steps += [channels] * 2

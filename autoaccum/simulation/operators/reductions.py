@@ -244,13 +244,13 @@ def _embedding_gradient(call: OperatorCall) -> list[MemoryStep]:
     else:
         copies = layout_copies(grad, indices)
         least = 1 if call["scale_grad_by_freq"] else _MANY_INDICES
-    count, each = indices.numel(), indices.dtype.itemsize
+    count, index_bytes = indices.numel(), indices.dtype.itemsize
     sums = Workspace("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
     names = ("indices", "segments", "partials")
-    one, segment, partials = (Workspace(f"embedding_{name}", (count, rows, each, least)) for name in names)
-    temporary = Workspace("sorted_pairs", (count, 2 * each, least))
-    sorting: list[MemoryStep] = [*copies, one, one, one, temporary, Freed(2), OutputAllocated()]
-    return [*sorting, one, segment, segment, partials, sums]
+    numbers, segment, partials = (Workspace(f"embedding_{name}", (count, rows, index_bytes, least)) for name in names)
+    temporary = Workspace("sorted_pairs", (count, 2 * index_bytes, least))
+    sorting: list[MemoryStep] = [*copies, numbers, numbers, numbers, temporary, Freed(2), OutputAllocated()]
+    return [*sorting, numbers, segment, segment, partials, sums]
 
 
 def _index_put(call: OperatorCall) -> list[MemoryStep]:
@@ -261,9 +261,9 @@ def _index_put(call: OperatorCall) -> list[MemoryStep]:
         return []
     shapes = (reversed(index.shape) for index in indices)
     count = prod(map(max, zip_longest(*shapes, fillvalue=1)))
-    one = Workspace("index_put", (count,))
+    numbers = Workspace("index_put", (count,))
     copies = layout_copies(call["self"])
-    return [*copies, one, one, Freed(), one, one, one, Workspace("sorted_pairs", (count, 16, 0))]
+    return [*copies, numbers, numbers, Freed(), numbers, numbers, numbers, Workspace("sorted_pairs", (count, 16, 0))]
 
 
 def _sort(call: OperatorCall) -> list[Workspace]:
@@ -271,9 +271,9 @@ def _sort(call: OperatorCall) -> list[Workspace]:
     columns = tensor.shape[call["dim"]] if tensor.dim() else 0
     if not columns:
         return []
-    count, each = tensor.numel(), tensor.dtype.itemsize
-    pairs = Workspace("sorted_pairs", (count, each + 8, 0))
-    copies = Workspace("sort", (count // columns, columns, each))
+    count, key_bytes = tensor.numel(), tensor.dtype.itemsize
+    pairs = Workspace("sorted_pairs", (count, key_bytes + 8, 0))
+    copies = Workspace("sort", (count // columns, columns, key_bytes))
     return [copies, pairs] if columns > _SMALL_SORT else [copies]
 
 

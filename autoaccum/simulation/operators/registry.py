@@ -68,7 +68,7 @@ def observe_workspaces(
 
 @cache
 def _signature(func: Any) -> Signature:
-    return {each.name: (index, each.default_value) for index, each in enumerate(func._schema.arguments)}
+    return {argument.name: (index, argument.default_value) for index, argument in enumerate(func._schema.arguments)}
 
 
 def _on_card(args: Sequence[Any]) -> bool:

@@ -54,9 +54,9 @@ def run_sparse(
     """
 
     def sparse(size: Sequence[int], parts: _Parts) -> Tensor:
-        made = make(size, parts.indices, parts.values)
-        setattr(made, _PARTS, parts)
-        return made
+        tensor = make(size, parts.indices, parts.values)
+        setattr(tensor, _PARTS, parts)
+        return tensor
 
     if func is MAKES_SPARSE:
         return sparse(args[2], _Parts(args[3], args[4], bool(kwargs.get("is_coalesced"))))

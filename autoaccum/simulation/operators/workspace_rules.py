@@ -179,10 +179,10 @@ def sort(_: Target, rows: int, columns: int, key_bytes: int) -> int | Estimate:
 def flash_gradient(on: Target, batch: int, heads: int, queries: int, head_size: int, deterministic: int) -> Estimate:
     """The query's gradient in fp32 (`dq_accum`)."""
     rounded = round_up(head_size, 32)
-    each = 4 * batch * heads * round_up(queries, 128)
+    column_bytes = 4 * batch * heads * round_up(queries, 128)
     copies = max(1, ceil_div(on.card.multiprocessors, max(1, batch * heads))) if deterministic else 1
-    band = each * copies * max(0, 256 - rounded) if head_size > 192 else 0
-    return Estimate(bytes=each * rounded * copies, uncertainty_bytes=band, measured=band == 0)
+    band = column_bytes * copies * max(0, 256 - rounded) if head_size > 192 else 0
+    return Estimate(bytes=column_bytes * rounded * copies, uncertainty_bytes=band, measured=band == 0)
 
 
 def flash_split_sums(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
@@ -349,5 +349,5 @@ RULES: Mapping[str, Rule] = {
 
 def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """Return the size of `workspace` on `card`, under a PyTorch release such as (2, 15)."""
-    found = RULES[workspace.rule](Target(card, torch_version), *workspace.numbers)
-    return found if isinstance(found, Estimate) else Estimate(bytes=found)
+    answer = RULES[workspace.rule](Target(card, torch_version), *workspace.numbers)
+    return answer if isinstance(answer, Estimate) else Estimate(bytes=answer)

@@ -84,21 +84,25 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if func is DEVICE_QUERY or self._updates < 2:
             return out
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        places = {one.device.type for one in (*tensors, *made)}
-        launches = "cuda" in places and not _is_free(func, tensors, made)
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        places = {tensor.device.type for tensor in (*tensors, *outputs)}
+        launches = "cuda" in places and not _is_free(func, tensors, outputs)
         if launches:
             self._counts()["kernels"] += 1
         if (formula := self._formulas.get(func.overloadpacket)) is not None and "cuda" in places:
             self._counts()["flops"] += formula(*args, **(kwargs or {}), out_val=out)
         elif func in _COPIES and len(places) > 1:
-            self._counts()["moved_bytes"] += _bytes(made[0])
-        elif places == {"cpu"} and not func.is_view and any(isinstance(one, FakeTensor) for one in made or tensors):
-            written = [one for one in made if all(one is not other for other in tensors)]
+            self._counts()["moved_bytes"] += _bytes(outputs[0])
+        elif (
+            places == {"cpu"}
+            and not func.is_view
+            and any(isinstance(tensor, FakeTensor) for tensor in outputs or tensors)
+        ):
+            written = [tensor for tensor in outputs if all(tensor is not other for other in tensors)]
             self._counts()["host_bytes"] += sum(map(_bytes, (*tensors, *written)))
         elif launches:
-            self._counts()["card_bytes"] += _touched_bytes(func, args, tensors, made)
+            self._counts()["card_bytes"] += _touched_bytes(func, args, tensors, outputs)
         return out
 
     def _counts(self) -> Counter[str]:
@@ -112,22 +116,22 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         return self._parts[-1]
 
 
-def _is_free(func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+def _is_free(func: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Return whether an operator runs nothing on the card: it makes a view, or a tensor without values."""
     if func.is_view or func.overloadpacket in _FREE:
         return True
-    if func._schema.is_mutable or not made:
+    if func._schema.is_mutable or not outputs:
         return False
-    held = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
-    return all(one.layout is torch.strided and one.untyped_storage()._cdata in held for one in made)
+    given = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    return all(tensor.layout is torch.strided and tensor.untyped_storage()._cdata in given for tensor in outputs)
 
 
-def _touched_bytes(func: Any, args: Sequence[Any], tensors: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+def _touched_bytes(func: Any, args: Sequence[Any], tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Return the bytes that an operator reads and writes; a tensor that is expanded is read once."""
     if func.overloadpacket in _GATHERS:
-        return 2 * sum(map(_bytes, made)) + sum(map(_bytes, tensors[1:]))
-    written = made or [one for one in tree_leaves(args[:1]) if isinstance(one, Tensor)]
-    return sum(_bytes(one) for one in (*tensors, *written))
+        return 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, tensors[1:]))
+    written = outputs or [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, Tensor)]
+    return sum(_bytes(tensor) for tensor in (*tensors, *written))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -20,8 +20,8 @@ def _by_name(operator: Any, compute: Callable[[dict[str, Any]], Any]) -> Callabl
     arguments = operator._schema.arguments
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = zip((each.name for each in arguments), args, strict=False)
-        return compute({each.name: each.default_value for each in arguments} | dict(given) | kwargs)
+        given = zip((argument.name for argument in arguments), args, strict=False)
+        return compute({argument.name: argument.default_value for argument in arguments} | dict(given) | kwargs)
 
     return run
 

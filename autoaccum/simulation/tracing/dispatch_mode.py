@@ -137,19 +137,19 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 args = [args[0], self._masks_to_indices(func, args), *args[2:]]
             elif self._depth == 0:
                 self.recorder.op = func
-                known = self._run_known(func, args, kwargs)
-                if known is not None:
-                    return known
+                out: Any = self._run_known(func, args, kwargs)
+                if out is not None:
+                    return out
         if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
             self._has_sparse = True
-            return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda step: self.recorder.record_steps([step]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
         if func is _TO_COPY and (host_copy := self._host_copy(args[0], kwargs)) is not None:
             return host_copy
         self.recorder.op = func
         if func is _TO_COPY and _only_moves(args[0], kwargs):
-            out: Any = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            out = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
             self.recorder.record_outputs(out)
             self.values.keep(func, args, kwargs, out)
             return out
@@ -181,10 +181,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if reads_for_user():
                 self.count_read()
             return read_scalar(self, args[0])
-        known = self.values.compute(func, args, kwargs)
+        is_equal = self.values.compute(func, args, kwargs)
         self.count_read()
         try:
-            return read_scalar(self, args[0], is_truth=True) if known is None else known
+            return read_scalar(self, args[0], is_truth=True) if is_equal is None else is_equal
         except UnknownValueError as error:
             raise fake_tensor.DataDependentOutputException(func) from error
 
@@ -212,13 +212,13 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if results is None:
                 return None
             self.count_read()
-            device = next(one.fake_device for one in find_tensors(args) if isinstance(one, FakeTensor))
+            device = next(tensor.fake_device for tensor in find_tensors(args) if isinstance(tensor, FakeTensor))
             is_several = isinstance(results, list | tuple)
-            made = []
+            outputs = []
             for values in results if is_several else [results]:
-                made.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
-                set_values(made[-1], values)
-            out = tuple(made) if is_several else made[0]
+                outputs.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
+                set_values(outputs[-1], values)
+            out = tuple(outputs) if is_several else outputs[0]
         self._record(None, func, args, kwargs, out)
         return out
 
@@ -269,18 +269,18 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         has; this makes it in a third of the time of `FakeTensor(self, made, DEVICE)`.
         """
         if base is None:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-            if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
-                made.untyped_storage().resize_(nbytes)
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            if nbytes is not None and meta.untyped_storage().nbytes() != nbytes:
+                meta.untyped_storage().resize_(nbytes)
         else:
-            made = torch.empty(0, dtype=dtype, device=_META)
+            meta = torch.empty(0, dtype=dtype, device=_META)
             with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
-                made.set_(base.untyped_storage(), offset, shape, stride)
+                meta.set_(base.untyped_storage(), offset, shape, stride)
         if device != DEVICE:
-            return FakeTensor(self, made, device)
+            return FakeTensor(self, meta, device)
         if self._attributes is None:
-            self._attributes = dict(vars(FakeTensor(self, made, DEVICE)))
-        fake: FakeTensor = _MAKE_SUBCLASS(FakeTensor, made, dispatch_device=False, device_for_backend_keys=DEVICE)
+            self._attributes = dict(vars(FakeTensor(self, meta, DEVICE)))
+        fake: FakeTensor = _MAKE_SUBCLASS(FakeTensor, meta, dispatch_device=False, device_for_backend_keys=DEVICE)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes)
         return fake
@@ -289,10 +289,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Make a sparse tensor on the card without its indices and values."""
         sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
         with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
-            made = _aten._sparse_coo_tensor_with_dims.default(
+            meta = _aten._sparse_coo_tensor_with_dims.default(
                 sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
             )
-        return FakeTensor(self, made, DEVICE)
+        return FakeTensor(self, meta, DEVICE)
 
     def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""
@@ -337,7 +337,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         DTensor would first work out how the results are sharded. For a list its time grows with the square of the
         length, and takes seconds for 300 parameters; here the answer is known.
         """
-        local = [[one._local_tensor for one in arg] if _is_list_of_tensors(arg) else arg for arg in args]
+        local = [[tensor._local_tensor for tensor in arg] if _is_list_of_tensors(arg) else arg for arg in args]
         parts = self.__torch_dispatch__(func, (), local)
         return None if parts is None else [_like_shard(*pair) for pair in zip(lists[0], parts, strict=True)]
 

@@ -48,8 +48,8 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(id(module))
         yield path, module
-        inner = ((f"{path}.{name}" if path else name, each) for name, each in module._modules.items())
-        waiting += reversed([(name, each) for name, each in inner if each is not None])
+        inner = ((f"{path}.{name}" if path else name, child) for name, child in module._modules.items())
+        waiting += reversed([(name, child) for name, child in inner if child is not None])
 
 
 class ModuleTracker:
@@ -253,7 +253,7 @@ class BlockLabeller(Watcher):
                 if parameter is not None:
                     self._tracker.set_owner(parameter, index)
                     self._set_parameter_owner(parameter)
-            self._set_owner("parameters", [each for each in module._buffers.values() if each is not None], index)
+            self._set_owner("parameters", [buffer for buffer in module._buffers.values() if buffer is not None], index)
         assert self._trial_run.made is not None
         for gradient, module in unsharded_gradients(self._trial_run.made[0]):
             self._set_owner("gradients", [gradient], self._tracker.index_of(module))

@@ -119,6 +119,6 @@ def _describe(values: Any, key: list[Any]) -> None:
 def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
     """Return whether two results share a storage that belongs to no argument."""
     inputs = {tensor.untyped_storage()._cdata for tensor in find_tensors(args)}
-    made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
-    new = [storage for storage in made if storage not in inputs]
+    outputs = [tensor.untyped_storage()._cdata for tensor in out if isinstance(tensor, Tensor)]
+    new = [storage for storage in outputs if storage not in inputs]
     return len(set(new)) < len(new)

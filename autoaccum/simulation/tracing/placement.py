@@ -86,17 +86,17 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
                 parameter.grad.data = fn(parameter.grad)
             return parameter
         own_class = isinstance(applied, FakeTensor) and type(applied) is not FakeTensor
-        made: Any = applied if own_class else nn.Parameter(applied, requires_grad=parameter.requires_grad)
+        converted: Any = applied if own_class else nn.Parameter(applied, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            made.grad = fn(parameter.grad)
+            converted.grad = fn(parameter.grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, hooks):
-            setattr(made, hooks, getattr(parameter, hooks))
+            setattr(converted, hooks, getattr(parameter, hooks))
     for name, value in vars(parameter).items():
-        if name not in vars(made) and name != REPLACED_BY:
-            setattr(made, name, value)
-    setattr(parameter, REPLACED_BY, weakref.ref(made))
-    return made
+        if name not in vars(converted) and name != REPLACED_BY:
+            setattr(converted, name, value)
+    setattr(parameter, REPLACED_BY, weakref.ref(converted))
+    return converted
 
 
 def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -131,8 +131,8 @@ def _move(moved: dict[Any, Tensor], value: Any) -> Any:
         return value
     key = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
     if key not in moved:
-        made = value.detach().to(DEVICE)
-        moved[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+        copy = value.detach().to(DEVICE)
+        moved[key] = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
     return moved[key]
 
 
@@ -156,10 +156,10 @@ def _make_subclass(cls: Any, data: Tensor, require_grad: bool = False, **how: An
     """Run `Tensor._make_subclass`, which takes no fake tensor."""
     if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
         return _MAKE_SUBCLASS(cls, data, require_grad, **how)
-    made: Any = data.detach()
-    made.__class__ = _fake_class(cls)
-    made._is_param = issubclass(cls, nn.Parameter)
-    return made.requires_grad_(require_grad)
+    instance: Any = data.detach()
+    instance.__class__ = _fake_class(cls)
+    instance._is_param = issubclass(cls, nn.Parameter)
+    return instance.requires_grad_(require_grad)
 
 
 @cache

@@ -198,9 +198,9 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 def _read_scalars(data: Any) -> Any:
     """Replace fake tensors in nested lists by their values, which C++ would read without a check."""
-    if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
+    if not isinstance(data, list | tuple) or not any(isinstance(item, FakeTensor | list | tuple) for item in data):
         return data
-    return [one.tolist() if isinstance(one, FakeTensor) else _read_scalars(one) for one in data]
+    return [item.tolist() if isinstance(item, FakeTensor) else _read_scalars(item) for item in data]
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(tensor: Tensor, index: Any, *value: Any) -> Any:
         if isinstance(index, tuple):
-            index = tuple(_move_list(one, tree_leaves(one), tensor.device) for one in index)
+            index = tuple(_move_list(part, tree_leaves(part), tensor.device) for part in index)
         elif isinstance(index, list | range):  # One with lists in it is a tuple for C++.
             index = _move_list(index, index, tensor.device)
         return function(tensor, index, *value)
@@ -217,7 +217,7 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _move_list(index: Any, numbers: Sequence[Any], device: torch.device) -> Any:
-    if not isinstance(index, list | tuple | range) or not all(isinstance(one, int | range) for one in numbers):
+    if not isinstance(index, list | tuple | range) or not all(isinstance(number, int | range) for number in numbers):
         return index
     return _to(torch.tensor(index, dtype=None if numbers else torch.int64), device)
 

@@ -53,7 +53,11 @@ class AffineTrace:
     @cached_property
     def _growing(self) -> list[tuple[int, tuple[_Affine, ...]]]:
         """The blocks whose sizes are not the same in all traces, with their functions."""
-        return [(block, each) for block, each in enumerate(self._functions) if any(one.slope for one in each)]
+        return [
+            (block, functions)
+            for block, functions in enumerate(self._functions)
+            if any(function.slope for function in functions)
+        ]
 
     def at(self, first: int, second: int | None = None) -> Trace:
         """Return the trace at micro-batches of `first` samples; or at two parts, if they were told apart."""
@@ -91,14 +95,14 @@ def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
     ordered = [by_size[size] for size in sizes]
     for other in ordered[1:]:
         _check_same_events(ordered[0], other)
-    known: dict[tuple[int | Workspace, ...], tuple[_Affine, ...]] = {}
+    fitted: dict[tuple[int | Workspace, ...], tuple[_Affine, ...]] = {}
     rows = list(zip(*(trace.sizes for trace in ordered), strict=True))
     for block, row in enumerate(rows):
-        if row not in known:
-            known[row] = _fit_block(block, ordered)
+        if row not in fitted:
+            fitted[row] = _fit_block(block, ordered)
     on_host = [trace.host_bytes for trace in ordered if trace.host_bytes is not None]
     host = _fit(sizes, on_host) if len(on_host) == len(sizes) else None
-    return AffineTrace(sizes, ordered[0], tuple(known[row] for row in rows), host)
+    return AffineTrace(sizes, ordered[0], tuple(fitted[row] for row in rows), host)
 
 
 def tell_parts_apart(affine: AffineTrace, mixed: Trace) -> AffineTrace:
@@ -131,16 +135,16 @@ def _is_square(sizes: Sequence[int], values: Sequence[int]) -> bool:
     )
 
 
-def _check_same_events(one: Trace, other: Trace) -> None:
-    sizes = f"at {one.parts[0]} and {other.parts[0]} samples"
-    if len(one.parts) != len(other.parts):
-        raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts cannot be compared")
-    for index, (event, another) in enumerate(zip_longest(one.events, other.events)):
+def _check_same_events(first: Trace, other: Trace) -> None:
+    sizes = f"at {first.parts[0]} and {other.parts[0]} samples"
+    if len(first.parts) != len(other.parts):
+        raise NotAffineError(f"{len(first.parts)} parts and {len(other.parts)} parts cannot be compared")
+    for index, (event, another) in enumerate(zip_longest(first.events, other.events)):
         if event != another:
             raise NotAffineError(f"event {index} of the step differs {sizes}")
-    if (one.phases, one.last_update) != (other.phases, other.last_update):
+    if (first.phases, first.last_update) != (other.phases, other.last_update):
         raise NotAffineError(f"the phases of the step differ {sizes}")
-    for block, (size, another) in enumerate(zip(one.sizes, other.sizes, strict=True)):
+    for block, (size, another) in enumerate(zip(first.sizes, other.sizes, strict=True)):
         if _kind(size) != _kind(another):
             raise NotAffineError(f"block {block} is of different kinds {sizes}")
 

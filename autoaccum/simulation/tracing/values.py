@@ -252,9 +252,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
     """
     if torch.Tag.inplace_view in func.tags and func is not _aten.resize_.default:
         return None
-    schema = func._schema
-    arguments = enumerate(schema.arguments) if schema.is_mutable else ()
-    return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)
+    arguments = [(at, argument.name, argument.alias_info) for at, argument in enumerate(func._schema.arguments)]
+    return tuple((at, name) for at, name, alias in arguments if alias is not None and alias.is_write)
 
 
 @cache
@@ -273,7 +272,8 @@ def _run_on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     try:
         result = func(*args, **kwargs)
     except RuntimeError:
-        if func._schema.is_mutable or not any(one.dtype in _HALVES for one in find_tensors((*args, *kwargs.values()))):
+        dtypes = {tensor.dtype for tensor in find_tensors((*args, *kwargs.values()))}
+        if func._schema.is_mutable or dtypes.isdisjoint(_HALVES):
             raise
         # No kernel of the CPU's for half precision.
         result = func(*tree_map(_to_fp32, args), **tree_map(_to_fp32, kwargs))
