@@ -6,15 +6,16 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from factories import CLASSES, FEATURES, Classifier, labelled_rows
 from small_fit import Interrupted, interrupt_after, of_kind
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
@@ -24,23 +25,22 @@ from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 
-SAMPLES, CLASSES = 23, 3
+SAMPLES = 23
 CRITERION = nn.CrossEntropyLoss()
+ROWS = labelled_rows(SAMPLES)
 
 
-def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, CLASSES, (count,), generator=generator)
+def samples() -> tuple[Tensor, Tensor]:
+    return ROWS[0], ROWS[1].clone()
 
 
 def dataset(count: int = SAMPLES) -> TensorDataset:
-    return TensorDataset(*samples(count))
+    return TensorDataset(ROWS[0][:count], ROWS[1][:count])
 
 
 def net() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+    return Classifier(norm=True, dropout=0.5).double()
 
 
 def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, **options: Any) -> Evaluation:
@@ -61,15 +61,21 @@ def whole(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
         return float(run(at_rest))
 
 
-class Numbers(Dataset[Any]):
-    """Map-style, without torch's Dataset classes."""
+class Numbered:
+    """Map-style, without torch's Dataset classes; as `Noisy` it draws from every generator as it is read."""
+
+    is_noisy = False
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = samples()
-        return x[index], y[index]
+        drawn = random.random() + np.random.random() + float(torch.rand(())) if self.is_noisy else 0.0
+        return ROWS[0][index] + drawn, ROWS[1][index]
+
+
+class Noisy(Numbered):
+    is_noisy = True
 
 
 class Stream(IterableDataset[Any]):
@@ -91,7 +97,7 @@ class Narrow(nn.Module):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most, self.seen = most, list[int]()
-        self.inner = nn.Linear(4, CLASSES).double()
+        self.inner = nn.Linear(FEATURES, CLASSES).double()
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
@@ -106,18 +112,6 @@ class Narrow(nn.Module):
 def draw_from_everything(model: nn.Module, batch: Any) -> float:
     model.train()
     return random.random() + np.random.random() + float(torch.rand(())) + len(batch)
-
-
-class Noisy(Dataset[Any]):
-    """Draws from every generator as it is read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        drawn = random.random() + np.random.random() + float(torch.rand(()))
-        x, y = samples()
-        return x[index] + drawn, y[index]
 
 
 def trained(evaluate_every: int | None, made: Evaluation, loader: DataLoader[Any] | None = None) -> list[Tensor]:
@@ -136,7 +130,7 @@ def trained(evaluate_every: int | None, made: Evaluation, loader: DataLoader[Any
 def test_the_number_of_evaluations_changes_no_weight(evaluate: Any) -> None:
     results = []
     for every in (None, 1, 3):
-        loader = DataLoader(Noisy(), batch_size=SAMPLES, shuffle=True)
+        loader = DataLoader(cast("Any", Noisy()), batch_size=SAMPLES, shuffle=True)
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         results.append(trained(every, evaluation(loader, evaluate=evaluate), loader))
     for other in results[1:]:
@@ -151,7 +145,7 @@ class Restless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.inner, self.norm = nn.Linear(4, CLASSES).double(), nn.BatchNorm1d(CLASSES).double()
+        self.inner, self.norm = nn.Linear(FEATURES, CLASSES).double(), nn.BatchNorm1d(CLASSES).double()
         self.register_buffer("table", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,7 +260,7 @@ def test_it_contradicts_a_number_of_updates_and_needs_data() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [dataset, Numbers, Stream, Batches, lambda: list(Batches()), lambda: DataLoader(dataset(), batch_size=7)],
+    [dataset, Numbered, Stream, Batches, lambda: list(Batches()), lambda: DataLoader(dataset(), batch_size=7)],
     ids=["tensors", "map-style", "iterable", "batches", "list", "loader"],
 )
 def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> None:
