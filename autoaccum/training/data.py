@@ -112,7 +112,7 @@ class IterableReader(WindowReader):
             for number in range(windows):
                 self._windows = number
                 self._open()
-                if not sum(self._read_entries()[1]):
+                if not self._read_entries():
                     raise UsageError(
                         f"{self._name} ends after {number:,} windows, but the run had read {windows:,}",
                         hint="use the run's original data, or another run folder",
@@ -146,22 +146,21 @@ class IterableReader(WindowReader):
                 yield self._read_collated(collate(window[part]), part.stop - part.start, again)
 
     def _read_window(self) -> tuple[list[Any], int]:
-        entries, sizes = self._read_entries()
-        samples = sum(sizes)
-        if samples:
+        batches = self._read_entries()
+        sizes = [batch_size(batch) for batch in batches]
+        if sizes:
             self._checksum = zlib.crc32(repr(sizes).encode())
-        share, parts, part_sizes = self._share(samples), [], []
-        for entry, bounds in zip(entries, slices(sizes), strict=True):
+        share, parts = self._share(sum(sizes)), []
+        for batch, bounds in zip(batches, slices(sizes), strict=True):
             first, last = max(share.start, bounds.start), min(share.stop, bounds.stop)
             if first < last:
                 cut = [first - bounds.start, last - first, bounds.stop - last]
-                parts.append(entry if cut[0] == cut[2] == 0 else split_batch(entry, cut)[1])
-                part_sizes.append(cut[1])
-        return self._join_alike(parts, part_sizes), samples
+                parts.append(batch if cut[0] == cut[2] == 0 else split_batch(batch, cut)[1])
+        return self._join_alike(parts), sum(sizes)
 
-    def _read_entries(self) -> tuple[list[Any], list[int]]:
-        """Read up to a window; return the batches and the samples of each."""
-        entries, sizes, room = [], list[int](), self._settings.target_batch
+    def _read_entries(self) -> list[Any]:
+        """Read up to a window; return its batches."""
+        batches, room = [], self._settings.target_batch
         while room > 0:
             entry = self._next_entry() if self._remainder is None else self._remainder
             if entry is END:
@@ -171,10 +170,9 @@ class IterableReader(WindowReader):
             if size > room:
                 batch, self._remainder = split_batch(batch, [room, size - room])
             if size:
-                entries.append(batch)
-                sizes.append(min(size, room))
-                room -= sizes[-1]
-        return entries, sizes
+                batches.append(batch)
+            room -= size
+        return batches
 
     def _next_entry(self) -> Any:
         assert self._entries is not None
@@ -198,14 +196,15 @@ class IterableReader(WindowReader):
                 hint="yield batches, or give single samples as a Dataset or an IterableDataset",
             ) from error
 
-    def _join_alike(self, parts: list[Any], sizes: list[int]) -> list[Any]:
+    def _join_alike(self, parts: list[Any]) -> list[Any]:
         """Join consecutive parts of the same layout, if that makes fewer micro-batches or sizes that are multiples."""
         joined, multiple = [], self.multiple_of
-        for _, run in groupby(zip(parts, sizes, strict=True), key=lambda sized: _layout(*sized)):
-            alike, of_sizes = map(list, zip(*run, strict=True))
-            together = len(split_evenly(sum(of_sizes), self.part_size, multiple))
-            apart = sum(len(split_evenly(size, self.part_size, multiple)) for size in of_sizes)
-            is_worth_it = together < apart or any(size % multiple for size in of_sizes)
+        for _, run in groupby(parts, key=lambda part: _layout(part, batch_size(part))):
+            alike = [*run]
+            sizes = [batch_size(part) for part in alike]
+            together = len(split_evenly(sum(sizes), self.part_size, multiple))
+            apart = sum(len(split_evenly(size, self.part_size, multiple)) for size in sizes)
+            is_worth_it = together < apart or any(size % multiple for size in sizes)
             joined += [join_batches(alike)] if alike[1:] and is_worth_it else alike
         return joined
 
