@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import Evaluated, Notice, Updated
+from autoaccum.training.stopping import TrainingRanks
 
 FORMAT = "autoaccum checkpoint"
 VERSION = 5
@@ -49,12 +50,13 @@ class NotPortableError(CheckpointError):
 class RunFolder:
     """A run's folder, locked: no other process can open it until this one closes it or ends, in whatever way.
 
-    A folder in which no checkpoint was written is left as it was found.
+    A folder in which no checkpoint was written is left as it was found. Of several ranks, all call the same methods,
+    rank 0 looks and writes, and all return or raise what it does.
 
     Args:
         path: The folder; created if missing.
         max_checkpoints: How many checkpoints to keep; older ones are removed.
-        reads_only: Whether this process only reads, as those of several ranks do except for rank 0.
+        ranks: The ranks of the training.
 
     Attributes:
         path: The absolute path, which stays valid when the process changes its working directory.
@@ -64,11 +66,11 @@ class RunFolder:
             like a run's but no checkpoint. Those belong to someone else, and nothing is touched.
     """
 
-    def __init__(self, path: str | Path, *, max_checkpoints: int = 3, reads_only: bool = False) -> None:
-        self.path = Path(path).absolute()
+    def __init__(self, path: str | Path, *, max_checkpoints: int = 3, ranks: TrainingRanks | None = None) -> None:
+        self.path, self._ranks = Path(path).absolute(), ranks or TrainingRanks()
         self._folder, self._max_checkpoints = self.path / "checkpoints", max_checkpoints
         self._lock: int | None = None
-        if reads_only:
+        if not self._ranks.is_first:
             return
         try:
             # A run writes a checkpoint before anything else.
@@ -114,7 +116,7 @@ class RunFolder:
         Raises:
             UsageError: The folder holds a run that must not be resumed, or none although one is required.
         """
-        newest = next(iter(self.checkpoints()), None)
+        newest = self._ranks.by_first(lambda: next(iter(self.checkpoints()), None))
         if resume == "never" and newest is not None:
             raise UsageError(f"{self.path} already holds a run, and resume is never", hint="use another folder")
         if resume == "must" and newest is None:
@@ -129,30 +131,38 @@ class RunFolder:
             CheckpointError: The file cannot be written; earlier checkpoints stay.
         """
         path = self._folder / f"checkpoint-{update:08}.pt"
-        write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
-        paths = self.checkpoints()
-        for earlier in paths[paths.index(path) + self._max_checkpoints :]:
-            with suppress(OSError):  # Tried again the next time.
-                earlier.unlink()
+
+        def write() -> None:
+            write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
+            paths = self.checkpoints()
+            for earlier in paths[paths.index(path) + self._max_checkpoints :]:
+                with suppress(OSError):  # Tried again the next time.
+                    earlier.unlink()
+
+        self._ranks.by_first(write)
         return path
 
     def write_weights(self, weights: Mapping[str, Any], name: str = "model.pt") -> Path:
         """Write weights, a plain `state_dict`, and return the path; raise as `write_checkpoint`."""
         path = self.path / name
-        write_file(path, portable(dict(weights), str(path)))
+        self._ranks.by_first(lambda: write_file(path, portable(dict(weights), str(path))))
         return path
 
     def write_ceiling(self, micro_batch: int) -> None:
         """Note that micro-batches of more samples ran out of memory and ended the run, for the next start."""
-        with suppress(OSError):
-            (self.path / _CEILING).write_text(json.dumps({"micro_batch": micro_batch}), encoding="utf-8")
+        if self._ranks.is_first:  # The others may be gone.
+            with suppress(OSError):
+                (self.path / _CEILING).write_text(json.dumps({"micro_batch": micro_batch}), encoding="utf-8")
 
     def read_ceiling(self) -> int | None:
         """Return the largest micro-batch that an earlier run left to try; None if none did."""
-        try:
-            return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))["micro_batch"])
-        except (OSError, ValueError, KeyError, TypeError):
+
+        def read() -> int | None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))["micro_batch"])
             return None
+
+        return self._ranks.by_first(read)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         setup = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
-            folder = RunFolder(request.run_dir, max_checkpoints=request.max_checkpoints, reads_only=not ranks.is_first)
+            folder = RunFolder(request.run_dir, max_checkpoints=request.max_checkpoints, ranks=ranks)
             stack.enter_context(folder)
         settings = DataSettings(
             target_batch=request.target_batch,
@@ -86,7 +86,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         )
         reader = open_data(setup.data, settings)
         stack.callback(reader.close)
-        checkpoint = None if folder is None else ranks.by_first(lambda: folder.find_checkpoint(request.resume))
+        checkpoint = None if folder is None else folder.find_checkpoint(request.resume)
         record = None if checkpoint is None else read_checkpoint(checkpoint)
         choice = setup.choose_micro_batch(reader, record, notifier.notify)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
@@ -94,7 +94,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         seed_training(request.seed)  # All ranks build the same model.
         components = setup.build(choice.plan)
         # Ranks meet here, and one that waits for the others can still be stopped at once.
-        ceiling = None if folder is None else ranks.by_first(folder.read_ceiling)
+        ceiling = None if folder is None else folder.read_ceiling()
         if ceiling is not None and ceiling < choice.micro_batch:
             text = f"micro-batches of more than {ceiling} ran out of memory before (ceiling.json)"
             notifier.notify(Notice(text, warns=False))
@@ -272,15 +272,14 @@ class Run(StepObserver):
 
     def result(self, seconds: float) -> FitResult:
         """Write the weights and return the result."""
-        progress, components, folder, ranks = self.progress, self._components, self._folder, self._ranks
+        progress, components, folder = self.progress, self._components, self._folder
         averages, unsaved = components.averages, self._unsaved
         model_path = ema_path = None
         if folder is not None:
             try:
-                weights = full_weights(components)
-                model_path = ranks.by_first(lambda: folder.write_weights(weights))
+                model_path = folder.write_weights(full_weights(components))
                 if averages is not None:
-                    ema_path = ranks.by_first(lambda: folder.write_weights(averages.model.state_dict(), "ema.pt"))
+                    ema_path = folder.write_weights(averages.model.state_dict(), "ema.pt")
             except (CheckpointError, UsageError) as error:
                 unsaved = unsaved or str(error)
         return FitResult(
@@ -487,15 +486,13 @@ class Run(StepObserver):
         if folder is None or self._saved_at == position:
             return
         try:
-            record = self._record()
-            self._newest = self._ranks.by_first(lambda: folder.write_checkpoint(update, record))
+            self._newest = folder.write_checkpoint(update, self._record())
         except (CheckpointError, UsageError) as error:
             if must:
                 raise
             self._unsaved = str(error)
             self._notifier.notify(Notice(f"no checkpoint was written after update {update}: {error}"))
         else:
-            assert self._newest is not None
             self._saved_at, self._unsaved = position, None
             self._notifier.notify(CheckpointWritten(update, self._newest, time.perf_counter() - began))
 
@@ -528,7 +525,7 @@ class Run(StepObserver):
         hint = f"the same command resumes from {checkpoint}"
         if error.next_micro_batch is not None:
             hint += f", in micro-batches of at most {error.next_micro_batch}"
-            if self._folder is not None and self._ranks.is_first:
+            if self._folder is not None:
                 self._folder.write_ceiling(error.next_micro_batch)
         return UpdateInterrupted(error.message, hint=hint)
 
