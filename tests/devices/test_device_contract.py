@@ -124,7 +124,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def device(case: Case, write_workload: Any, nurseries: Nurseries) -> Iterator[Device]:
-    with nullcontext() if case is DEVICES["cuda"] else warmed(nurseries):
+    with nullcontext() if case is DEVICES["cuda"] else warmed(nurseries.__getitem__):
         made = case.device(write_workload(case.workload()))
         yield made
         made.close()

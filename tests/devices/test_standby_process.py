@@ -45,7 +45,7 @@ def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_roo
 ) -> None:
     _ = nurseries[True]  # It is a child of this process, too.
     before = children_of_this_process()
-    with warmed(nurseries), CpuDevice(make_settings(write_workload(WORKLOAD), 8, 40 * MIB)) as device:
+    with warmed(nurseries.__getitem__), CpuDevice(make_settings(write_workload(WORKLOAD), 8, 40 * MIB)) as device:
         with monkeypatch.context() as patched:
             patched.setattr(child_device, "_STANDBY_BYTES", 2**60)
             assert device.trial((1, 1)).fresh

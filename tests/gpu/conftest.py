@@ -14,7 +14,7 @@ from warm_children import Nurseries, warmed
 def place(request: pytest.FixtureRequest, nurseries: Nurseries) -> Iterator[torch.device]:
     """The CPU, with warm children, or the first card with an empty cache."""
     if request.param == "cpu":
-        with warmed(nurseries):
+        with warmed(nurseries.__getitem__):
             yield torch.device("cpu")
         return
     torch.cuda.set_device(0)

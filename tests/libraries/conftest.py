@@ -26,7 +26,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def nurseries(request: pytest.FixtureRequest) -> Iterator[Nurseries]:
     """Those whose copies have imported what the module lists as `IMPORTED`, which may take 20 s of a processor."""
-    known = Nurseries(getattr(request.module, "IMPORTED", ()))
-    yield known
-    for nursery in known.values():
-        nursery.close()
+    with Nurseries(getattr(request.module, "IMPORTED", ())).running() as nurseries:
+        yield nurseries

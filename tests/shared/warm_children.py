@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from io import FileIO
@@ -30,36 +29,41 @@ from typing import Any
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
-WarmPython = Callable[..., "subprocess.CompletedProcess[str]"]
-WarmRanks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
+Completed = subprocess.CompletedProcess[str]
+WarmPython = Callable[..., Completed]
+WarmRanks = Callable[..., list[Completed]]
 _LIBC = ctypes.CDLL(None)
 _MOST_BYTES = 200_000
 _PASSED = "@"
 
 
 class Nursery:
-    """A process that copies itself on request; `measured` has the settings of malloc that a measured child has.
+    """A process that copies itself on request, reached by the socket `ours`."""
 
-    Its copies have imported the modules `imports`; a simulation's child does that with a card, which is simulated.
-    Without an environment it is a fork of this process, which must not have threads.
-    """
+    def __init__(self, ours: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._lock, self._ours, self._process = threading.Lock(), ours, process
+        self.pid = 0 if process is None else process.pid
 
-    def __init__(self, environment: Mapping[str, str] | None, *, measured: bool, imports: Sequence[str] = ()) -> None:
-        self._lock = threading.Lock()
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    @classmethod
+    def start(cls, environment: Mapping[str, str], kind: str, imports: Sequence[str]) -> Nursery:
+        """Start one in an environment; its copies have imported what children of that kind need, and `imports`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            if environment is None:
-                self.pid = os.fork()
-                if self.pid == 0:
-                    self._ours.close()
-                    os.setsid()
-                    _serve(theirs, measured=measured)
-                    os._exit(0)
-                return
-            words = [sys.executable, __file__, str(theirs.fileno()), "measured" if measured else "simulated", *imports]
+            words = [sys.executable, __file__, str(theirs.fileno()), kind, *imports]
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-            self._process = subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how)
-        self.pid = self._process.pid
+            return cls(ours, subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how))
+
+    @classmethod
+    def fork(cls) -> Nursery:
+        """Return a copy of this process, which must not have threads, as a nursery."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if os.fork() == 0:
+                ours.close()
+                os.setsid()
+                _serve(theirs)
+                os._exit(0)
+        return cls(ours)
 
     def copy(self, words: Sequence[str], about: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Return the id of a copy that runs `python` with `words`; it is a child of this process.
@@ -81,21 +85,21 @@ class Nursery:
     def close(self) -> None:
         """End it; copies live on."""
         self._ours.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 class Copy:
     """A copy with what `ChildProcess` uses of `subprocess.Popen`."""
 
-    def __init__(
-        self, nursery: Nursery, words: Sequence[str], *, stdout: int, cwd: Path, env: Mapping[str, str], **how: Any
-    ) -> None:
+    def __init__(self, nursery: Nursery, command: Sequence[str], **how: Any) -> None:
         (passed,) = how["pass_fds"]
-        words = [_PASSED if word == str(passed) else word for word in words]
-        ours, theirs = os.pipe() if stdout == subprocess.PIPE else (None, os.dup(stdout))
+        words = [_PASSED if word == str(passed) else word for word in command[1:]]
+        ours, theirs = os.pipe() if how["stdout"] == subprocess.PIPE else (None, os.dup(how["stdout"]))
         self.stdout = None if ours is None else FileIO(ours)
         try:
-            self.pid = nursery.copy(words, {"cwd": str(cwd), "environment": dict(env)}, [theirs, theirs, passed])
+            about = {"cwd": str(how["cwd"]), "environment": dict(how["env"])}
+            self.pid = nursery.copy(words, about, [theirs, theirs, passed])
         finally:
             os.close(theirs)
 
@@ -116,7 +120,7 @@ def wait(pid: int, timeout: float) -> int:
 
 
 class Nurseries(dict[bool, Nursery]):
-    """By whether their copies are measured; each is started when it is first needed."""
+    """By whether their copies are measured children, in the environment of now; each is started when first needed."""
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
         from autoaccum.devices.child.process import child_environment
@@ -126,29 +130,33 @@ class Nurseries(dict[bool, Nursery]):
         self._environments = {measured: child_environment(measured=measured) for measured in (False, True)}
 
     def __missing__(self, measured: bool) -> Nursery:
-        self[measured] = Nursery(self._environments[measured], measured=measured, imports=self._imports)
+        kind = "measured" if measured else "simulated"
+        self[measured] = Nursery.start(self._environments[measured], kind, self._imports)
         return self[measured]
+
+    @contextmanager
+    def running(self) -> Iterator[Nurseries]:
+        """End them afterwards."""
+        yield self
+        for nursery in self.values():
+            nursery.close()
 
 
 @pytest.fixture(scope="session")
 def nurseries() -> Iterator[Nurseries]:
     """Those of this test process, in the environment that it had before any test changed it."""
-    known = Nurseries()
-    yield known
-    for nursery in known.values():
-        nursery.close()
+    with Nurseries().running() as nurseries:
+        yield nurseries
 
 
 @contextmanager
-def warmed(nurseries: Mapping[bool, Nursery]) -> Iterator[None]:
+def warmed(nursery_of: Callable[[bool], Nursery | None]) -> Iterator[None]:
     """Have every child that is started in this process be a copy, if there is a nursery for its kind."""
     from autoaccum.devices.child import process
 
     def start(command: Sequence[str], **how: Any) -> Any:
-        measured = "MALLOC_ARENA_MAX" in how["env"]
-        if not isinstance(nurseries, Nurseries) and measured not in nurseries:
-            return subprocess.Popen(command, **how)
-        return Copy(nurseries[measured], command[1:], **how)
+        nursery = nursery_of("MALLOC_ARENA_MAX" in how["env"])
+        return subprocess.Popen(command, **how) if nursery is None else Copy(nursery, command, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "start_process", start)
@@ -158,48 +166,43 @@ def warmed(nurseries: Mapping[bool, Nursery]) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def warm_children(nurseries: Nurseries) -> Iterator[None]:
     """Have every child that tests of the module start be a copy."""
-    with warmed(nurseries):
+    with warmed(nurseries.__getitem__):
         yield
 
 
 @pytest.fixture(scope="module")
-def warm_python(nurseries: Nurseries) -> WarmPython:
+def warm_python(warm_ranks: WarmRanks) -> WarmPython:
     """Run a script or code in a copy: called with a folder, what follows `python`, and the whole environment.
 
     If `measured`, it has the settings of malloc of a measured child: what is freed is given back.
     """
-
-    def run(
-        folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        about = {"cwd": str(folder), "environment": dict(environment)}
-        with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
-            code = wait(nurseries[measured].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
-            stdout.seek(0)
-            stderr.seek(0)
-            return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())
-
-    return run
+    return lambda *words, **how: warm_ranks(*words, ranks=1, **how)[0]
 
 
 @pytest.fixture(scope="module")
-def warm_ranks(warm_python: WarmPython, nurseries: Nurseries) -> WarmRanks:
+def warm_ranks(nurseries: Nurseries) -> WarmRanks:
     """Run what `warm_python` runs as two ranks at once, each with the variables that torchrun sets."""
 
     def run(
-        folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False
-    ) -> list[subprocess.CompletedProcess[str]]:
-        with socket.socket() as free:
+        folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False, ranks: int = 2
+    ) -> list[Completed]:
+        with ExitStack() as stack:
+            free = stack.enter_context(socket.socket())
             free.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-
-        def run_rank(rank: str) -> subprocess.CompletedProcess[str]:
-            own = {"RANK": rank, "LOCAL_RANK": rank}
-            return warm_python(folder, *words, environment={**environment, **meeting, **own}, measured=measured)
-
-        nurseries[measured]  # One for both, before there are threads.
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(run_rank, "01"))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+            free.close()
+            copies = []
+            for rank in map(str, range(ranks)):
+                of_rank = {**meeting, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+                about = {"cwd": str(folder), "environment": {**environment, **of_rank}}
+                streams = [stack.enter_context(TemporaryFile("w+")) for _ in range(2)]
+                pid = nurseries[measured].copy(words, about, [stream.fileno() for stream in streams])
+                copies.append((pid, streams))
+            codes = [wait(pid, 240) for pid, _ in copies]
+            for stream in (stream for _, streams in copies for stream in streams):
+                stream.seek(0)
+            pairs = zip(codes, copies, strict=True)
+            return [Completed(words, code, *(stream.read() for stream in streams)) for code, (_, streams) in pairs]
 
     return run
 
@@ -207,12 +210,29 @@ def warm_ranks(warm_python: WarmPython, nurseries: Nurseries) -> WarmRanks:
 def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
     """Import what children of that kind need; then be copied until the other end is closed, as by the tests' end."""
     sys.path[0] = str(Path(__file__).parents[2])
-    _import(kind, imports)
+    import torch
+
+    from autoaccum.devices.trial_child import TrialChild
+
+    TrialChild.prepare()
+    with ExitStack() as stack:
+        if kind == "simulated":
+            for name in ("devices.simulated.simulated_child", "tuning.trial_training"):
+                import_module(f"autoaccum.{name}")
+            from autoaccum.simulation.cards import find_card
+            from autoaccum.simulation.tracing.simulation import simulate
+
+            stack.enter_context(simulate(find_card("t4")))  # As SimulatedChild.prepare, without threads of backward.
+            torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+        for name in imports:
+            import_module(name)
+    gc.collect()
+    gc.freeze()
     sys.stdout.flush()  # What imports print is not the copies': Ultralytics does where it has no settings yet.
-    _serve(socket.socket(fileno=descriptor), measured=kind == "measured")
+    _serve(socket.socket(fileno=descriptor))
 
 
-def _serve(requests: socket.socket, *, measured: bool) -> None:
+def _serve(requests: socket.socket) -> None:
     """Be copied until the other end is closed."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
@@ -226,31 +246,12 @@ def _serve(requests: socket.socket, *, measured: bool) -> None:
         os.waitpid(between, 0)
         for number in descriptors:
             os.close(number)
-    _become(requests, json.loads(message), descriptors, measured=measured)
+    _become(requests, json.loads(message), *descriptors)
 
 
-def _import(kind: str, imports: Sequence[str]) -> None:
-    import torch
-
-    from autoaccum.devices.trial_child import TrialChild
-
-    TrialChild.prepare()
-    with ExitStack() as stack:
-        if kind != "measured":
-            for name in ("devices.simulated.simulated_child", "tuning.trial_training"):
-                import_module(f"autoaccum.{name}")
-            from autoaccum.simulation.cards import find_card
-            from autoaccum.simulation.tracing.simulation import simulate
-
-            stack.enter_context(simulate(find_card("t4")))  # As SimulatedChild.prepare, without threads of backward.
-            torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
-        for name in imports:
-            import_module(name)
-    gc.collect()
-    gc.freeze()
-
-
-def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[int], *, measured: bool) -> None:
+def _become(
+    requests: socket.socket, about: dict[str, Any], stdout: int, stderr: int, passed: int | None = None
+) -> None:
     """Be what was requested, once the copy between is gone."""
     deadline = time.monotonic() + 30
     while os.getppid() != about["parent"]:
@@ -260,28 +261,27 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
     os.setsid()
     requests.send(str(os.getpid()).encode())
     requests.close()
-    stdout, stderr, *passed = descriptors
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    os.close(stdout)
-    os.close(stderr)
+    for number, stream in ((1, stdout), (2, stderr)):
+        os.dup2(stream, number)
+        os.close(stream)
     # What the first process wrote to may have been no terminal, or one.
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    measured = "MALLOC_ARENA_MAX" in os.environ
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["cwd"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
-    first, *rest = (str(passed[0]) if word == _PASSED else word for word in about["words"])
+    words = [str(passed) if word == _PASSED else word for word in about["words"]]
     code: Any = 0
     try:
-        if rest[:1] == ["autoaccum.devices.child"]:
-            _run(first, rest)
-        else:  # Its own children are copies, too.
-            own = Nursery(None, measured=measured)
-            with warmed({True: own, False: own} if measured else {False: own}):
-                _run(first, rest)
+        if words[1:2] == ["autoaccum.devices.child"]:
+            _run(*words)
+        else:  # Its own children are copies, too, if it has the settings for them.
+            own = Nursery.fork()
+            with warmed(lambda of_measured: own if measured or not of_measured else None):
+                _run(*words)
     except SystemExit as leaving:
         code = leaving.code
         if isinstance(code, str):
@@ -295,10 +295,10 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
     os._exit(code or 0)
 
 
-def _run(first: str, rest: list[str]) -> None:
+def _run(first: str, *rest: str) -> None:
     """Run a module, code or a script with its words."""
     if first == "-m":
-        sys.argv = rest
+        sys.argv = list(rest)
         sys.modules.pop(rest[0], None)  # As in a fresh process; it would run twice.
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":

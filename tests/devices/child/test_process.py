@@ -1,72 +1,34 @@
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import environment
+from line_child import LineChild
 
 from autoaccum.devices.child import process
 from autoaccum.devices.child.failures import ChildDied
-from autoaccum.devices.child.process import PACKAGE_ROOT, ChildProcess, child_environment
+from autoaccum.devices.child.process import PACKAGE_ROOT, child_environment
 from autoaccum.errors import UsageError
 
-HANDLER = """
-import os, signal, subprocess, sys, time
-from dataclasses import dataclass
-from autoaccum.devices.child.requests import Handler, Request
-
-@dataclass(frozen=True)
-class Job(Request[dict[str, int | str]]):
-    numbers: tuple[int, ...] = ()
-    doing = "a job"
-
-class Worker(Handler):
-    def handle(self, request):
-        answer = {}
-"""
-NAME = "small_child"
-
-
-class Child(ChildProcess):
-    """A child that runs lines of Python for every job; what they put into `answer` is the reply."""
-
-    def __init__(self, folder: Path, lines: str, on_output: Callable[[str], None] | None = None) -> None:
-        write_handler(folder, lines)
-        super().__init__(f"{NAME}:Worker", on_output=on_output)
-
-    def job(self, *numbers: int, seconds: float = 20) -> dict[str, Any]:
-        reply: dict[str, Any] = self.call(importlib.import_module(NAME).Job(numbers), seconds)
-        return reply
-
-
-def write_handler(folder: Path, lines: str) -> None:
-    body = textwrap.indent(textwrap.dedent(lines), " " * 8)
-    (folder / f"{NAME}.py").write_text(f"{HANDLER}{body}\n        return answer\n")
-
-
-Start = Callable[..., Child]
+Start = Callable[..., LineChild]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start a child that runs lines of Python."""
-    children: list[Child] = []
+def start() -> Iterator[Start]:
+    children: list[LineChild] = []
 
-    def start_child(lines: str, on_output: Callable[[str], None] | None = None) -> Child:
-        children.append(Child(tmp_path, lines, on_output))
+    def start_child(on_output: Callable[[str], None] | None = None) -> LineChild:
+        children.append(LineChild(on_output))
         return children[-1]
 
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
     yield start_child
     for child in children:
         child.end()
@@ -88,11 +50,11 @@ def wait_until_gone(pid: int) -> bool:
 
 
 def test_answers_and_leaves(start: Start) -> None:
-    child = start("answer.update(pid=os.getpid(), parent=os.getppid(), sum=sum(request.numbers))")
-    assert child.job(1, 2, 3) == {"pid": child.pid, "parent": os.getpid(), "sum": 6}
-    assert child.job()["sum"] == 0
-    assert child.alive
-    child.end(grace_seconds=5)
+    child = start()
+    assert child.do("answer.update(pid=os.getpid(), parent=os.getppid())") == {"pid": child.pid, "parent": os.getpid()}
+    assert child.do("pass") == {}
+    assert (child.alive, child.calls) == (True, 2)
+    child.close()
     child.end()
     assert not child.alive
     assert not is_running(child.pid)
@@ -100,25 +62,22 @@ def test_answers_and_leaves(start: Start) -> None:
 
 def test_passes_what_the_child_prints_line_by_line(start: Start) -> None:
     lines: list[str] = []
-    child = start("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half')", lines.append)
-    child.job()
+    child = start(lines.append)
+    child.do("print('to stdout', flush=True); os.write(2, b'to \\xff stderr\\nand half')")
     deadline = time.monotonic() + 5
     while len(lines) < 2 and time.monotonic() < deadline:
-        child.job()
-    assert lines[:2] == ["to stdout", "to � stderr"]
+        child.do("pass")
+    assert lines == ["to stdout", "to � stderr"]
     child.end()
     assert lines[-1] == "and half"
 
 
-def test_without_a_listener_the_child_prints_to_stderr(tmp_path: Path) -> None:
-    write_handler(tmp_path, "print('from the child', flush=True)")
-    script = (
-        "from autoaccum.devices.child.process import ChildProcess as C; import small_child as s;"
-        " c = C('small_child:Worker'); c.call(s.Job(), 10); c.end()"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PACKAGE_ROOT}"}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
-    assert (run.stdout, run.stderr) == ("", "from the child\n")
+def test_without_a_listener_the_child_prints_to_stderr() -> None:
+    script = "from line_child import LineChild as C; c = C(); c.do('print(\"from the child\", flush=True)'); c.end()"
+    paths = f"{PACKAGE_ROOT}:{PACKAGE_ROOT / 'tests/shared'}"
+    words, variables = [sys.executable, "-c", script], environment(PYTHONPATH=paths)
+    done = subprocess.run(words, capture_output=True, text=True, env=variables, check=True)
+    assert (done.stdout, done.stderr) == ("", "from the child\n")
 
 
 @pytest.mark.slow
@@ -134,9 +93,9 @@ def test_without_a_listener_the_child_prints_to_stderr(tmp_path: Path) -> None:
     ],
 )
 def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str) -> None:
-    child = start(lines)
+    child = start()
     with pytest.raises(ChildDied, match=f"^a job: its process {text}$") as death:
-        child.job()
+        child.do(lines)
     assert (death.value.signal, death.value.timed_out) == (number, False)
     assert (death.value.failure.outcome, death.value.failure.fault) == ("error", "measurement")
     assert not child.alive
@@ -144,9 +103,9 @@ def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None
 
 
 def test_a_child_that_hangs_is_ended(start: Start) -> None:
-    child = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)")
+    child = start()
     with pytest.raises(ChildDied, match=r"^a job took longer than 0\.5 s, and was ended: look for") as death:
-        child.job(seconds=0.5)
+        child.do("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)", seconds=0.5)
     assert death.value.timed_out
     assert death.value.seconds >= 0.5
     assert wait_until_gone(child.pid)
@@ -155,39 +114,37 @@ def test_a_child_that_hangs_is_ended(start: Start) -> None:
 def test_a_kill_counts_as_out_of_memory_only_when_the_kernel_counted_one(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = start("os.kill(os.getpid(), signal.SIGKILL)")
-    counts = iter([3, 4])
+    child, counts = start(), iter([3, 4])
     monkeypatch.setattr(process, "count_oom_kills", lambda: next(counts))
     with pytest.raises(ChildDied, match="for lack of memory") as death:
-        child.job()
+        child.do("os.kill(os.getpid(), signal.SIGKILL)")
     assert death.value.failure.outcome == "oom"
 
 
 def test_grandchildren_are_ended_too(start: Start) -> None:
-    child = start("answer['pid'] = subprocess.Popen(['sleep', '60']).pid")
-    grandchild = child.job()["pid"]
+    child = start()
+    grandchild = child.do("answer['pid'] = subprocess.Popen(['sleep', '60']).pid")["pid"]
     assert is_running(grandchild)
-    child.end(grace_seconds=5)
+    child.close()
     assert wait_until_gone(grandchild)
 
 
 def test_an_interrupt_ends_the_child_and_goes_on(start: Start) -> None:
-    child = start("time.sleep(60)")
+    child = start()
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        child.job()
+        child.do("time.sleep(60)")
     assert wait_until_gone(child.pid)
 
 
 def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
-    child = start("""
-        from autoaccum.devices.child.process import ChildProcess
+    reply = start().do("""
+        from line_child import LineChild
         try:
-            ChildProcess("small_child:Worker")
+            LineChild()
         except Exception as error:
             answer.update(kind=type(error).__name__, text=str(error))
     """)
-    reply = child.job()
     assert reply["kind"] == UsageError.__name__
     assert '__name__ == "__main__"' in reply["text"]
 
