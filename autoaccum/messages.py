@@ -434,6 +434,26 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         f"{name} sums the gradients of {join_words(dtypes)} parameters in {join_words(dtypes)}, which takes less "
         "memory than the trials, in fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
     ),
+    # Trainings and studies.
+    "planned_elsewhere": "the run was planned for {there}, and this is {here}: it is planned again",
+    "tuned_rate": "the learning rate is {rate:.6g}: the plan was tuned with it",
+    "code_changed": "{name} has changed since the run began: training continues with the new code",
+    "ceiling_known": "micro-batches of more than {size} ran out of memory before (ceiling.json)",
+    "ranks_changed": "the run had {before} ranks, and has {now} now: random numbers, as of dropout, are drawn anew",
+    "order_changed": "the sampler's order has changed: this epoch may omit or repeat samples",
+    "data_resumed": "the data resumed from its own state_dict",
+    "read_forward": lambda windows, has_state: (
+        f"{'its state_dict could not be saved' if has_state else 'the data has no state_dict'}: {windows:,} windows "
+        "were read forward"
+    ),
+    "samples_dropped": "{samples} samples left over at the end of an epoch are dropped: micro-batches are multiples of "
+    "{multiple_of}",
+    "update_skipped": "update {update} is skipped: {reason}",
+    "retried_smaller": "update {update}: out of memory in {phase} with {size}, repeated with {lowered}",
+    "retried_with_saver": "update {update}: out of memory in {phase} with {size}: this and later updates run with "
+    "{saver}",
+    "checkpoint_not_written": "no checkpoint was written after update {update}: {error}",
+    "metrics_not_written": "{path} cannot be written ({error}): some lines are missing",
     # Simulated cards.
     "predicted": _predicted,
     "uncertainty": _covered,
@@ -490,5 +510,4 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "trial_warning": "trial {number}: {text}",
     "study_out_of_time": "its time of {seconds:g} s is over",
     "rate_near_end": "the best learning rate lies near the end of the range, {end:.3g}: search beyond it",
-    "best_not_planned": "the best setting has no plan: {error}",
 }

@@ -103,6 +103,18 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "framework_shards": [{"name": "DeepSpeed", "settings": "zero_optimization.stage 3"}],
     "framework_copies_gradients": [{"name": "Lightning", "bytes": 2 * 1024**3}],
     "framework_rounds": [{"name": "DeepSpeed", "dtypes": ["bfloat16"]}],
+    "planned_elsewhere": [{"there": "a CUDA card", "here": "the CPU"}],
+    "tuned_rate": [{"rate": 0.003}],
+    "code_changed": [{"name": "model.py"}],
+    "ceiling_known": [{"size": 16}],
+    "ranks_changed": [{"before": 2, "now": 4}],
+    "read_forward": [{"windows": 1200, "has_state": known} for known in (False, True)],
+    "samples_dropped": [{"samples": 3, "multiple_of": 4}],
+    "update_skipped": [{"update": 7, "reason": "the gradient is not finite"}],
+    "retried_smaller": [{"update": 7, "phase": "backward", "size": 32, "lowered": 16}],
+    "retried_with_saver": [{"update": 7, "phase": "backward", "size": 1, "saver": "recompute"}],
+    "checkpoint_not_written": [{"update": 100, "error": "the disk is full"}],
+    "metrics_not_written": [{"path": "runs/a/metrics.jsonl", "error": "No space left on device"}],
     "predicted": [{"uncertainty_bytes": 500 * 1024**2, "measurable": known} for known in (True, False)],
     "uncertainty": [
         {
@@ -152,7 +164,6 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "trial_warning": [{"number": 3, "text": "the last 2 samples of an epoch are left out"}],
     "study_out_of_time": [{"seconds": 60.0}],
     "rate_near_end": [{"end": 0.1}],
-    "best_not_planned": [{"error": "micro-batch 8 does not fit"}],
 }
 """By code, facts that its sentence needs; a code that is not here needs none."""
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from autoaccum.checks import counted
 from autoaccum.reporting.console import Block, Facts, PlainConsole, copied, one_line, relative_path, show
 from autoaccum.reporting.progress import PlanProgress
+from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
 from autoaccum.units import format_bytes
 
@@ -51,7 +52,7 @@ def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
         "loss": _finite(result.loss),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()} or None,
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
-        "warnings": list(result.warnings),
+        "warnings": to_plain(result.warnings),
     }
 
 
@@ -134,10 +135,10 @@ class TrainingProgress(PlanProgress):
             case Evaluated(update, values, samples, seconds):
                 text = f"{_format_values(values)} ({samples:,} samples in {seconds:.1f} s)"
                 self.say(f"update {update}: evaluation {text}")
-            case Notice(text, warns=True):
-                self.warn(text)
-            case Notice(text):
-                self.say(f"note: {text}")
+            case Notice(said, warns=True):
+                self.warn(str(said))
+            case Notice(said):
+                self.say(f"note: {said}")
             case _:
                 super().notify(event)
 

@@ -23,6 +23,7 @@ from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type, type_name
 from autoaccum.devices.live_objects import make_batches
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.messages import message
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size, join_batches, split_batch, wrap_batch
@@ -105,7 +106,7 @@ class IterableReader(WindowReader):
         if data_state is not None and self._is_stateful:
             self._data.load_state_dict(data_state["data"])
             self._remainder, self._may_reopen = data_state["rest"], not windows
-            return Notice("the data resumed from its own state_dict", warns=False)
+            return Notice(message("data_resumed"), warns=False)
         if not windows or state["ended"]:
             return None
         with preserve_rng_state():
@@ -119,8 +120,7 @@ class IterableReader(WindowReader):
                     )
         if self.samples_per_epoch is not None:
             return None
-        why = "its state_dict could not be saved" if self._is_stateful else "the data has no state_dict"
-        return Notice(f"{why}: {windows:,} windows were read forward", warns=False)
+        return Notice(message("read_forward", windows=windows, has_state=self._is_stateful), warns=False)
 
     def _open(self) -> None:
         if self._entries is None:

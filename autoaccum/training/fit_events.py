@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from autoaccum.messages import Message
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -122,9 +124,9 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class Notice:
-    """A message for the user, as a sentence: a warning if `warns`, else a note."""
+    """A message for the user: a warning if `warns`, else a note."""
 
-    text: str
+    message: Message
     warns: bool = True
 
 
@@ -153,7 +155,7 @@ class FitResult:
         ema_path: The averaged weights, like `model_path`.
         unsaved: The reason why the final state is not on disk although there is a folder; None if it is.
         resumed_from: The checkpoint that training resumed from.
-        warnings: Problems that did not end the training, as sentences.
+        warnings: Problems that did not end the training.
     """
 
     model: nn.Module
@@ -177,7 +179,7 @@ class FitResult:
     ema_path: Path | None = None
     unsaved: str | None = None
     resumed_from: Path | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
 
 
 class EventNotifier:
@@ -189,17 +191,17 @@ class EventNotifier:
 
     Attributes:
         should_stop: True once a callback has returned True.
-        warnings: Problems that did not end the training, as sentences.
+        warnings: Problems that did not end the training.
     """
 
     def __init__(self, listeners: Sequence[Callable[[Any], Any]], callbacks: Sequence[Callable[[Any], Any]]) -> None:
-        self.should_stop, self.warnings = False, list[str]()
+        self.should_stop, self.warnings = False, list[Message]()
         self.listeners, self._callbacks = list(listeners), list(callbacks)
 
     def notify(self, event: Any) -> None:
         """Pass an event on. A callback's exception is raised unchanged, after all listeners have been called."""
-        if isinstance(event, Notice) and event.warns and event.text not in self.warnings:
-            self.warnings.append(event.text)
+        if isinstance(event, Notice) and event.warns and event.message not in self.warnings:
+            self.warnings.append(event.message)
         for listener in self.listeners:
             listener(event)
         for callback in self._callbacks:

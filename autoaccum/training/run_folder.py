@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
+from autoaccum.messages import message
 from autoaccum.training.fit_events import Evaluated, Notice, Updated
 from autoaccum.training.stopping import TrainingRanks
 
@@ -339,7 +340,7 @@ class MetricsLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _fail(self, error: OSError) -> None:
-        self._notify(Notice(f"{self._path} cannot be written ({error.strerror}): some lines are missing"))
+        self._notify(Notice(message("metrics_not_written", path=str(self._path), error=error.strerror)))
 
 
 def _open_board(folder: Path, update: int) -> Any:

@@ -19,6 +19,7 @@ from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.errors import CheckpointError, NonFiniteError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.messages import message
 from autoaccum.sources.batches import batch_size
 from autoaccum.training.data import open_data
 from autoaccum.training.evaluation import make_evaluation
@@ -96,8 +97,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         # Ranks meet here, and one that waits for the others can still be stopped at once.
         ceiling = None if folder is None else folder.read_ceiling()
         if ceiling is not None and ceiling < choice.micro_batch:
-            text = f"micro-batches of more than {ceiling} ran out of memory before (ceiling.json)"
-            notifier.notify(Notice(text, warns=False))
+            notifier.notify(Notice(message("ceiling_known", size=ceiling), warns=False))
             choice = MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
         signals = stack.enter_context(StopSignals())
         stack.enter_context(ranks.ending(signals))
@@ -229,7 +229,7 @@ class Run(StepObserver):
         notify, workload = self._notifier.notify, self._setup.workload
         self._state.restore(record)
         if record["digest"] != workload.digest:
-            notify(Notice(f"{workload.name} has changed since the run began: training continues with the new code"))
+            notify(Notice(message("code_changed", name=workload.name)))
         vars(self.progress).update(record["progress"])
         if record["micro_batch"] == self._choice.micro_batch:
             self._accumulator.restore_savers(record["stepper"]["savers"])
@@ -250,10 +250,7 @@ class Run(StepObserver):
             self._state.restore_rng(states[ranks.rank])
             return
         seed_training(self._request.seed, progress.epoch, progress.update, ranks.rank)
-        text = (
-            f"the run had {len(states)} ranks, and has {ranks.size} now: random numbers, as of dropout, are drawn anew"
-        )
-        self._notifier.notify(Notice(text, warns=False))
+        self._notifier.notify(Notice(message("ranks_changed", before=len(states), now=ranks.size), warns=False))
 
     def started(self) -> Started:
         """Return the event that begins the training."""
@@ -329,8 +326,8 @@ class Run(StepObserver):
             if window is None:
                 self._end_epoch()
             elif window.samples % reader.multiple_of:
-                text = f"{window.samples} samples left over at the end of an epoch are dropped"
-                notifier.notify(Notice(f"{text}: micro-batches are multiples of {reader.multiple_of}", warns=False))
+                left = message("samples_dropped", samples=window.samples, multiple_of=reader.multiple_of)
+                notifier.notify(Notice(left, warns=False))
                 self._mark_position()
             else:
                 self._update(window, began)
@@ -367,7 +364,8 @@ class Run(StepObserver):
             components.scheduler.step()  # Before any event: a callback that raises ends the run here.
         if skip_reason is not None:
             progress.skipped += 1
-            self._notifier.notify(Notice(f"update {progress.update} is skipped: {skip_reason}", warns=False))
+            skipped = message("update_skipped", update=progress.update, reason=skip_reason)
+            self._notifier.notify(Notice(skipped, warns=False))
         self._notifier.notify(
             Updated(
                 update=progress.update,
@@ -417,15 +415,16 @@ class Run(StepObserver):
         """See `StepObserver`: memory ran out, and the step is repeated."""
         # A step that ends without an update would not lower it.
         self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
-        self._report_retry(f"{phase} with {micro_batch}, repeated with {next_micro_batch}", warns=False)
+        self._report_retry("retried_smaller", phase, micro_batch, lowered=next_micro_batch)
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
         """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
-        self._report_retry(f"{phase} with {micro_batch}: this and later updates run with {saver}", warns=True)
+        self._report_retry("retried_with_saver", phase, micro_batch, saver=saver)
 
-    def _report_retry(self, where: str, *, warns: bool) -> None:
+    def _report_retry(self, code: str, phase: StepPhase, size: int, **facts: Any) -> None:
         self._retries += 1
-        self._notifier.notify(Notice(f"update {self.progress.update + 1}: out of memory in {where}", warns=warns))
+        retried = message(code, update=self.progress.update + 1, phase=phase, size=size, **facts)
+        self._notifier.notify(Notice(retried, warns="saver" in facts))
 
     @property
     def _added_savers(self) -> tuple[str, ...]:
@@ -491,7 +490,7 @@ class Run(StepObserver):
             if must:
                 raise
             self._unsaved = str(error)
-            self._notifier.notify(Notice(f"no checkpoint was written after update {update}: {error}"))
+            self._notifier.notify(Notice(message("checkpoint_not_written", update=update, error=str(error))))
         else:
             self._saved_at, self._unsaved = position, None
             self._notifier.notify(CheckpointWritten(update, self._newest, time.perf_counter() - began))

@@ -39,6 +39,7 @@ from autoaccum.devices.device_choice import card_index, check_device
 from autoaccum.devices.live_objects import workload_of_objects
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import message
 from autoaccum.options import check_mesh
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
@@ -161,7 +162,7 @@ class TrainingSetup:
             plan, micro_batch = earlier, int(checkpoint["micro_batch"])
         elif micro_batch is None:
             for there, here in moved[:1]:
-                notify(Notice(f"the run was planned for {there}, and this is {here}: it is planned again"))
+                notify(Notice(message("planned_elsewhere", there=there, here=here)))
             plan = self._make_plan(reader, notify)
             if earlier is not None:  # A tuned learning rate stays valid for the new plan.
                 plan = dataclasses.replace(plan, learning_rate=earlier.learning_rate)
@@ -224,13 +225,12 @@ class TrainingSetup:
         """Return what a user should know about a training by this plan."""
         notes = list[Notice]()
         if plan.learning_rate is not None and self.request.learning_rate is None:
-            text = f"the learning rate is {plan.learning_rate:.6g}: the plan was tuned with it"
-            notes.append(Notice(text, warns=False))
+            notes.append(Notice(message("tuned_rate", rate=plan.learning_rate), warns=False))
         if plan.coupling is not None and plan.iter_size > 1:
             # The Accumulator itself warns of BatchNorm layers; exact ones are those of the whole window.
             already_warned = () if components.spec.batchnorm == "frozen" else batchnorm_names(components.model)
             is_joint = bool(components.objective.coupled)
-            notes += [Notice(str(text)) for text in plan.coupling.warnings(already_warned, is_joint=is_joint)]
+            notes += map(Notice, plan.coupling.warnings(already_warned, is_joint=is_joint))
         return notes
 
     def _read_given_plan(self, given: Any) -> Plan:

@@ -23,6 +23,7 @@ from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, se
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError
+from autoaccum.messages import message
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
@@ -318,7 +319,7 @@ class MapStyleReader(WindowReader):
                 self._checksum = checksum
         if self._checksum == state["checksum"]:
             return None
-        return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
+        return Notice(message("order_changed"))
 
 
 def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:

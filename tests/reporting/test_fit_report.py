@@ -9,6 +9,7 @@ import torch
 from factories import make_plan
 from torch import nn
 
+from autoaccum.messages import Message
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import fit_record, print_fit
 from autoaccum.training.fit_events import FitResult
@@ -72,7 +73,7 @@ def test_a_record_for_programs() -> None:
         checkpoint=Path("a/2.pt"),
         model_path=Path("a/model.pt"),
         added_savers=("recompute",),
-        warnings=("careful",),
+        warnings=(Message("order_changed"),),
     )
     record = json.loads(json.dumps(fit_record(result, target_batch=256), allow_nan=False))
     assert record["schema"] == 3
@@ -82,4 +83,4 @@ def test_a_record_for_programs() -> None:
     assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
     assert record["resumed_from"] is None
     assert record["added_savers"] == ["recompute"]
-    assert record["warnings"] == ["careful"]
+    assert [warning["code"] for warning in record["warnings"]] == ["order_changed"]

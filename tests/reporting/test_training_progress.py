@@ -11,6 +11,7 @@ import torch
 from factories import FakeClock
 from torch import nn
 
+from autoaccum.messages import Message
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import TrainingProgress
 from autoaccum.training.fit_events import (
@@ -79,8 +80,8 @@ EVENTS = [
         Evaluated(500, {"loss": 0.25, "accuracy": 0.9375}, 1000, 2.06),
         "update 500: evaluation loss 0.25, accuracy 0.9375 (1,000 samples in 2.1 s)",
     ),
-    (Notice("a damaged checkpoint was passed over"), "warning: a damaged checkpoint was passed over"),
-    (Notice("data is read forward", warns=False), "note: data is read forward"),
+    (Notice(Message("order_changed")), f"warning: {Message('order_changed')}"),
+    (Notice(Message("data_resumed"), warns=False), "note: the data resumed from its own state_dict"),
 ]
 
 
@@ -100,10 +101,12 @@ def test_quiet_leaves_warnings_each_of_them_once() -> None:
 
 
 def test_a_terminal_has_one_live_line_that_goes_away() -> None:
-    text = "\n".join(draw(started(), updated(1), updated(2), Notice("careful"), updated(3), terminal=True))
+    text = "\n".join(
+        draw(started(), updated(1), updated(2), Notice(Message("order_changed")), updated(3), terminal=True)
+    )
     assert "update 2 of 30  loss" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
-    assert text.index("warning: careful") < text.index("update 3 of 30  loss")
+    assert text.index("warning: the sampler's order") < text.index("update 3 of 30  loss")
     assert text.splitlines()[-1].endswith("update 3 of 30  loss 0.3333  0:40 left  5,120 samples/s  peak 3.0 GiB")
 
 

@@ -83,7 +83,7 @@ def test_workers_of_a_stream_give_the_same_again() -> None:
     resumed = make()
     note = resumed.load_state_dict(states[5])
     assert note is not None
-    assert "were read forward" in note.text
+    assert note.message.code == "read_forward"
     assert_same(windows_of(resumed, range(1, 2)), whole[6:])
     with pytest.raises(UsageError, match="workers is 2, but an IterableDataset .*: give a DataLoader over it"):
         opened(DrawingStream(COUNT), workers=2)

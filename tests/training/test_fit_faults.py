@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import codes
 from small_fit import fit as fit_small
 from small_fit import interrupt_after, metrics, newest_checkpoint, of_kind
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError, NonFiniteError, UpdateInterrupted
+from autoaccum.messages import Message
 from autoaccum.training.fit_events import CheckpointWritten, Updated
 from autoaccum.training.run_folder import read_checkpoint
 
@@ -78,8 +80,9 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [event.update for event in of_kind(CheckpointWritten, events)] == [0, 1, 4, 5, 6]
     assert result.unsaved is None
-    assert len([text for text in result.warnings if "no checkpoint was written" in text]) == 2
-    assert f"{log} cannot be written (No space left on device): some lines are missing" in result.warnings
+    assert codes(result.warnings).count("checkpoint_not_written") == 2
+    error = "No space left on device"
+    assert Message("metrics_not_written", {"path": str(log), "error": error}) in result.warnings
     assert [line["update"] for line in metrics(tmp_path)] == [1, 2, 5, 6]
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from autoaccum.errors import UsageError
+from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
 from autoaccum.spec import DeviceFacts, TrainingSpec
@@ -75,7 +76,7 @@ def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: P
     PLAN.save(tmp_path / "best.json")
     result, rates, notices = fit(plan=tmp_path / "best.json")
     assert rates == [0.02] * 3
-    assert [notice.text for notice in notices] == ["the learning rate is 0.02: the plan was tuned with it"]
+    assert [notice.message for notice in notices] == [Message("tuned_rate", {"rate": 0.02})]
     assert result.warnings == ()
     assert result.plan == PLAN
     assert fit(plan=PLAN, learning_rate=0.4)[1] == [0.4] * 3

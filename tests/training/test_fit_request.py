@@ -130,7 +130,7 @@ def test_a_file_that_changed_between_two_runs_is_reported(tmp_path: Path) -> Non
     assert fit(path, run_dir=tmp_path / "run", epochs=3).warnings == ()
     path.write_text(path.read_text() + "\nunused = 3\n")
     (warning,) = fit(path, run_dir=tmp_path / "run", epochs=4).warnings
-    assert "train has changed since the run began" in warning
+    assert (warning.code, warning.facts["name"]) == ("code_changed", "train")
 
 
 def test_a_run_folder_is_relative_to_where_fit_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

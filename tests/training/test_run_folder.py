@@ -262,7 +262,7 @@ def test_the_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
 
 
 def never(event: Any) -> None:
-    pytest.fail(event.text)
+    pytest.fail(str(event.message))
 
 
 def updated(update: int, **figures: Any) -> Updated:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.messages import Message
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.windows import WindowReader
 
@@ -270,7 +271,7 @@ def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
         elif form in NOTES and (number + 1 < len(whole) and whole[number + 1][0] == whole[number][0]):
             assert note is not None
             assert not note.warns
-            assert re.search(NOTES[form], note.text)
+            assert re.search(NOTES[form], str(note.message))
     # With the epoch after a finished one, from its last window, from its end, and from the start of the next.
     last = max(number for number, (epoch, _) in enumerate(whole) if epoch == 1)
     ended, started = opened_form(form), opened_form(form)
@@ -331,7 +332,7 @@ def test_an_order_that_cannot_be_repeated_is_told_when_it_changes(sampler: Any) 
     _, states = remaining(opened(loader(sampler=sampler)()), range(2))
     note = opened(loader(sampler=sampler)()).load_state_dict(states[5])
     assert note is not None
-    assert note.text.startswith("the sampler's order has changed")
+    assert note.message.code == "order_changed"
     assert note.warns
 
 
@@ -427,7 +428,7 @@ def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
     resumed = opened(batch for batch in DrawingBatches(SIZES))
     planning_batches(resumed)
     note = resumed.load_state_dict(states[0])
-    assert note == Notice("the data has no state_dict: 1 windows were read forward", warns=False)
+    assert note == Notice(Message("read_forward", {"windows": 1, "has_state": False}), warns=False)
     assert_same(windows_of(resumed, range(1)), windows[1:])
 
 
