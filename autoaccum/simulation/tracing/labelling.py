@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
@@ -60,17 +60,21 @@ class ModuleTracker:
     module is entered or left, and looks the number up in backward. Recomputation by checkpointing enters the modules
     again. A module outside the model, such as a loss, counts as part of its caller. Memory of a second-order gradient
     belongs to the module that requested the first-order gradient.
+
+    Attributes:
+        names: The names of the modules, by their indices.
+        owners: By parameter, the index of the module that has it.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
         self._model = model
         self._modules: list[nn.Module] = []
         self._indices: dict[int, int] = {}
-        self._owners = WeakTensorKeyDictionary()
         self._stacks: WeakKeyDictionary[greenlet, list[tuple[int, bool]]] = WeakKeyDictionary()
         self._numbers: list[int] = []
         self._running: list[int] = []
         self.names: list[ModuleName] = [NO_MODULE]
+        self.owners: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
     @property
     def _stack(self) -> list[tuple[int, bool]]:
@@ -90,7 +94,7 @@ class ModuleTracker:
         if node is None:
             return running, "plain"
         if type(node).__name__ == _LEAF_NODE:
-            return self.owner_of(node.variable), "summed"
+            return self.owners.get(node.variable, 0), "summed"
         if within_backward:
             return running, "recomputed"
         index = bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -101,19 +105,10 @@ class ModuleTracker:
         self._find_modules()
         return self._indices.get(id(module), 0)
 
-    def owner_of(self, tensor: Tensor) -> int:
-        """Return the index of the module that has `tensor` as a parameter or buffer; 0 if none has."""
-        index: int = self._owners.get(tensor, 0)  # type: ignore[no-untyped-call]
-        return index
-
     def modules(self) -> Iterator[tuple[nn.Module, int]]:
         """Yield the modules of the model, once it exists, with their indices; a shared module only once."""
         self._find_modules()
         return zip(self._modules, count(1), strict=False)
-
-    def set_owner(self, tensor: Tensor, module: int) -> None:
-        """Set the module that owns `tensor`, unless it has an owner already."""
-        self._owners.setdefault(tensor, module)  # type: ignore[no-untyped-call]
 
     def _find_modules(self) -> None:
         model = None if self._modules else self._model()
@@ -251,7 +246,7 @@ class BlockLabeller(Watcher):
         for module, index in self._modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    self._tracker.set_owner(parameter, index)
+                    self._tracker.owners.setdefault(parameter, index)
                     self._set_parameter_owner(parameter)
             self._set_owner("parameters", [buffer for buffer in module._buffers.values() if buffer is not None], index)
         assert self._trial_run.made is not None
@@ -263,13 +258,13 @@ class BlockLabeller(Watcher):
             for parameter in group["params"]:
                 self._set_parameter_owner(parameter)
         for parameter, state in optimizer.state.items():
-            module = self._tracker.owner_of(parameter) if isinstance(parameter, Tensor) else 0
+            module = self._tracker.owners.get(parameter, 0) if isinstance(parameter, Tensor) else 0
             self._set_owner("optimizer_state", _tensors(state), module)
         others = [value for name, value in vars(optimizer).items() if name != "state"]
         self._set_owner("optimizer_state", _tensors(others))
 
     def _set_parameter_owner(self, parameter: Tensor) -> None:
-        module = self._tracker.owner_of(parameter)
+        module = self._tracker.owners.get(parameter, 0)
         self._set_owner("parameters", [parameter], module)
         if parameter.grad is not None:
             self._set_owner("gradients", [parameter.grad], module)
