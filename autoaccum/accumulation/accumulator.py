@@ -52,10 +52,10 @@ class Accumulator:
     """Trains on an effective batch in micro-batches: the full batch's gradient in the memory of one micro-batch.
 
     A step computes the weights of all micro-batches before the first backward. It then multiplies each micro-batch's
-    loss by its share, so that the gradients add up to the full batch's, and runs backward at once, which frees the
-    graph. Gradients from before a step do not count, and `.grad` is None after it. Gradients of half-precision
-    parameters are summed in float32 and rounded once. The norm, that of the optimizer's parameters, is measured and
-    clipped once per update. A batch may be on any device.
+    loss by its fraction of the weight, so that the gradients add up to the full batch's, and runs backward at once,
+    which frees the graph. Gradients from before a step do not count, and `.grad` is None after it. Gradients of
+    half-precision parameters are summed in float32 and rounded once. The norm, that of the optimizer's parameters, is
+    measured and clipped once per update. A batch may be on any device.
 
     A step is all or nothing. If it raises before the optimizer starts to write, or during the first update,
     everything is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If
@@ -65,19 +65,17 @@ class Accumulator:
     ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
-    all together are the effective batch, whatever share a rank has, even an empty one. Weights are summed over
-    ranks before the first backward, gradients once per update, in float32 where parameters are of half precision. A
-    module wrapped in DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers
-    of rank 0, and with the smallest of their micro-batches. An error on one rank ends the step on all; if one runs
-    out of memory, all repeat the step in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss
-    and `whole_batch` take the samples of all ranks, of which some may have none; with `"micro"`, running statistics are
-    each rank's own.
+    all together are the effective batch, however many a rank has, even none. Weights are summed over ranks before the
+    first backward, gradients once per update, in float32 where parameters are of half precision. A module wrapped in
+    DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
+    with the smallest of their micro-batches. An error on one rank ends the step on all; if one runs out of memory, all
+    repeat the step in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss and `whole_batch` take
+    the samples of all ranks, of which some may have none; with `"micro"`, running statistics are each rank's own.
 
     A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
     of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
     `grad_sync` says. Ranks wait for each other within forward and backward, so memory that runs out on one ends the run
-    on
-    all: UpdateInterrupted then has the `next_micro_batch` to go on with from a checkpoint.
+    on all: UpdateInterrupted then has the `next_micro_batch` to go on with from a checkpoint.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -304,7 +302,7 @@ class Accumulator:
         return self._savers.host_bytes + (runner.host_bytes if isinstance(runner, LockstepParts) else 0)
 
     def step(self, batch: Any) -> StepResult:
-        """Make one update from the effective batch `batch`, or this rank's share of it, which may be on any device.
+        """Make one update from the effective batch `batch`, or this rank's samples of it, which may be on any device.
 
         The state is as before the step when it raises anything but UpdateInterrupted.
 
@@ -351,7 +349,7 @@ class Accumulator:
             wrapped = [self._objective.wrap_batch(batch) for batch in batches]
             while guesses := getattr(self._objective.batching, "guesses", []):
                 warn_caller(guesses.pop())
-            batches = [batch for batch in wrapped if batch_size(batch)]  # An empty share is none.
+            batches = [batch for batch in wrapped if batch_size(batch)]  # An empty batch is none.
             sizes = [batch_size(batch) for batch in batches]
             for size in sizes:
                 check_multiple(size, self._multiple_of, "a batch's size")

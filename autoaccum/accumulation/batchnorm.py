@@ -109,9 +109,9 @@ def update_statistics(module: Any, mean: Tensor | None, variance: Tensor | None)
         module.num_batches_tracked.add_(1)
     if module.running_mean is None or mean is None or variance is None:
         return
-    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
     for running, value in ((module.running_mean, mean), (module.running_var, variance)):
-        running.copy_(running.to(value.dtype) * (1.0 - share) + value.to(running.device) * share)
+        running.copy_(running.to(value.dtype) * (1.0 - momentum) + value.to(running.device) * momentum)
 
 
 class _StatisticsRecorder:

@@ -167,17 +167,17 @@ def test_a_term_without_weight_is_left_out_and_reported_as_such() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
-def test_the_shares_of_a_mean_add_up_to_one(weights: list[int]) -> None:
-    shares = make_loss_factors([float(weight) for weight in weights], "mean")
-    numbers = [share for share in shares if not isinstance(share, dict)]
+def test_the_factors_of_a_mean_add_up_to_one(weights: list[int]) -> None:
+    factors = make_loss_factors([float(weight) for weight in weights], "mean")
+    numbers = [factor for factor in factors if not isinstance(factor, dict)]
     assert sum(numbers) == pytest.approx(1.0 if any(weights) else 0.0)
-    assert [has_weight(share) for share in numbers] == [weight > 0 for weight in weights]
+    assert [has_weight(factor) for factor in numbers] == [weight > 0 for weight in weights]
 
 
-def test_each_term_has_shares_of_its_own() -> None:
-    shares = make_loss_factors([{"a": 1.0, "b": 0.0}, {"b": 0.0, "a": 3.0}, {"a": 0.0, "b": 0.0}], "mean")
-    assert shares == ({"a": 0.25, "b": 0.0}, {"a": 0.75, "b": 0.0}, {"a": 0.0, "b": 0.0})
-    assert [has_weight(part) for part in shares] == [True, True, False]
+def test_each_term_has_factors_of_its_own() -> None:
+    factors = make_loss_factors([{"a": 1.0, "b": 0.0}, {"b": 0.0, "a": 3.0}, {"a": 0.0, "b": 0.0}], "mean")
+    assert factors == ({"a": 0.25, "b": 0.0}, {"a": 0.75, "b": 0.0}, {"a": 0.0, "b": 0.0})
+    assert [has_weight(part) for part in factors] == [True, True, False]
 
 
 def test_weights_of_different_kinds_are_refused() -> None:

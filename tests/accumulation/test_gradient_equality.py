@@ -57,7 +57,7 @@ def reals(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.randn(size, *shape, dtype=torch.float64)
 
 
-def shares(*shape: int) -> Callable[[int], Tensor]:
+def fractions(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.rand(size, *shape, dtype=torch.float64)
 
 
@@ -97,16 +97,16 @@ CASES = [
     Case("l1", nn.L1Loss(), reals(4)),
     Case("smooth l1", nn.SmoothL1Loss(), reals(4)),
     Case("huber", nn.HuberLoss(), reals(4)),
-    Case("bce", nn.BCELoss(), shares(4), shape=torch.sigmoid),
-    Case("bce with logits", nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), shares(4)),
-    Case("poisson", nn.PoissonNLLLoss(), shares(4)),
+    Case("bce", nn.BCELoss(), fractions(4), shape=torch.sigmoid),
+    Case("bce with logits", nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), fractions(4)),
+    Case("poisson", nn.PoissonNLLLoss(), fractions(4)),
     Case("soft margin", nn.SoftMarginLoss(), signs(4)),
     Case("hinge embedding", nn.HingeEmbeddingLoss(), signs(4)),
-    Case("kl div", nn.KLDivLoss(), shares(4), shape=log_probabilities),
-    Case("kl div batchmean", nn.KLDivLoss(reduction="batchmean"), shares(4), shape=log_probabilities),
+    Case("kl div", nn.KLDivLoss(), fractions(4), shape=log_probabilities),
+    Case("kl div batchmean", nn.KLDivLoss(reduction="batchmean"), fractions(4), shape=log_probabilities),
     Case("multi margin", nn.MultiMarginLoss(), classes(4)),
     Case("multilabel margin", nn.MultiLabelMarginLoss(), lambda size: torch.tensor([[1, 3, -1, 0]] * size)),
-    Case("multilabel soft margin", nn.MultiLabelSoftMarginLoss(), shares(4)),
+    Case("multilabel soft margin", nn.MultiLabelSoftMarginLoss(), fractions(4)),
 ]
 
 

@@ -90,7 +90,7 @@ def relative_error(mine: list[Tensor], theirs: list[Tensor]) -> float:
     return float((flat - wanted).norm() / wanted.norm())
 
 
-def test_a_share_is_not_rounded_to_half_precision() -> None:
+def test_a_factor_is_not_rounded_to_half_precision() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = sgd(model, 0.0)
     accumulator = Accumulator(model, optimizer, lambda m, b: m(b).mean(), micro_batch=1, clip_norm=math.inf)

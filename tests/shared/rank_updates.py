@@ -1,4 +1,4 @@
-"""Updates whose samples several ranks share, by cases of a model, a batch and a loss, and what they come to."""
+"""Updates whose samples are of several ranks, by cases of a model, a batch and a loss, and what they come to."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, 
 }
 
 
-def dealt(batch: Any, shares: list[int] | None) -> list[Any]:
-    """Return this rank's share of a batch as a list of one batch, or of none; without shares, the whole batch."""
-    if shares is None:
+def dealt(batch: Any, rank_samples: list[int] | None) -> list[Any]:
+    """Return this rank's samples of a batch as a list of one batch, or of none; without them, the whole batch."""
+    if rank_samples is None:
         return [batch]
-    start, samples = sum(shares[: dist.get_rank()]), shares[dist.get_rank()]
+    start, samples = sum(rank_samples[: dist.get_rank()]), rank_samples[dist.get_rank()]
     return [tuple(one[start : start + samples] for one in batch)] if samples else []
 
 
@@ -140,7 +140,7 @@ def whole(tensor: Any) -> Tensor:
     return found.clone()
 
 
-def updates(case: str, shares: list[int] | None = None, wrap: Any = None, **more: Any) -> Any:
+def updates(case: str, rank_samples: list[int] | None = None, wrap: Any = None, **more: Any) -> Any:
     """Return the state after two updates, and their results."""
     make, draw, options = CASES[case]
     model = make().double()
@@ -148,20 +148,20 @@ def updates(case: str, shares: list[int] | None = None, wrap: Any = None, **more
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     accumulator = Accumulator(model, optimizer, micro_batch=2, scheduler=scheduler, **(copy.deepcopy(options) | more))
-    results = [accumulator.step_parts(dealt(draw(SAMPLES), shares)) for _ in range(2)]
+    results = [accumulator.step_parts(dealt(draw(SAMPLES), rank_samples)) for _ in range(2)]
     assert all(parameter.grad is None for parameter in model.parameters())
     state = {name: whole(value) for name, value in getattr(model, "module", model).state_dict().items()}
     return state, [(one.loss, one.grad_norm, one.samples, dict(one.terms)) for one in results]
 
 
-def _all_updates(shares: list[int], wrapped: Wrapped, more: dict[str, Any]) -> Any:
-    return [updates(case, shares, wrap, **more) for case, wrap in wrapped]
+def _all_updates(rank_samples: list[int], wrapped: Wrapped, more: dict[str, Any]) -> Any:
+    return [updates(case, rank_samples, wrap, **more) for case, wrap in wrapped]
 
 
-def check_updates(shares: list[int], wrapped: Wrapped, **more: Any) -> None:
+def check_updates(rank_samples: list[int], wrapped: Wrapped, **more: Any) -> None:
     """Assert that updates over ranks, for pairs of a case and what wraps its model, are those of one process."""
     for case_and_wrap, *together in zip(
-        wrapped, *on_ranks(len(shares), _all_updates, shares, wrapped, more), strict=True
+        wrapped, *on_ranks(len(rank_samples), _all_updates, rank_samples, wrapped, more), strict=True
     ):
         case = case_and_wrap[0]
         state, results = updates(case, **more)

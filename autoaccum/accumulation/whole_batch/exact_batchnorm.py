@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS, update_statistics
 from autoaccum.accumulation.host_storage import HostStorage
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep, Shares
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep, RankRows
 from autoaccum.errors import WorkloadError
 
 _EPS = 2.0**-20
@@ -237,12 +237,12 @@ class ExactBatchNorm:
         own = _Combined.apply(counts, True, *moments)  # type: ignore[no-untyped-call]
         return self._combine_rows(place, ranks.meet(place, sum(counts), own)[1])
 
-    def _follow(self, place: str, rows: Shares) -> None:
+    def _follow(self, place: str, rows: RankRows) -> None:
         """Update the running statistics of a BatchNorm that other ranks have called."""
         if place in self._modules:
             self._combine_rows(place, rows)
 
-    def _combine_rows(self, place: str, rows: Shares) -> tuple[Tensor, Tensor, int]:
+    def _combine_rows(self, place: str, rows: RankRows) -> tuple[Tensor, Tensor, int]:
         return self._combine(place, [count for count, _ in rows], [moment for _, pair in rows for moment in pair])
 
     def _combine(self, place: str, counts: Sequence[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:

@@ -2,8 +2,8 @@
 
 Each part runs in a greenlet, which has a stack of its own in the same thread. Where a part calls `Lockstep.meet`, it
 waits, and the next one runs. When all wait, a joint function is called with what each has, and each goes on with its
-share. So one part computes at a time, autograd's graphs lie one after the other, and a single backward runs through all
-of them, the last part first. An exact BatchNorm meets so, and `whole_batch(x)`.
+result. So one part computes at a time, autograd's graphs lie one after the other, and a single backward runs through
+all of them, the last part first. An exact BatchNorm meets so, and `whole_batch(x)`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autoaccum.errors import WorkloadError
 
 T = TypeVar("T")
 Join = Callable[[list[Any]], Sequence[Any]]
-"""Takes what each part has, in order, and returns the share of each."""
+"""Takes what each part has, in order, and returns what each gets."""
 
 
-Shares: TypeAlias = list[tuple[Any, list[Tensor]]]
+RankRows: TypeAlias = list[tuple[Any, list[Tensor]]]
 """The note and the tensors of each rank that has parts."""
 
 THE_END = "the end of its loss"
@@ -47,7 +47,7 @@ class RankMeetings:
         self._token = torch.zeros((), requires_grad=True, device="cpu")
         self._lock, self._is_closed = Lock(), False
 
-    def meet(self, place: str | None, note: Any, tensors: Sequence[Tensor]) -> tuple[str, Shares]:
+    def meet(self, place: str | None, note: Any, tensors: Sequence[Tensor]) -> tuple[str, RankRows]:
         """Return the place of the meeting, and the note and the tensors of each rank that has parts.
 
         The tensors are differentiable, and on the device of this rank's own. A rank without parts gives None as place.
@@ -152,7 +152,7 @@ class Lockstep:
         ranks: RankMeetings | None = None,
     ) -> None:
         self.ranks = ranks
-        self.follow: Callable[[str, Shares], None] = lambda place, rows: None
+        self.follow: Callable[[str, RankRows], None] = lambda place, rows: None
         self.part: int | None = None
         self._while_waiting, self._on_part = while_waiting, on_part
         self._modules = list(modules)
@@ -185,13 +185,12 @@ class Lockstep:
                     self._states[-1].apply_modules()
                     return results
                 check_places([one.place if waits else THE_END for one, waits in zip(results, waiting, strict=True)])
-                shares = results[0].join([result.value for result in results])
-                results = [(share,) for share in shares]
+                results = [(joint,) for joint in results[0].join([result.value for result in results])]
         finally:
             self._end()
 
     def meet(self, place: str, value: Any, join: Join) -> Any:
-        """Wait until all parts are at this `place`, and return this part's share of `join` of all values."""
+        """Wait until all parts are at this `place`, and return what `join` of all values gives this part."""
         assert self.part is not None
         # A weight that autocast has cast for several parts would sum their gradients in half precision.
         torch.clear_autocast_cache()
@@ -297,14 +296,14 @@ def whole_batch(x: Tensor) -> Tensor:
 
     A model that balances the load of experts over the whole batch:
 
-        share = autoaccum.whole_batch(gates).mean(0)
-        balance = experts * (share * share).sum()
+        load = autoaccum.whole_batch(gates).mean(0)
+        balance = experts * (load * load).sum()
 
     Where a micro-batch waits for this, others run. What it has set on a module it finds again; what it has written
     elsewhere, such as into a dict of one's own, may be another's.
 
-    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. In a loss
-    with `reduction="sum"` it would count once for each micro-batch, so that is refused.
+    Each micro-batch's loss counts by its fraction of the update, so a term that all compute alike counts once. In a
+    loss with `reduction="sum"` it would count once for each micro-batch, so that is refused.
 
     Args:
         x: A tensor whose first dimension is the sample, or a number of rows for each sample.

@@ -74,7 +74,7 @@ def thirds() -> Tensor:
     return weight
 
 
-def test_a_share_of_a_third_is_not_rounded_to_half_precision() -> None:
+def test_a_factor_of_a_third_is_not_rounded_to_half_precision() -> None:
     assert torch.equal(thirds(), on_ranks(3, thirds)[0])
 
 

@@ -30,21 +30,21 @@ def test_messages_of_any_length_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "clip", "wrap"),
+    ("rank_samples", "clip", "wrap"),
     [([4, 3], None, changed), ([2, 5], 0.1, ddp), ([3, 0, 2, 2], 0.1, changed)],
     ids=["2 ranks", "2 ranks, ddp, clipped", "4 ranks, one without samples"],
 )
-def test_an_update_over_ranks_is_that_of_one_process(shares: list[int], clip: float | None, wrap: Any) -> None:
-    check_updates(shares, [(case, wrap) for case in CASES], clip_norm=clip)
+def test_an_update_over_ranks_is_that_of_one_process(rank_samples: list[int], clip: float | None, wrap: Any) -> None:
+    check_updates(rank_samples, [(case, wrap) for case in CASES], clip_norm=clip)
 
 
-def step_with(shares: list[int], form: type) -> tuple[float, int, tuple[int, ...], float | None]:
-    """Step with this rank's share of a batch, which may be an empty batch; alone with all of it."""
+def step_with(rank_samples: list[int], form: type) -> tuple[float, int, tuple[int, ...], float | None]:
+    """Step with this rank's samples of a batch, which may be an empty batch; alone with all of it."""
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, clip_norm=1.0)
-    batch = form(pairs(sum(shares)))
-    result = accumulator.step(split_batch(batch, shares)[dist.get_rank()] if dist.is_initialized() else batch)
+    batch = form(pairs(sum(rank_samples)))
+    result = accumulator.step(split_batch(batch, rank_samples)[dist.get_rank()] if dist.is_initialized() else batch)
     return result.loss, result.samples, result.micro_batches, result.grad_norm
 
 

@@ -24,7 +24,7 @@ from autoaccum.spec import TrainingSpec
 
 
 @pytest.mark.parametrize(
-    ("shares", "mesh", "grad_sync"),
+    ("rank_samples", "mesh", "grad_sync"),
     [
         ([1, 6], None, "each"),  # In "tokens", rank 0 has a sample without a token.
         ([0, 4, 3, 0], (2, 2), "last"),
@@ -32,12 +32,12 @@ from autoaccum.spec import TrainingSpec
     ids=str,
 )
 def test_an_update_of_a_sharded_model_is_that_of_one_process(
-    shares: list[int], mesh: tuple[int, ...] | None, grad_sync: str
+    rank_samples: list[int], mesh: tuple[int, ...] | None, grad_sync: str
 ) -> None:
     wrap = partial(shard, mesh=mesh, reshard=grad_sync == "each")
     cases = ("clipped", "class weights", "tokens, tied") if mesh is None else ("sum", "terms")
     other = shard_first if mesh is None else shard_on_host
-    check_updates(shares, [*((case, wrap) for case in cases), ("clipped", other)], grad_sync=grad_sync)
+    check_updates(rank_samples, [*((case, wrap) for case in cases), ("clipped", other)], grad_sync=grad_sync)
 
 
 def settings(model: Any) -> list[Any]:
@@ -147,22 +147,22 @@ def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(grad_sync: 
     assert on_ranks(2, batchnorm_and_settings, grad_sync) == [([0, 1], True, 3), ([0, 3], True, 3)]
 
 
-def running_statistics(shares: list[int] | None = None) -> Any:
+def running_statistics(rank_samples: list[int] | None = None) -> Any:
     model: Any = Net().double()
     model.norm.train()
-    model = model if shares is None else shard(model)
+    model = model if rank_samples is None else shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=3, batchnorm="running")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        accumulator.step_parts(dealt(pairs(7), shares))
+        accumulator.step_parts(dealt(pairs(7), rank_samples))
     return [*model.norm.buffers()]
 
 
-@pytest.mark.parametrize("shares", [[2, 5], [0, 7]], ids=str)
-def test_running_statistics_are_those_of_one_process(shares: list[int]) -> None:
+@pytest.mark.parametrize("rank_samples", [[2, 5], [0, 7]], ids=str)
+def test_running_statistics_are_those_of_one_process(rank_samples: list[int]) -> None:
     alone = running_statistics()
-    for found in on_ranks(2, running_statistics, shares):
+    for found in on_ranks(2, running_statistics, rank_samples):
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 

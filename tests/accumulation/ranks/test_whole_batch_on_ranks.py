@@ -111,14 +111,14 @@ Values = dict[str, Tensor | float]
 """What an update comes to: gradients, which begin with "gradient ", and what else all ranks are to agree on."""
 
 
-def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> Values:
+def update(case: str, micro_batch: int, rank_samples: list[int] | None, **options: Any) -> Values:
     build, draw, given = CASES[case]
     torch.manual_seed(5)
     model, batch = build().double(), draw(SAMPLES)
     given = {name: one() if isinstance(one, type) else one for name, one in given.items()}
-    recorded = Recorded(model, **given, **options, micro_batch=micro_batch if shares else SAMPLES)
-    torch.manual_seed(9 + (dist.get_rank() if shares else 0))
-    result = recorded.accumulator.step_parts(dealt(batch, shares))
+    recorded = Recorded(model, **given, **options, micro_batch=micro_batch if rank_samples else SAMPLES)
+    torch.manual_seed(9 + (dist.get_rank() if rank_samples else 0))
+    result = recorded.accumulator.step_parts(dealt(batch, rank_samples))
     criterion = recorded.accumulator._objective.criterion_module or nn.Module()
     named = {"loss": result.loss, "norm": result.grad_norm or 0.0, **result.terms}
     return values_of(recorded, *recorded.model.named_buffers(), *criterion.named_buffers(), *named.items())
@@ -128,21 +128,21 @@ def values_of(recorded: Recorded, *others: tuple[str, Tensor | float]) -> Values
     return {**{f"gradient {name}": one for name, one in recorded.gradients.items()}, **dict(others)}
 
 
-def scaled_and_clipped(case: str, shares: list[int] | None) -> Values:
-    found = update(case, 3, shares, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), clip_norm=0.01)
+def scaled_and_clipped(case: str, rank_samples: list[int] | None) -> Values:
+    found = update(case, 3, rank_samples, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), clip_norm=0.01)
     assert found["norm"] > 0.01
     return found
 
 
-def running(shares: list[int] | None) -> Values:
+def running(rank_samples: list[int] | None) -> Values:
     torch.manual_seed(5)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.BatchNorm1d(75, momentum=None), nn.Linear(75, 5)).double()
-    recorded = Recorded(model, cross_entropy, micro_batch=3 if shares else SAMPLES, batchnorm="running")
-    recorded.accumulator.step_parts(dealt(images(SAMPLES), shares))
+    recorded = Recorded(model, cross_entropy, micro_batch=3 if rank_samples else SAMPLES, batchnorm="running")
+    recorded.accumulator.step_parts(dealt(images(SAMPLES), rank_samples))
     return dict(recorded.model[0].named_buffers())
 
 
-def ignored(shares: list[int] | None) -> Values:
+def ignored(rank_samples: list[int] | None) -> Values:
     """An update in which the last samples have no weight, and still count for BatchNorm."""
     torch.manual_seed(5)
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5), nn.BatchNorm1d(5)]
@@ -150,8 +150,8 @@ def ignored(shares: list[int] | None) -> Values:
     inputs, targets = rows(SAMPLES)
     targets[5:] = -100
     loss = nn.CrossEntropyLoss(ignore_index=-100)
-    recorded = Recorded(model, loss, micro_batch=2 if shares else SAMPLES, batchnorm="exact")
-    recorded.accumulator.step_parts(dealt((inputs, targets), shares))
+    recorded = Recorded(model, loss, micro_batch=2 if rank_samples else SAMPLES, batchnorm="exact")
+    recorded.accumulator.step_parts(dealt((inputs, targets), rank_samples))
     return values_of(recorded, *recorded.model.state_dict().items())
 
 
@@ -166,21 +166,23 @@ class Tempered(nn.Module):
         return functional.cross_entropy(outputs @ outputs.T * self.temperature.exp(), targets)
 
 
-def tempered(shares: list[int] | None) -> Values:
+def tempered(rank_samples: list[int] | None) -> Values:
     torch.manual_seed(5)
     model, criterion, seen = nn.Linear(6, 4).double(), Tempered(), list[Tensor]()
     parameters = [*model.parameters(), *criterion.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.extend(torch.as_tensor(one.grad).clone() for one in parameters))
-    accumulator = Accumulator(model, optimizer, criterion=criterion, coupled=True, micro_batch=2 if shares else SAMPLES)
-    accumulator.step_parts(dealt((rows(SAMPLES)[0], torch.arange(SAMPLES)), shares))
+    accumulator = Accumulator(
+        model, optimizer, criterion=criterion, coupled=True, micro_batch=2 if rank_samples else SAMPLES
+    )
+    accumulator.step_parts(dealt((rows(SAMPLES)[0], torch.arange(SAMPLES)), rank_samples))
     return {f"gradient {number}": one for number, one in enumerate(seen)}
 
 
-SHARES = {2: [8, 3], 3: [0, 4, 7], 4: [4, 0, 6, 1]}
+RANK_SAMPLES = {2: [8, 3], 3: [0, 4, 7], 4: [4, 0, 6, 1]}
 UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[int]]]] = {
     **{
-        f"{case}, {micro_batch}": (partial(update, case, micro_batch), {size: SHARES[size]})
+        f"{case}, {micro_batch}": (partial(update, case, micro_batch), {size: RANK_SAMPLES[size]})
         for case in CASES
         for size, micro_batch in ((2, 3), (4, 1))
     },
@@ -190,15 +192,15 @@ UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[in
     },
     "running": (running, {4: [4, 0, 5, 2]}),
     "no weight on rank 1": (ignored, {2: [5, 6]}),
-    "a parameter of the loss": (tempered, {2: [5, 6], 3: SHARES[3]}),
+    "a parameter of the loss": (tempered, {2: [5, 6], 3: RANK_SAMPLES[3]}),
 }
 
 
 def on_this_rank(size: int) -> dict[str, Values]:
-    return {name: run(shares[size]) for name, (run, shares) in UPDATES.items() if size in shares}
+    return {name: run(rank_samples[size]) for name, (run, rank_samples) in UPDATES.items() if size in rank_samples}
 
 
-@pytest.mark.parametrize("size", SHARES)
+@pytest.mark.parametrize("size", RANK_SAMPLES)
 def test_an_update_over_ranks_is_that_of_the_whole_batch(size: int) -> None:
     found = on_ranks(size, on_this_rank, size)
     for update in found[0]:

@@ -177,8 +177,8 @@ def test_parts_keep_their_own_contexts() -> None:
             with torch.set_grad_enabled(index != 1), torch.autocast("cpu", torch.bfloat16, enabled=index == 1):
                 before = settings()
                 for _ in range(3):
-                    shares = lockstep.meet("here", index, lambda values: [(sum(values), settings())] * len(values))
-                    assert shares == (sum(range(PARTS)), outside)
+                    joint = lockstep.meet("here", index, lambda values: [(sum(values), settings())] * len(values))
+                    assert joint == (sum(range(PARTS)), outside)
                     assert settings() == before
                     assert variable.get() == index
             return index
