@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from autoaccum.simulation.cards import Card
@@ -37,11 +38,12 @@ def sizes_of(recorder: Recorder, run: Callable[[], Any], above: int = 0) -> list
     return [size for size in recorder.sizes[start:] if isinstance(size, int) and size > above]
 
 
+def held_bytes(events: Sequence[int], sizes: Sequence[Any]) -> list[int]:
+    """The bytes that tensors hold after each event, without workspaces."""
+    tensors = [size if isinstance(size, int) else 0 for size in sizes]
+    return list(accumulate(tensors[event] if event >= 0 else -tensors[~event] for event in events))
+
+
 def most_held(events: Sequence[int], sizes: Sequence[Any]) -> int:
-    """The most at once, of those that take bytes."""
-    alive = most = 0
-    for event in events:
-        size = sizes[event if event >= 0 else ~event]
-        alive += (size if event >= 0 else -size) if isinstance(size, int) else 0
-        most = max(most, alive)
-    return most
+    """The most of them."""
+    return max(held_bytes(events, sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from in_process_tracer import InProcessTracer
 
@@ -11,7 +10,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import LabelledTrace
+from autoaccum.simulation.trace_records import LabelledTrace, Trace
 from autoaccum.sources.source import FileSource
 
 ONE_NUMBER = 8
@@ -43,12 +42,8 @@ def start_of(traced: LabelledTrace, phase: str) -> int:
     return next(at for at, name in traced.trace.phases if name == phase and at >= traced.trace.last_update)
 
 
-def live(traced: LabelledTrace, event: int) -> dict[int, int]:
+def live(trace: Trace, event: int) -> dict[int, int]:
     """Return the blocks of tensors that are held before an event, and their bytes; not libraries' workspaces."""
-    alive: dict[int, Any] = {}
-    for one in traced.trace.events[:event]:
-        if one >= 0:
-            alive[one] = traced.trace.sizes[one]
-        else:
-            del alive[~one]
-    return {block: size for block, size in alive.items() if isinstance(size, int)}
+    freed = {~other for other in trace.events[:event] if other < 0}
+    held = {block: trace.sizes[block] for block in trace.events[:event] if block >= 0 and block not in freed}
+    return {block: size for block, size in held.items() if isinstance(size, int)}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import pytest
 from example_counts import count_examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_up_card import most_held
+from made_up_card import held_bytes, most_held
 
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown, classify_blocks, module_shares
 from autoaccum.devices.simulated.explainer import make_timeline
@@ -123,8 +122,7 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
 @settings(max_examples=count_examples(200))
 @given(labelled_traces(), st.integers(1, 50))
 def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, points: int) -> None:
-    sizes = [size for size in found.trace.sizes if isinstance(size, int)]
-    held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
+    held = held_bytes(found.trace.events, found.trace.sizes)
     breakdown = break_down(found)
     assert list(breakdown.held_bytes) == held
     assert all(min(total) >= 0 for total in breakdown.totals.values())

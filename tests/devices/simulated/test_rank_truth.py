@@ -85,8 +85,8 @@ def test_what_a_rank_holds_between_updates_and_in_gradients(name: str) -> None:
         parallel=case.parallel,
         mesh=case.mesh,
     )
-    between = live(traced, traced.trace.last_update)
-    before_update = live(traced, start_of(traced, "update"))
+    between = live(traced.trace, traced.trace.last_update)
+    before_update = live(traced.trace, start_of(traced, "update"))
     taken = {block: size for block, size in before_update.items() if block not in between and size > ONE_NUMBER}
     expected = case.expected
     gradients = expected.pop("gradients")

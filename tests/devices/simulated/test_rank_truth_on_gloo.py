@@ -38,7 +38,7 @@ def simulated(name: str, grad_sync: GradSync) -> dict[str, Counter[int]]:
     """Count the blocks of a trace as `count_storages` counts storages."""
     traced = label(name, ranks=RANKS, parallel="fsdp2", parts=PARTS, grad_sync=grad_sync)
     trace = traced.trace
-    between, before_update = live(traced, trace.last_update), live(traced, start_of(traced, "update"))
+    between, before_update = live(trace, trace.last_update), live(trace, start_of(traced, "update"))
     gradients = Counter(size for block, size in before_update.items() if block not in between and size > ONE_NUMBER)
     gradients[BUFFER * (2 if name == "half" else 4)] -= 1  # The loop's copy, to undo a failed update with.
     held = {block for block, owner in traced.owners.items() if owner.category == "gathered_parameters"}

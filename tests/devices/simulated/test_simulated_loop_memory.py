@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
-import pytest
+from made_up_card import held_bytes
 
-from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.simulation.trace_records import Phase, Trace
+from autoaccum.simulation.trace_records import Trace
 
-SAMPLES, WIDTH, CLASSES = 32, 64, 500
-LOGITS = 4 * SAMPLES * CLASSES
-COUNT = 8
+WIDTH, CLASSES = 64, 500
 PARAMETERS = 4 * (8 * WIDTH + WIDTH + 2 * WIDTH + WIDTH * CLASSES + CLASSES)
 BUFFERS = 4 * 2 * WIDTH + 8
-HEAD = f"""
+NET = f"""
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -29,46 +26,17 @@ def optimizer(params):
 model = Net
 """
 
-Make = Callable[..., Trace]
+
+def most_by_phase(trace: Trace) -> dict[str, int]:
+    """Return the most bytes of tensors that are held in the last run of each phase, and `end`: those at the end."""
+    held = held_bytes(trace.events, trace.sizes)
+    bounds = [*trace.phases, (len(held), "start")]
+    return {name: max(held[start:end]) for (start, name), (end, _) in pairwise(bounds)} | {"end": held[-1]}
 
 
-@pytest.fixture
-def trace(simulated: Callable[..., Any]) -> Make:
-    def make(lines: str = "", size: int = SAMPLES, precision: str | None = None) -> Trace:
-        reply = simulated(HEAD + lines, precision)(TraceParts(parts=(size, size)))
-        assert not isinstance(reply, Failure), reply
-        traced: Trace = reply
-        return traced
-
-    return make
-
-
-def held(trace: Trace) -> list[int]:
-    """The bytes of tensors that are alive after each event."""
-    sizes = [size if isinstance(size, int) else 0 for size in trace.sizes]
-    return list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in trace.events))
-
-
-def stretches(trace: Trace, phase: Phase) -> list[list[int]]:
-    """The bytes held in each stretch of events in which the step is in `phase`."""
-    bounds = [*trace.phases, (len(trace.events), phase)]
-    return [held(trace)[start:end] for (start, name), (end, _) in pairwise(bounds) if name == phase]
-
-
-def last_most(trace: Trace, phase: Phase) -> int:
-    return max(stretches(trace, phase)[-1])
-
-
-def when_made(trace: Trace, forward: int = -1) -> int:
-    """The bytes held as soon as a forward has its outputs, which are as large as what the loss makes of them."""
-    start, end = [(start, end) for (start, name), (end, _) in pairwise(trace.phases) if name == "forward"][forward]
-    made = [index for index in range(start, end) if trace.sizes[max(trace.events[index], 0)] == LOGITS]
-    return held(trace)[made[0]]
-
-
-def test_an_average_takes_parameters_and_buffers_all_the_time(trace: Make) -> None:
-    plain, averaging = trace(), trace("ema = True\n")
-    for phase in ("forward", "backward", "clip"):
-        assert last_most(averaging, phase) - last_most(plain, phase) == PARAMETERS + BUFFERS
-    assert held(averaging)[-1] - held(plain)[-1] == PARAMETERS + BUFFERS
-    assert averaging.sizes.count(COUNT) > plain.sizes.count(COUNT), "how many updates are in it goes to the card"
+def test_an_average_takes_parameters_and_buffers_all_the_time(simulated: Callable[..., Any]) -> None:
+    plain, averaging = (simulated(NET + lines)(TraceParts(parts=(32, 32))) for lines in ("", "ema = True\n"))
+    before, after = most_by_phase(plain), most_by_phase(averaging)
+    for phase in ("forward", "backward", "clip", "end"):
+        assert after[phase] - before[phase] == PARAMETERS + BUFFERS
+    assert averaging.sizes.count(8) > plain.sizes.count(8), "how many updates are in it goes to the card"

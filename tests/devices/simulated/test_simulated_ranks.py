@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from rank_truth import live
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
@@ -48,12 +49,7 @@ def shard(shape: tuple[int, ...], ranks: int) -> int:
 
 def alive_at_the_end(trace: Trace) -> list[int]:
     """The sizes of the tensors that the trial left, ascending."""
-    alive: dict[int, int] = {}
-    for event in trace.events:
-        size = trace.sizes[event] if event >= 0 else alive.pop(~event, None)
-        if event >= 0 and isinstance(size, int):
-            alive[event] = size
-    return sorted(alive.values())
+    return sorted(live(trace, len(trace.events)).values())
 
 
 def trace_of(ask: Ask, *parts: int, **fields: Any) -> Trace:
@@ -85,14 +81,8 @@ def test_gradients_wait_unsharded_for_the_last_part(simulated: Simulated) -> Non
 def held_between_parts(trace: Trace) -> int:
     """The bytes that tensors hold as the second part of the last update begins, beyond those at its start."""
     starts = [index for index, phase in trace.phases if phase == "batch" and index >= trace.last_update]
-    alive: dict[int, int] = {}
-    for index, event in enumerate(trace.events[: starts[-1]]):
-        size = trace.sizes[event if event >= 0 else ~event]
-        if event < 0:
-            alive.pop(~event, None)
-        elif isinstance(size, int) and index >= trace.last_update:
-            alive[event] = size
-    return sum(alive.values())
+    held, at_start = live(trace, starts[-1]), live(trace, trace.last_update)
+    return sum(held.values()) - sum(size for block, size in at_start.items() if block in held)
 
 
 def test_a_model_built_on_meta_is_materialised_by_parallelize(simulated: Simulated) -> None:

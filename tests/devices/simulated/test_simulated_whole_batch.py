@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from made_up_card import held_bytes
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
@@ -37,15 +38,9 @@ def net(skips):
 COUPLED = NET.replace("nn.BatchNorm2d", "nn.InstanceNorm2d") + "model = lambda: net(False)\ncoupled = True\n"
 
 
-def held_bytes(trace: Trace) -> int:
+def most_in_update(trace: Trace) -> int:
     """Return the most that tensors hold at once in the last update, without workspaces."""
-    held, most = 0, 0
-    for at, event in enumerate(trace.events):
-        size = trace.sizes[event if event >= 0 else ~event]
-        if isinstance(size, int):
-            held += size if event >= 0 else -size
-        most = max(most, held) if at >= trace.last_update else most
-    return most
+    return max(held_bytes(trace.events, trace.sizes)[trace.last_update :])
 
 
 def trace(ask: Callable[..., Any], parts: int) -> Trace:
@@ -60,16 +55,16 @@ def test_exact_batchnorm_holds_one_part(simulated: Callable[..., Any]) -> None:
     ask = simulated(NET + "model = lambda: net(False)\n", batchnorm="exact")
     two, four = trace(ask, 2), trace(ask, 4)
     assert four.host_bytes == 2 * (two.host_bytes or 0) > 0
-    held = held_bytes(four)
-    assert held - held_bytes(two) <= 2.2 * BATCH
-    assert held < held_bytes(trace(ask, 1))
+    held = most_in_update(four)
+    assert held - most_in_update(two) <= 2.2 * BATCH
+    assert held < most_in_update(trace(ask, 1))
 
 
 def test_a_coupled_loss_keeps_outputs_alone(simulated: Callable[..., Any]) -> None:
     ask = simulated(COUPLED)
     seen = ask(Inspect())
     assert (seen.spec.coupled, seen.workload.whole_batch, seen.accumulation_warnings) == (True, "recompute", ())
-    held = [held_bytes(trace(ask, parts)) for parts in (2, 4)]
+    held = [most_in_update(trace(ask, parts)) for parts in (2, 4)]
     assert held[1] - held[0] < 0.1 * WAITING
     assert trace(ask, 4).host_bytes is None
 
