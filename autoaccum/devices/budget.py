@@ -9,16 +9,6 @@ from typing import Any
 from autoaccum.errors import UsageError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
-
-@dataclass(frozen=True)
-class AvailableMemory:
-    """The total and the free memory, in bytes; `bound` names the owner, as the subject of `... has free`."""
-
-    total_bytes: int
-    free_bytes: int
-    bound: str
-
-
 HOST_RESERVE = 0.05
 """The share of free memory that is kept without `--reserve`, lest the kernel kill processes for lack of memory."""
 
@@ -28,24 +18,35 @@ CARD_RESERVE = 0.02
 _LEAST_RESERVE_BYTES = 256 * MIB
 
 
+@dataclass(frozen=True)
+class AvailableMemory:
+    """The memory of a device or machine, measured with the workload loaded.
+
+    Attributes:
+        total_bytes, free_bytes: All of it, and what is free.
+        bound: The owner, as the subject of `... has free`.
+        reserve: The share of the free memory that is kept by default; at least 256 MiB are.
+        holders: The processes that hold the rest, as the end of a sentence.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    bound: str
+    reserve: float = HOST_RESERVE
+    holders: str = ""
+
+
 def choose_budget(
-    available: AvailableMemory,
-    memory: MemorySize | None = None,
-    reserve: MemorySize | None = None,
-    *,
-    default_reserve: float = HOST_RESERVE,
-    holders: str = "",
+    available: AvailableMemory, memory: MemorySize | None = None, reserve: MemorySize | None = None
 ) -> int:
     """Return the budget in bytes: `memory`, or else the free memory, minus `reserve`.
 
     A budget above the free memory is refused, not tried: on the host the kernel would end up killing processes.
 
     Args:
-        available: Measured with the workload loaded.
+        available: What there is.
         memory: A size, or a share of the total.
-        reserve: Kept free; None: nothing if `memory` is given, else the `default_reserve`.
-        default_reserve: A share of the free memory, and at least 256 MiB.
-        holders: The processes that hold the rest, as the end of a sentence.
+        reserve: Kept free; None: nothing if `memory` is given, else the default of `available`.
 
     Raises:
         UsageError: Nothing is left, or `memory` is more than is free.
@@ -60,19 +61,19 @@ def choose_budget(
     if reserve is not None:
         kept = reserve.resolve(available.total_bytes)
     else:
-        automatic = max(int(available.free_bytes * default_reserve), _LEAST_RESERVE_BYTES)
+        automatic = max(int(available.free_bytes * available.reserve), _LEAST_RESERVE_BYTES)
         kept = 0 if memory is not None else automatic
     budget = wanted - kept
     if budget <= 0:
-        whole = f"{format_bytes(wanted)} {'that are free' if memory is None else 'of --memory'}"
+        whole = f"that are free{available.holders}" if memory is None else "of --memory"
         raise UsageError(
-            f"a reserve of {format_bytes(kept)} leaves nothing of the {whole}{holders if memory is None else ''}",
+            f"a reserve of {format_bytes(kept)} leaves nothing of the {format_bytes(wanted)} {whole}",
             hint="lower --reserve, or free some memory",
         )
     if budget > available.free_bytes:
         raise UsageError(
             f"a budget of {format_bytes(budget)} is more than the {format_bytes(available.free_bytes)} that"
-            f" {available.bound} has free{holders}",
+            f" {available.bound} has free{available.holders}",
             hint="lower --memory, leave it away to use what is free, or end other programs",
         )
     return budget

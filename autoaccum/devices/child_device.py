@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
+from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.host_memory import read_host_memory
@@ -64,8 +65,8 @@ class ChildDevice(Device):
         self._savers: tuple[str, ...] | None = None
 
     @abstractmethod
-    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
-        """Return the budget in bytes, from the facts of the first child's meter."""
+    def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
+        """Return the memory that the budget is chosen of, from the facts of the first child's meter."""
 
     @property
     def limit_bytes(self) -> int:
@@ -140,7 +141,8 @@ class ChildDevice(Device):
             self._facts = self._load(child)
             self._child = child
         if self._limit_bytes is None:
-            self._limit_bytes = self._choose_budget(self._facts)
+            options, available = self._settings.options, self._available(self._facts)
+            self._limit_bytes = choose_budget(available, options.memory, options.reserve)
         return self._child
 
     def _load(self, process: ChildProcess, **spec: Any) -> Mapping[str, Any]:

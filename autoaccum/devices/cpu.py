@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.budget import AvailableMemory, choose_budget
+from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
@@ -67,14 +66,13 @@ class CpuDevice(ChildDevice):
         """As `Device`; bytes are those at the choice of the budget."""
         limit_bytes = self.limit_bytes
         assert self._host is not None
-        host = dataclasses.asdict(self._host)
         return DeviceFacts(
             name=self.name,
             kind="cpu",
-            total_bytes=host.pop("total_bytes"),
-            free_bytes=host.pop("free_bytes"),
+            total_bytes=self._host.total_bytes,
+            free_bytes=self._host.free_bytes,
             properties={
-                **host,
+                "bound": self._host.bound,
                 "limit_bytes": limit_bytes,
                 "enforced_by": "RLIMIT_DATA above VmData after loading",
                 "peak": "VmHWM above what was resident before, and what is untouched",
@@ -85,6 +83,6 @@ class CpuDevice(ChildDevice):
     def _host_budget_bytes(self) -> int:
         return self.limit_bytes
 
-    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
+    def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
         self._host = read_host_memory()
-        return choose_budget(self._host, self._settings.options.memory, self._settings.options.reserve)
+        return self._host

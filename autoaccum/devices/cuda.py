@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Capability, ChooseParts, Forecast, TrialSettings
-from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
+from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers
@@ -63,10 +63,12 @@ class InstalledCard:
     others: tuple[CardProcess, ...] | None = None
 
     @property
-    def available_bytes(self) -> int:
-        """The most that PyTorch's allocator in this process can hold: its own memory and the free memory."""
-        allowed = self.total_bytes if self.allowed_bytes is None else self.allowed_bytes
-        return min(allowed, self.reserved_bytes + self.free_bytes)
+    def available(self) -> AvailableMemory:
+        """What PyTorch's allocator in this process can hold at most: its own memory and the free memory."""
+        allowed_bytes = self.total_bytes if self.allowed_bytes is None else self.allowed_bytes
+        free_bytes = min(allowed_bytes, self.reserved_bytes + self.free_bytes)
+        bound = f"cuda:{self.index} ({self.name})"
+        return AvailableMemory(self.total_bytes, free_bytes, bound, CARD_RESERVE, self.holders)
 
     @property
     def held_outside_bytes(self) -> int:
@@ -87,15 +89,6 @@ class InstalledCard:
         held = ("some" if process.used_bytes is None else format_bytes(process.used_bytes) for process in largest)
         named = [f"process {process.pid} holds {size}" for process, size in zip(largest, held, strict=True)]
         return "; " + ", ".join(named) if named else ""
-
-    def choose_budget(self, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
-        """Return the budget in bytes (see `budget.choose_budget`), with what this process's allocator holds.
-
-        Raises:
-            UsageError: Nothing is left, or `memory` is more than is free; the message names the holders of the rest.
-        """
-        available = AvailableMemory(self.total_bytes, self.available_bytes, f"cuda:{self.index} ({self.name})")
-        return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=self.holders)
 
     def describe(self, device: str, limit_bytes: int) -> DeviceFacts:
         """Return what a plan records of the card, as `device`, and of how its trials are limited and measured."""
@@ -233,9 +226,9 @@ class CudaDevice(ChildDevice):
         assert self._card is not None
         return self._card
 
-    def _choose_budget(self, facts: Mapping[str, Any]) -> int:
+    def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
         self._card = read_record(facts["card"], InstalledCard)
-        return self._card.choose_budget(self._settings.options.memory, self._settings.options.reserve)
+        return self._card.available
 
 
 def check_index(index: int, names: Sequence[str], visible: str | None) -> None:

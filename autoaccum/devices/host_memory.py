@@ -177,14 +177,14 @@ def reset_peak() -> None:
 
 
 @contextmanager
-def data_limit(limit_bytes: int | None) -> Iterator[None]:
-    """Have the kernel refuse this process private writable memory beyond `limit_bytes` within; None: no limit.
+def data_limit(limit_bytes: int) -> Iterator[None]:
+    """Have the kernel refuse this process private writable memory beyond `limit_bytes` within.
 
     It sets the soft RLIMIT_DATA, which can be lifted again: an allocation fails with ENOMEM, and the process goes on.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = [bound for bound in (limit_bytes, soft, hard) if bound is not None and bound != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(wanted) if wanted else soft, hard))
+    bounds = [limit_bytes, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(bounds), hard))
     try:
         yield
     finally:

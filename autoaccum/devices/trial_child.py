@@ -17,15 +17,16 @@ import torch
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_memory
-from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.devices.trial_run import TrialRun, move_model, run_trial, seed_everything, synchronize_device
+from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything, synchronize_device
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
 from autoaccum.sources.samples import apply_spec
@@ -81,8 +82,28 @@ class TrialChild(Handler):
 
     @handle.register
     def _trial(self, request: RunTrial) -> Trial:
+        """Run a trial under its limit, which is lifted before a failure is described."""
         release_memory()
-        return run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
+        meter, workload = self._meter, request.replaced(self._workload)
+        run = TrialRun(
+            workload, self._share, meter.device, world_size=self._world_size, before_update=meter.begin_update
+        )
+        failure: BaseException | None = None
+        meter.start()
+        began = time.perf_counter()
+        with meter.limit(request.limit_bytes), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The inspection has shown them.
+            try:
+                with on_device(find_auxiliary_modules(workload).values(), meter.device):
+                    run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
+            except BaseException as error:
+                failure = error
+        fields = {"seconds": time.perf_counter() - began, "host_bytes": run.host_bytes}
+        trial = meter.record(request.parts, request.limit_bytes, **fields)
+        if failure is None:
+            return trial
+        doing = f"micro-batch {max(request.parts)}, {run.phase}"
+        return trial.failed(describe_failure(failure, doing, at=f"{doing}: "), run.phase)
 
     @handle.register
     def _time(self, request: TimeUpdate) -> float:

@@ -9,8 +9,6 @@ updates in training do. So the allocator's retries are those of the last update.
 from __future__ import annotations
 
 import random
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +22,10 @@ from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.launch import shard_model
 from autoaccum.accumulation.ranks.replicated import take_room
-from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.devices.base import Trial
-from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.loop_memory import EmaModel, HoldingObjective, evaluate
-from autoaccum.devices.meters import Meter
-from autoaccum.devices.trial_requests import RunTrial
 from autoaccum.errors import WorkloadError
 from autoaccum.options import GradSync
 from autoaccum.simulation.trace_records import Phase
@@ -218,29 +211,6 @@ class TrialRun:
         if self._ema is not None:
             self._ema.update()
         return result
-
-
-def run_trial(workload: Workload, share: int, request: RunTrial, *, meter: Meter, world_size: int = 1) -> Trial:
-    """Run the requested trial under its limit, which is lifted before a failure is described; return its record."""
-    workload, begin_update = request.replaced(workload), meter.begin_update
-    trial_run = TrialRun(workload, share, meter.device, world_size=world_size, before_update=begin_update)
-    failure: BaseException | None = None
-    meter.start()
-    began = time.perf_counter()
-    with meter.limit(request.limit_bytes), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The inspection has shown them.
-        try:
-            with on_device(find_auxiliary_modules(workload).values(), meter.device):
-                trial_run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
-        except BaseException as error:
-            failure = error
-    fields = {"seconds": time.perf_counter() - began, "host_bytes": trial_run.host_bytes}
-    trial = meter.record(request.parts, request.limit_bytes, **fields)
-    if failure is None:
-        return trial
-    doing = f"micro-batch {max(request.parts)}, {trial_run.phase}"
-    described = describe_failure(failure, doing, at=f"{doing}: ")
-    return trial.failed(described, trial_run.phase)
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:

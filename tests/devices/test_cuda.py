@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.cuda import (
-    CudaDevice,
-    InstalledCard,
-    check_index,
-)
+from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.cuda import CudaDevice, InstalledCard, check_index
 from autoaccum.devices.meters import card_limit, check_allocator, memory_fraction, read_card
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
@@ -38,18 +35,14 @@ CARD = InstalledCard(
 )
 
 
-def size(count: int) -> MemorySize:
-    return MemorySize(bytes=count)
-
-
 def test_without_memory_the_reserve_of_a_card_is_smaller_than_that_of_the_host() -> None:
-    assert CARD.choose_budget() == 15 * GIB - int(15 * GIB * 0.02)
-    assert CARD.choose_budget(MemorySize(fraction=0.5)) == 12 * GIB
+    assert choose_budget(CARD.available) == 15 * GIB - int(15 * GIB * 0.02)
+    assert choose_budget(CARD.available, MemorySize(fraction=0.5)) == 12 * GIB
 
 
 def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     with pytest.raises(UsageError) as seen:
-        CARD.choose_budget(size(20 * GIB))
+        choose_budget(CARD.available, MemorySize(bytes=20 * GIB))
     assert str(seen.value) == (
         "a budget of 20.0 GiB is more than the 15.0 GiB that cuda:1 (NVIDIA GeForce RTX 3090) has free; process 4711 "
         "holds 8.0 GiB, process 1502 holds 310 MiB: lower --memory, leave it away to use what is free, or end other "

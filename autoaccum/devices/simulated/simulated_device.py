@@ -82,8 +82,8 @@ class SimulatedDevice(Device):
         self._settings = read_settings(environment, card.total_bytes)
         self._free_bytes = max(0, card.total_bytes - self._context.bytes)
         bound = f"{card.name} (simulated, {format_bytes(self._context.bytes)} of it for its context)"
-        supply = AvailableMemory(card.total_bytes, self._free_bytes, bound)
-        self._limit_bytes = choose_budget(supply, memory, reserve, default_reserve=CARD_RESERVE)
+        available = AvailableMemory(card.total_bytes, self._free_bytes, bound, CARD_RESERVE)
+        self._limit_bytes = choose_budget(available, memory, reserve)
         self.traces, self._torch_version = traces, torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
