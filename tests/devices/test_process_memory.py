@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import mmap
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from autoaccum.devices import host_memory, meters
-from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.host_memory import ProcessMemory, data_limit, read_process_memory, reset_peak
 from autoaccum.devices.inspection import describe_environment
 from autoaccum.devices.meters import CardMeter, HostMeter
@@ -67,38 +64,6 @@ def test_a_kernel_that_cannot_reset_the_peak_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(host_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     with pytest.raises(NotMeasuredError, match="cannot be reset here"):
         reset_peak()
-
-
-HOST_METER = """
-import torch
-from autoaccum.devices.meters import HostMeter
-
-meter = HostMeter()
-meter.open()
-meter.begin()
-meter.start()
-taken = torch.ones(32 * 2**20, dtype=torch.uint8)
-trial = meter.record((8, 8), 2**40)
-assert meter.peak_bytes() >= trial.peak_reserved_bytes >= taken.nbytes - 2**20, trial
-assert (trial.outcome, trial.allocator_retries, trial.peak_allocated_bytes) == ("ok", None, None), trial
-del taken
-meter.start()
-with meter.limit(16 * 2**20):
-    try:
-        torch.empty(256 * 2**20, dtype=torch.uint8)
-    except RuntimeError as error:
-        print("refused")
-torch.empty(256 * 2**20, dtype=torch.uint8)
-print("granted")
-"""
-
-
-@pytest.mark.slow
-def test_the_hosts_meter_sees_what_is_taken_and_refuses_what_is_beyond() -> None:
-    """In a process of its own, with a child's settings: a used one takes memory without asking for more."""
-    command = [sys.executable, "-c", HOST_METER]
-    seen = subprocess.run(command, capture_output=True, text=True, env=child_environment())
-    assert seen.stdout.split() == ["refused", "granted"], seen.stderr
 
 
 def test_the_environment_of_a_card_names_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from autoaccum.devices.child.process import PACKAGE_ROOT, child_environment
 from autoaccum.errors import UsageError
 
 Start = Callable[..., LineChild]
+VARIABLES = environment(PYTHONPATH=f"{PACKAGE_ROOT}:{PACKAGE_ROOT / 'tests/shared'}")
 
 
 @pytest.fixture
@@ -74,10 +75,22 @@ def test_passes_what_the_child_prints_line_by_line(start: Start) -> None:
 
 def test_without_a_listener_the_child_prints_to_stderr() -> None:
     script = "from line_child import LineChild as C; c = C(); c.do('print(\"from the child\", flush=True)'); c.end()"
-    paths = f"{PACKAGE_ROOT}:{PACKAGE_ROOT / 'tests/shared'}"
-    words, variables = [sys.executable, "-c", script], environment(PYTHONPATH=paths)
-    done = subprocess.run(words, capture_output=True, text=True, env=variables, check=True)
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, env=VARIABLES, check=True)
     assert (done.stdout, done.stderr) == ("", "from the child\n")
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_killed_leaves_no_child() -> None:
+    script = (
+        "from line_child import LineChild as C; c = C(); c.do('pass'); print(c.pid, flush=True); c.do('time.sleep(60)')"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=VARIABLES) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+    assert wait_until_gone(child)
 
 
 @pytest.mark.slow
@@ -127,6 +140,21 @@ def test_grandchildren_are_ended_too(start: Start) -> None:
     assert is_running(grandchild)
     child.close()
     assert wait_until_gone(grandchild)
+
+
+def test_semaphores_of_a_workload_are_gone_with_its_child(start: Start) -> None:
+    """Its group is killed right after it, and the process that would remove them with it."""
+    child = start()
+    name = child.do("""
+        import builtins
+        from multiprocessing import get_context
+        builtins.lock = get_context("spawn").Lock()  # As of a pool of processes; it lives as long as the child.
+        answer["name"] = builtins.lock._semlock.name
+    """)["name"]
+    semaphore = Path(f"/dev/shm/sem.{name[1:]}")
+    assert semaphore.exists()
+    child.close()
+    assert not semaphore.exists()
 
 
 def test_an_interrupt_ends_the_child_and_goes_on(start: Start) -> None:
