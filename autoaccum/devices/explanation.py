@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autoaccum.messages import Message
 from autoaccum.simulation.trace_records import Category, Phase
@@ -139,5 +139,5 @@ class MemoryReport:
     explanation: Explanation
     timeline: Timeline
     curve: tuple[CurvePoint, ...] = ()
-    notes: tuple[Message, ...] = field(default=())
+    notes: tuple[Message, ...] = ()
     holdings: tuple[Holding, ...] = ()

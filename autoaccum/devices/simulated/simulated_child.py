@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class TracedTrial(TrialRun):
-    """A trial of `parts` on the card of `mode`, which must be entered; each method runs it once more.
+    """The trial of a request on the card of `mode`, which must be entered; each method runs it once more.
 
     The batch has the size of the largest part, or of all parts if they need each other, and stays on the host. Garbage
     is collected only between updates, so that every trace of a step is the same.
@@ -71,32 +71,25 @@ class TracedTrial(TrialRun):
         result: What its last update returned.
 
     Args:
-        workload: The workload.
-        parts: As in `Trial`.
+        workload: The workload, with the savers of the request.
+        request: The parts, and how they run.
         mode: The card.
-        needs_whole_batch: As in `PartsRequest`.
-        options: `mesh` and `grad_sync` of `TrialRun`.
+        mesh: As of `TrialRun`.
     """
 
     result: StepResult
 
     def __init__(
-        self,
-        workload: Workload,
-        parts: Sequence[int],
-        mode: FakeCudaMode,
-        *,
-        needs_whole_batch: bool = False,
-        **options: Any,
+        self, workload: Workload, request: PartsRequest[Any], mode: FakeCudaMode, mesh: tuple[int, ...] | None
     ) -> None:
-        self._parts, self._mode, self._needs_whole_batch = parts, mode, needs_whole_batch
-        self._samples = sum(parts) if needs_whole_batch else max(parts)
-
         def mark_update() -> None:  # No method: a cycle would keep the model until garbage is collected.
             gc.collect()
             mode.recorder.mark_update()
 
-        super().__init__(workload, self._samples, device=DEVICE, before_update=mark_update, **options)
+        self._request, self._mode = request, mode
+        self._samples = sum(request.parts) if request.needs_whole_batch else max(request.parts)
+        how: dict[str, Any] = {"mesh": mesh, "grad_sync": request.grad_sync or "each"}
+        super().__init__(workload, self._samples, device=DEVICE, before_update=mark_update, **how)
 
     def trace(self, watcher: Watcher | None = None) -> Trace:
         """Return its trace."""
@@ -108,10 +101,10 @@ class TracedTrial(TrialRun):
         mode.recorder.begin(lambda: self.phase, watcher)
         with manual_garbage_collection():
             try:
-                self.result = self.run(self._parts, needs_whole_batch=self._needs_whole_batch)
+                self.result = self.run(self._request.parts, needs_whole_batch=self._request.needs_whole_batch)
             finally:
                 mode.phase = self.phase
-                trace = mode.recorder.trace(self._parts)
+                trace = mode.recorder.trace(self._request.parts)
         batch = self._samples if mode.values.computed else 0
         return replace(trace, host_bytes=self.host_bytes, batch=batch)
 
@@ -131,7 +124,7 @@ class TracedTrial(TrialRun):
         counter = CostCounter(self._mode.recorder)
         with counter:
             self.trace(counter)
-        return counter.cost(self._parts)
+        return counter.cost(self._request.parts)
 
 
 @contextmanager
@@ -162,7 +155,7 @@ class SimulatedChild(Handler):
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._lazy: tuple[str, ...] = ("models", "batches")
-        self._traces: dict[TraceParts, Trace] = {}
+        self._inspected: dict[TraceParts, Trace] = {}
 
     @staticmethod
     def prepare() -> None:
@@ -217,7 +210,7 @@ class SimulatedChild(Handler):
         if self._in_use.was_asked_by_code:
             return False
         self._in_use.switch(request.card, request.others)
-        self._traces.clear()
+        self._inspected.clear()
         return True
 
     @handle.register
@@ -238,10 +231,13 @@ class SimulatedChild(Handler):
         """
         mode, share = self._mode, self._share
         size = probe_size(workload, SAMPLES, share)
-        parts = (size,) if size == share else (size, size)
-        needs_whole_batch = bool(workload.coupled) or workload.batchnorm == "exact"
+        request = TraceParts(
+            parts=(size,) if size == share else (size, size),
+            needs_whole_batch=bool(workload.coupled) or workload.batchnorm == "exact",
+            savers=savers,
+        )
         with collect_warnings() as messages:
-            trial = TracedTrial(workload, parts, mode, needs_whole_batch=needs_whole_batch, mesh=self._mesh)
+            trial = TracedTrial(workload, request, mode, self._mesh)
             trace = trial.trace()
         workload, least_size, notes = probe_sizes(workload, trial.built[0], share, has_drawn=trial.has_drawn)
         inspection = Inspection(
@@ -253,18 +249,13 @@ class SimulatedChild(Handler):
             cautions=tuple(mode.notices),
             notes=(*mode.checks, *notes),
         )
-        needs_whole_batch = inspection.workload.whole_batch is not None
-        self._traces[TraceParts(parts=parts, needs_whole_batch=needs_whole_batch, savers=savers)] = trace
+        self._inspected[replace(request, needs_whole_batch=inspection.workload.whole_batch is not None)] = trace
         return inspection
 
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:
-        if request in self._traces:
-            return self._traces[request]
-        trace = self._run_trial(TracedTrial.trace, request)
-        if isinstance(trace, Trace):
-            self._traces[request] = trace
-        return trace
+        trace = self._inspected.get(request)
+        return self._run_trial(TracedTrial.trace, request) if trace is None else trace
 
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
@@ -301,17 +292,9 @@ class SimulatedChild(Handler):
             workload = request.replaced(workload)
             if isinstance(request, TraceParts) and request.change:
                 workload = apply_change(workload, request.change)
-            trial = TracedTrial(
-                workload,
-                request.parts,
-                self._mode,
-                needs_whole_batch=request.needs_whole_batch,
-                grad_sync=request.grad_sync or "each",
-                mesh=self._mesh,
-            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return job(trial)
+                return job(TracedTrial(workload, request, self._mode, self._mesh))
 
         return self._run(run, f"{request.doing} on the simulated card")
 
