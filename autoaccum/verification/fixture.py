@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
 from autoaccum.accumulation.random_draws import host_generators
@@ -28,6 +29,9 @@ from autoaccum.sources.pytree import map_tensors
 from autoaccum.sources.workload import Workload
 
 Precision = Literal["fp64", "fp32"]
+_LEFT_BEHIND: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
+"""Fields of a workload that an update does not need."""
+
 OUTSIDE = "<"
 """The prefix for names of modules that the user's functions hold but the model does not."""
 
@@ -91,6 +95,11 @@ class Fixture:
             return _HALF_TOLERANCE
         return _CARD_TOLERANCE if self.device.type == "cuda" else _NARROW_TOLERANCE
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what no update needs, when it is sent to another process."""
+        workload = dataclasses.replace(self.workload, **_LEFT_BEHIND)
+        return {**vars(self), "workload": workload, "deadline": Deadline(None)}
+
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch on the fixture's device, in float64 if that is its precision."""
         return move_batch(map_tensors(batch, widened) if self.precision == "fp64" else batch, self.device)
@@ -146,19 +155,19 @@ def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Mo
 
 def _copy_model(model: nn.Module) -> nn.Module:
     try:
-        made = copy_module(model, {})
+        copied = copy_module(model)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise WorkloadError(
             f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
             hint="verify runs copies of the model: keep locks, files and computed tensors out of it",
         ) from error
-    for parameter, own in zip(model.parameters(), made.parameters(), strict=True):
+    for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
         gradient_hooks, accumulation_hooks = tensor_hooks(parameter)
         for hook in list((gradient_hooks or {}).values()):  # `deepcopy` does not copy them.
-            own.register_hook(hook)  # type: ignore[no-untyped-call]
+            copied_parameter.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in list((accumulation_hooks or {}).values()):
-            own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return made
+            copied_parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return copied
 
 
 @contextmanager
@@ -179,14 +188,8 @@ def in_float64() -> Iterator[None]:
 
 def to_float64(module: nn.Module) -> nn.Module:
     """Convert `module` to float64 (complex to complex128), with tensors in plain attributes such as masks or tables."""
-    module = module.double()
-    for parameter in module.parameters():
-        if parameter.dtype == torch.complex64:
-            parameter.data = parameter.data.to(torch.complex128)
+    module = module._apply(widened)  # type: ignore[no-untyped-call]
     for inner in module.modules():
-        for name, buffer in inner._buffers.items():
-            if buffer is not None and buffer.dtype == torch.complex64:
-                inner._buffers[name] = buffer.to(torch.complex128)
         for name, value in list(vars(inner).items()):
             if isinstance(value, Tensor):
                 setattr(inner, name, widened(value))
@@ -214,15 +217,9 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if kwargs.get("dtype") in _WIDE:
             kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
-        given = {tensor.dtype for tensor in _tensors_in((*args, *kwargs.values()))}
+        given = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if not func._schema.is_mutable and not given.isdisjoint(_WIDE) and not given.isdisjoint(_WIDE.values()):
-            args, kwargs = tree_map_only(Tensor, lambda one: one.to(_WIDE.get(one.dtype, one.dtype)), (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: tensor.to(_WIDE.get(tensor.dtype, tensor.dtype)), (args, kwargs)
+            )
         return func(*args, **kwargs)
-
-
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _tensors_in(argument)

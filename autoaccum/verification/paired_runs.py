@@ -28,9 +28,9 @@ from autoaccum.messages import Message, message
 from autoaccum.sources.batches import batch_size, join_batches, split_batch
 from autoaccum.sources.objective import Objective
 from autoaccum.verification.fixture import Fixture
-from autoaccum.verification.rank_team import RankTask, RankTeam
+from autoaccum.verification.rank_team import RankTeam
 from autoaccum.verification.update_comparison import compare, distance, largest_entry
-from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult, UpdateRun
+from autoaccum.verification.update_run import UNCHANGED, Ablation, AccumulatedUpdate, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Difference, Method
 
 _MAX_PAIRS = 4
@@ -226,10 +226,11 @@ class PairedRuns:
     def _run_once(self, ablation: Ablation, neutral: bool, *, sequential: bool) -> Pair:
         fixture = self.fixture
         draws = RngRecording(self.sizes, fixture.generators, sequential=sequential)
+        update = AccumulatedUpdate(fixture, ablation, self.method, self.batch, self.sizes)
         sites: dict[str, None] = {}
         seed_everything()
         with neutral_rng() if neutral else draws.record():
-            accumulated = self._accumulate(ablation, draws)
+            accumulated = update.make(draws) if self._team is None else self._team.run(update)
             for index in () if neutral else sorted(set(range(len(self.parts))) - draws.calls_by_part.keys()):
                 draws.begin_part(index)  # It has no weight and did not run; the full batch draws for it.
                 UpdateRun(fixture, replace(ablation, weights=())).part(self.parts[index])
@@ -245,15 +246,6 @@ class PairedRuns:
         is_matched = not neutral and not sequential and ends == {draws.ends[0]} and not keeps
         differences = compare(full, accumulated, fixture.tolerance)
         return Pair(full, accumulated, differences, draws, tuple(sites), neutral, uses_host_rng=uses and not is_matched)
-
-    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
-        if self._team is not None:
-            task = RankTask(self.fixture, self.method, ablation, self.batch, self.sizes)
-            return self._team.run(task)
-        run = UpdateRun(self.fixture, ablation)
-        if self.method == "accumulate":
-            return run.user_loop(self.parts)
-        return run.accumulated(self.parts, draws, micro_batch=max(self.sizes), batch=self.batch)
 
     def _outputs(self, batch: Any) -> list[Tensor]:
         """Return the outputs of the model calls that the loss makes, in order."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 import pickle
 import signal
@@ -15,23 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autoaccum.accumulation.random_draws import RngRecording, neutral_rng
-from autoaccum.accumulation.schedule import even_parts, slices
-from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
 from autoaccum.devices.child.pickling import pack_whole
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Handler, Request
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.sources.batches import split_batch
-from autoaccum.verification.fixture import Fixture
-from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
-from autoaccum.verification.verification_result import Method
+from autoaccum.verification.update_run import AccumulatedUpdate, UpdateResult
 
 _LIMIT_SECONDS = 3600.0
 _GRACE_SECONDS = 3.0
@@ -39,46 +31,19 @@ _GRACE_SECONDS = 3.0
 _PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others within a collective."""
 
-_LEFT_BEHIND: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
-"""Fields of a workload that an update does not need."""
+_TASK, _RESULT, _MEETING = "task", "result", "meeting"
+"""Files of a team: the update to make, the result of its last rank, and where the ranks of a process group meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOnRank(Request[None]):
-    """Make the update of a `RankTask`, as one of `size` ranks.
-
-    Attributes:
-        folder: Where the tasks are; the result of the last rank is written beside its task.
-        task: The name of the task's file.
-        rank: The rank of this process, from its first request on.
-        size: The number of ranks.
-    """
+    """Make the `AccumulatedUpdate` in `folder`, as `rank` of `size` ranks; a process keeps its rank."""
 
     folder: str
-    task: str
     rank: int
     size: int
 
     doing = "an update over ranks"
-
-
-@dataclass(frozen=True)
-class RankTask:
-    """An update of one batch, of whose parts each rank runs some, in their order and as evenly as possible.
-
-    Attributes:
-        fixture: What is trained.
-        method: By the Accumulator, or by the workload's own loop.
-        ablation: The change to training.
-        batch: The whole batch.
-        sizes: Its parts, in samples.
-    """
-
-    fixture: Fixture
-    method: Method
-    ablation: Ablation
-    batch: Any
-    sizes: tuple[int, ...]
 
 
 class RankChild(Handler):
@@ -97,29 +62,19 @@ class RankChild(Handler):
             torch.set_num_threads(max(1, torch.get_num_threads() // request.size))
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{folder / 'meeting'}",
+                init_method=f"file://{folder / _MEETING}",
                 rank=request.rank,
                 world_size=request.size,
                 timeout=_PATIENCE,
             )
-        task: RankTask = pickle.loads((folder / request.task).read_bytes())
-        with warnings.catch_warnings():
+        update: AccumulatedUpdate = pickle.loads((folder / _TASK).read_bytes())
+        seed_everything()
+        with warnings.catch_warnings(), neutral_rng():  # Each rank draws numbers of its own.
             warnings.simplefilter("ignore")
-            result = _make_update(task, request.rank, request.size)
+            draws = RngRecording(update.sizes, update.fixture.generators)
+            result = update.make(draws, rank=request.rank, world_size=request.size)
         if request.rank == request.size - 1:
-            (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
-
-
-def _make_update(task: RankTask, rank: int, world_size: int) -> UpdateResult:
-    """Make the update of one rank, with neutral random numbers, since each draws its own."""
-    parts = split_batch(task.batch, task.sizes)[slices(even_parts(len(task.sizes), world_size))[rank]]
-    seed_everything()
-    with neutral_rng():
-        run = UpdateRun(task.fixture, task.ablation)
-        if task.method == "accumulate":
-            return run.user_loop(parts)
-        draws = RngRecording(task.sizes, task.fixture.generators)
-        return run.accumulated(parts, draws, micro_batch=max(task.sizes))
+            (folder / _RESULT).write_bytes(pickle.dumps(result))
 
 
 class RankTeam:
@@ -129,36 +84,31 @@ class RankTeam:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="autoaccum-ranks-")
         self._children: list[ChildProcess] = []
-        self._tasks = 0
 
     def close(self) -> None:
         """End the processes."""
         self._end()
         self._folder.cleanup()
 
-    def run(self, task: RankTask) -> UpdateResult:
+    def run(self, update: AccumulatedUpdate) -> UpdateResult:
         """Make an update, and return the result of the last rank.
 
         Raises:
             WorkloadError: The user's code raised on a rank.
             NotMeasuredError: A process ended, or took too long.
         """
-        self._tasks += 1
-        folder, name = Path(self._folder.name), f"task-{self._tasks}"
-        fixture = copy.copy(task.fixture)
-        fixture.workload = dataclasses.replace(fixture.workload, **_LEFT_BEHIND)
-        left, fixture.deadline = fixture.deadline.left_seconds, Deadline(None)
-        task = dataclasses.replace(task, fixture=fixture)
-        (folder / name).write_bytes(pack_whole("the workload or its batch", task))
+        folder = Path(self._folder.name)
+        (folder / _TASK).write_bytes(pack_whole("the workload or its batch", update))
         if not self._children:
-            (folder / "meeting").unlink(missing_ok=True)
+            (folder / _MEETING).unlink(missing_ok=True)
             self._children = [
                 ChildProcess("autoaccum.verification.rank_team:RankChild", measured=False) for _ in range(self.size)
             ]
-        self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)], left)
-        result: UpdateResult = pickle.loads((folder / f"{name}-result").read_bytes())
-        for file in folder.glob(f"{name}*"):
-            file.unlink()
+        self._ask(
+            [RunOnRank(folder=self._folder.name, rank=rank, size=self.size) for rank in range(self.size)],
+            update.fixture.deadline.left_seconds,
+        )
+        result: UpdateResult = pickle.loads((folder / _RESULT).read_bytes())
         return result
 
     def _ask(self, requests: Sequence[RunOnRank], left_seconds: float | None) -> None:

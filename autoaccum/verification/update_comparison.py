@@ -55,36 +55,44 @@ def distance(one: Tensor, two: Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinite where shapes differ or one is not finite."""
     if one.shape != two.shape:
         return math.inf
-    apart = _apart(one, two)
-    return apart.max().item() if apart.numel() else 0.0
+    left, right = _entries(one), _entries(two).to(one.device)
+    apart = (left - right).abs()
+    if not apart.numel():
+        return 0.0
+    if not math.isfinite(apart.max().item()):
+        same = (left == right) | (left.isnan() & right.isnan())
+        apart = apart.masked_fill(~apart.isfinite(), math.inf).masked_fill(same, 0.0)
+    return apart.max().item()
 
 
 def _worst(quantity: Quantity, gaps: list[_Gap], tolerance: float) -> Difference:
     worst = max(gaps, key=lambda gap: gap.severity, default=_Gap("", 0.0, tolerance))
+    first = next((gap.where for gap in gaps if gap.error > gap.tolerance), None)
     return Difference(
         quantity=quantity,
         compared=len(gaps),
         error=worst.error,
         where=worst.where or None,
-        first=next((gap.where for gap in gaps if gap.error > gap.tolerance), None),
+        first=first,
         tolerance=worst.tolerance,
-        equal=all(gap.error <= gap.tolerance for gap in gaps),
+        equal=first is None,
     )
 
 
 def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: float) -> Iterator[_Gap]:
-    scale = _scale(abs(term) for terms in (full, other) for term in terms.values())
-    for name in {**full, **other} if other else ():
-        one, two = (torch.tensor(terms.get(name, math.inf), dtype=torch.float64) for terms in (full, other))
-        known = name in full and name in other
-        yield _Gap(name, distance(one, two) / scale if known else math.inf, tolerance)
+    ones, twos = (
+        {name: torch.tensor(term, dtype=torch.float64) for name, term in run.items()} for run in (full, other)
+    )
+    scale = largest_entry([*ones.values(), *twos.values()]) or 1.0
+    for name in {**ones, **twos} if twos else ():
+        yield _Gap(name, _relative_error(ones.get(name), twos.get(name), scale), tolerance)
 
 
 def _gradients(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
     scale = largest_entry(full.values()) or largest_entry(other.values()) or 1.0
     for name in {**full, **other}:
         one = full[name] if name in full else torch.zeros_like(other[name])
-        yield _Gap(name, distance(one, other.get(name, torch.zeros_like(one))) / scale, tolerance)
+        yield _Gap(name, _relative_error(one, other.get(name, torch.zeros_like(one)), scale), tolerance)
 
 
 def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
@@ -98,13 +106,11 @@ def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance:
         rounded = any(buffer is not None and _is_rounded(buffer) for buffer in (one, two))
         floor = floors.get(name.rpartition(".")[0], _FLOOR) if rounded else 0.0
         scale = max(0.0 if one is None else _largest(one), floor) or 1.0
-        error = math.inf if one is None or two is None else distance(one, two) / scale
-        yield _Gap(name, error, tolerance if rounded else 0.0)
+        yield _Gap(name, _relative_error(one, two, scale), tolerance if rounded else 0.0)
 
 
-def _scale(sizes: Iterable[float]) -> float:
-    """Return the largest finite size; 1 where all are zero, so that it can be divided by."""
-    return max((size for size in sizes if math.isfinite(size)), default=0.0) or 1.0
+def _relative_error(one: Tensor | None, two: Tensor | None, scale: float) -> float:
+    return math.inf if one is None or two is None else distance(one, two) / scale
 
 
 def _is_rounded(tensor: Tensor) -> bool:
@@ -117,16 +123,6 @@ def _largest(tensor: Tensor) -> float:
         return largest
     entries = entries[entries.isfinite()]
     return entries.max().item() if entries.numel() else 0.0
-
-
-def _apart(one: Tensor, two: Tensor) -> Tensor:
-    """Return the absolute difference of each entry, flat, in float64."""
-    left, right = _entries(one), _entries(two).to(one.device)
-    apart = (left - right).abs()
-    if not apart.numel() or math.isfinite(apart.max().item()):
-        return apart
-    same = (left == right) | (left.isnan() & right.isnan())
-    return apart.masked_fill(~apart.isfinite(), math.inf).masked_fill(same, 0.0)
 
 
 def _entries(tensor: Tensor) -> Tensor:

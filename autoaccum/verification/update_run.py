@@ -20,16 +20,17 @@ from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.random_draws import ReplayMismatch, RngRecording
 from autoaccum.accumulation.rng_state import Generator, module_generators
-from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import WorkloadError
-from autoaccum.sources.batches import batch_size
+from autoaccum.sources.batches import batch_size, split_batch
 from autoaccum.sources.objective import CoupledLoss, Objective, match_weights, with_coupling
 from autoaccum.sources.optimizers import make_optimizer
 from autoaccum.sources.pytree import unwrap_batch
 from autoaccum.spec import BatchNormMode
 from autoaccum.tracebacks import user_code
 from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.verification_result import Method
 
 SUM = "sum"
 """Stands for the divisor of a loss that is a sum."""
@@ -71,6 +72,34 @@ class Ablation:
 
 
 UNCHANGED = Ablation()
+
+
+@dataclass(frozen=True)
+class AccumulatedUpdate:
+    """An update of one batch in parts, which several ranks may share, in their order and as evenly as possible.
+
+    Attributes:
+        fixture: What is trained.
+        ablation: The change to training.
+        method: By the Accumulator, or by the workload's own loop.
+        batch: The whole batch.
+        sizes: Its parts, in samples.
+    """
+
+    fixture: Fixture
+    ablation: Ablation
+    method: Method
+    batch: Any
+    sizes: tuple[int, ...]
+
+    def make(self, draws: RngRecording, *, rank: int = 0, world_size: int = 1) -> UpdateResult:
+        """Make the update with the parts of `rank`; `draws` are told which part the Accumulator runs."""
+        parts = split_batch(self.batch, self.sizes)[slices(even_parts(len(self.sizes), world_size))[rank]]
+        run = UpdateRun(self.fixture, self.ablation)
+        if self.method == "accumulate":
+            return run.user_loop(parts)
+        batch = self.batch if world_size == 1 else None
+        return run.accumulated(parts, draws, micro_batch=max(self.sizes), batch=batch)
 
 
 class UpdateRun:
@@ -276,7 +305,7 @@ def split_forward_and_loss(loss: Callable[[nn.Module, Any], Any]) -> CoupledLoss
 
     def outputs(model: nn.Module, batch: Any) -> Any:
         models[:] = [model]
-        called = _Called(model)
+        called = _Called(model)  # No hook on the model, which parts in lock step call in turns.
         loss(called, batch)  # type: ignore[arg-type]
         if len(called.outputs) != 1:
             raise WorkloadError(f"the loss calls the model {len(called.outputs)} times for a batch, not once")

@@ -157,17 +157,8 @@ class Verification:
         for difference in chain.from_iterable(comparison["differences"] for comparison in record["comparisons"]):
             error = difference["error"]
             difference["error_text"] = f"{error:.3g}" if math.isfinite(error) else "infinite"
-        finite = _replace_infinite({"schema": record.pop("schema"), **record})
-        return json.dumps(finite, indent=2, allow_nan=False) + "\n"
-
-
-def _replace_infinite(value: Any) -> Any:
-    """Return JSON values with None for numbers that JSON cannot express."""
-    if isinstance(value, dict):
-        return {name: _replace_infinite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_replace_infinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        plain = json.dumps({"schema": record.pop("schema"), **record})
+        return json.dumps(json.loads(plain, parse_constant=lambda constant: None), indent=2) + "\n"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from typing import Any, cast
 
 from torch import nn
@@ -210,28 +210,43 @@ class _Verifier:
         return runs
 
     def _runs_in(self, precision: Precision) -> PairedRuns:
-        """Return runs whose full batch has a finite loss and gradient.
-
-        Raises:
-            WorkloadError: The weight is 0, or the gradient is not finite.
-        """
+        """Return the runs of the whole window in a precision; raise NotMeasuredError if all gradients are zero."""
         self._random.restore()  # Each precision begins with the same weights.
         with user_code("model()"):
             fixture = Fixture(self._workload, precision=precision, device=self._options.device)
-        runs = self._paired(fixture, self._batch, self._parts_of(self._target))
-        with user_code("weight(batch)"):
-            weight = runs.objective.weight(runs.batch)
-        if not has_weight(weight):
-            raise WorkloadError(
-                f"weight(batch) of {self._target} samples is 0, so no sample counts",
-                hint="make batch(size) return samples that count",
-            )
-        _check_finite(runs)
+        runs = self._finite_runs(fixture, self._batch, self._parts_of(self._target))
         if largest_entry(runs.pair().full.gradients.values()) == 0:
             raise NotMeasuredError(
                 f"every gradient of batch({self._target}) is zero, so there is nothing to compare",
                 hint="return samples from batch(size) that give the model a gradient",
             )
+        return runs
+
+    def _finite_runs(self, fixture: Fixture, batch: Any, sizes: tuple[int, ...]) -> PairedRuns:
+        """Return the runs of a batch.
+
+        Raises:
+            WorkloadError: The full batch does not run, counts for nothing, or its loss or gradient is not finite.
+        """
+        runs, samples = self._paired(fixture, batch, sizes), sum(sizes)
+        with user_code("weight(batch)"):
+            weight = runs.objective.weight(runs.batch)
+        if not has_weight(weight):
+            raise WorkloadError(
+                f"weight(batch) of {samples} samples is 0, so no sample counts",
+                hint="make batch(size) return samples that count",
+            )
+        try:
+            full = runs.pair().full
+        except WorkloadError as error:
+            if max(sizes) > 1:
+                raise
+            raise WorkloadError(error.message, hint=_SINGLE) from error
+        if not math.isfinite(full.loss):
+            raise WorkloadError(f"the loss of batch({samples}) is {full.loss}", hint=_NOT_FINITE)
+        for name, gradient in full.gradients.items():
+            if not is_finite(gradient):
+                raise WorkloadError(f"the gradient of {name} from batch({samples}) is not finite", hint=_NOT_FINITE)
         return runs
 
     def _parts_of(self, samples: int) -> tuple[int, ...]:
@@ -251,20 +266,16 @@ class _Verifier:
         new_labels = runs.fixture.device.type == "cpu"  # A loss that does not ignore them would end a GPU's context.
         ways = shorten(self._batch, runs.sizes, new_labels=new_labels)
         for way in ways:
-            shortened = None if way.batch is None else self._finite_runs(runs.fixture, way.batch, runs.sizes)
-            if shortened is not None:
-                self._note("samples_shortened", paths=list(way.paths))
-                self._compare(shortened, "uneven")
-                return
+            if way.batch is None:
+                continue
+            try:
+                shortened = self._finite_runs(runs.fixture, way.batch, runs.sizes)
+            except AutoaccumError:  # The loss may not take it.
+                continue
+            self._note("samples_shortened", paths=list(way.paths))
+            self._compare(shortened, "uneven")
+            return
         self._untested = ways[-1].paths if ways and ways[-1].is_known else ()
-
-    def _finite_runs(self, fixture: Fixture, batch: Any, sizes: tuple[int, ...]) -> PairedRuns | None:
-        """Return the runs of a batch; None where it does not run, or its loss or gradient is not finite."""
-        with suppress(AutoaccumError):
-            runs = self._paired(fixture, batch, sizes)
-            _check_finite(runs)
-            return runs
-        return None
 
     def _compare_last(self, fixture: Fixture) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
@@ -374,22 +385,6 @@ class _Verifier:
             neutral_random=any(note.code == "random_neutral" for note in self._notes),
             seconds=time.monotonic() - began,
         )
-
-
-def _check_finite(runs: PairedRuns) -> None:
-    """Raise WorkloadError if the full batch does not run, or its loss or gradient is not finite."""
-    samples = sum(runs.sizes)
-    try:
-        full = runs.pair().full
-    except WorkloadError as error:
-        if max(runs.sizes) > 1:
-            raise
-        raise WorkloadError(error.message, hint=_SINGLE) from error
-    if not math.isfinite(full.loss):
-        raise WorkloadError(f"the loss of batch({samples}) is {full.loss}", hint=_NOT_FINITE)
-    for name, gradient in full.gradients.items():
-        if not is_finite(gradient):
-            raise WorkloadError(f"the gradient of {name} from batch({samples}) is not finite", hint=_NOT_FINITE)
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:

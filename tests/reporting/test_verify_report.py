@@ -137,7 +137,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
         *("buffers", "4", "infinite", "exact", "1.count", "differs")
     ]
     assert f"cause 1      weight: {WRONG}"[:60] in text
-    assert "change       the likely right weight is:" in lines
+    assert f"change       {str(DIFFERENT.causes[0].change).partition(' def ')[0]}" in lines
     assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
     assert "proved       with all of these done, the same comparison is equal" in lines
     assert f"change       {MODE}"[:60] in text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import small_verified as small
 from command_line import environment
 from torch import Tensor, nn
 
@@ -24,15 +24,11 @@ from autoaccum.verification.verification_result import Compared, Diagnosing
 
 class Normed(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        super().__init__(small.Mlp(), nn.BatchNorm1d(small.CLASSES))
 
 
-def _batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 4), torch.arange(size) % 3
-
-
-def _workload(**more: Any) -> Workload:
-    return Workload(model=Normed, batch=_batch, **({"criterion": nn.CrossEntropyLoss()} | more))
+def _workload(loss: Any = small.class_loss) -> Workload:
+    return Workload(model=Normed, batch=small.pairs, loss=loss)
 
 
 def test_at_the_limit_the_cause_is_unknown_and_the_answer_stays() -> None:
@@ -60,8 +56,8 @@ def test_a_run_ends_within_its_forward() -> None:
             time.sleep(0.01)
         return nn.functional.cross_entropy(outputs, batch[1])
 
-    fixture = Fixture(_workload(criterion=None, loss=loss))
-    runs = PairedRuns(fixture, _batch(4), (2, 2))
+    fixture = Fixture(_workload(loss))
+    runs = PairedRuns(fixture, small.pairs(4), (2, 2))
     fixture.deadline = Deadline(0.1)
     with pytest.raises(TimeIsOver):
         runs.pair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_verified as small
 import torch
 from factories import codes
 from state_digests import state_digest
@@ -21,23 +23,11 @@ from torch.nn import functional
 from autoaccum.api import verify
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.sources.workload import Workload
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.verification_result import Compared, VerificationStarted
 
-
-def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3))
-
-
-def _batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 4), torch.arange(size) % 3
-
-
-def _normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-
-WORKLOAD = Workload(model=_model, batch=_batch, criterion=nn.CrossEntropyLoss(), name="small")
-PARTS: dict[str, Any] = {"batch": _batch, "criterion": nn.CrossEntropyLoss()}
+WORKLOAD = Workload(model=small.dropped, batch=small.pairs, criterion=nn.CrossEntropyLoss(), name="small")
 
 
 def test_a_sound_workload_is_equivalent() -> None:
@@ -54,8 +44,20 @@ def test_a_sound_workload_is_equivalent() -> None:
     assert all(one.error < 1e-14 for comparison in found.comparisons for one in comparison.differences)
     assert found.tolerance == 1e-10
     assert found.workload["name"] == "small"
-    assert found.workload["parameters"] == 51
+    assert found.workload["parameters"] == 75
     assert [type(event) for event in events] == [VerificationStarted, Compared, Compared]
+
+
+def test_the_reference_is_plain_pytorch_in_float64() -> None:
+    model, batch = small.Mlp(), small.pairs(8)
+    made = Workload(model=model, batch=small.pairs, loss=small.class_loss)
+    full = PairedRuns(Fixture(made), batch, (3, 3, 2)).pair().full
+    reference = copy.deepcopy(model).double()
+    loss = small.class_loss(reference, (batch[0].double(), batch[1]))
+    torch.autograd.backward(loss)
+    assert full.loss == pytest.approx(float(loss.detach()), rel=1e-14)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(full.gradients[name], parameter.grad, rtol=1e-12, atol=1e-16)
 
 
 def test_a_file_is_verified(tmp_path: Path) -> None:
@@ -74,15 +76,13 @@ def test_a_file_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_dataset_gives_the_batch_where_there_is_none() -> None:
-    dataset = [(torch.randn(4), index % 3) for index in range(40)]
-    found = verify(Workload(model=_model, dataset=dataset, criterion=nn.CrossEntropyLoss()), target_batch=8)
+    dataset = [(torch.randn(small.FEATURES), index % 3) for index in range(40)]
+    found = verify(Workload(model=small.Mlp, dataset=dataset, criterion=nn.CrossEntropyLoss()), target_batch=8)
     assert found.equivalent
     assert found.workload["longest_of"] == 32
 
 
 def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
-    table = torch.randn(4, 4)
-
     class Narrow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,12 +96,11 @@ def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         narrow: Any = Narrow
-        return functional.cross_entropy(narrow.apply(model(batch[0] @ table.to(batch[0]))), batch[1])
+        return functional.cross_entropy(narrow.apply(model(batch[0])), batch[1])
 
-    workload = Workload(model=_model, batch=_batch, loss=loss)
+    workload = Workload(model=small.Mlp, batch=small.pairs, loss=loss)
     found = verify(workload)
-    assert found.equivalent
-    assert found.precision == "fp32"
+    assert (found.equivalent, found.precision) == (True, "fp32")
     assert codes(found.notes) == ["verified_in_float32"]
     assert "this kernel takes float32" in found.notes[0].facts["error"]
     with pytest.raises(WorkloadError, match="this kernel takes float32"):
@@ -133,14 +132,14 @@ def test_packed_weights_are_verified_in_float32() -> None:
 def _live() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, Any]:
     """A model in training, its optimizer with state, and a loss that holds a teacher with a buffer of its own."""
     torch.manual_seed(0)
-    model, teacher = _model(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model, teacher = small.dropped(), nn.Sequential(nn.Linear(small.FEATURES, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
         wanted = teacher(batch[0].to(next(teacher.parameters()).dtype)).detach().to(batch[0])
         return functional.mse_loss(network(batch[0]), wanted)
 
-    torch.autograd.backward(loss(model, _batch(8)))
+    torch.autograd.backward(loss(model, small.pairs(8)))
     optimizer.step()
     return model, optimizer, teacher, loss
 
@@ -157,7 +156,7 @@ def test_live_objects_are_verified_and_nothing_of_them_changes(monkeypatch: pyte
     modes = torch.is_grad_enabled(), torch.get_default_dtype()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = verify(model=model, batch=_batch, loss=loss, target_batch=8)
+        found = verify(model=model, batch=small.pairs, loss=loss, target_batch=8)
     assert not caught
     assert not found.equivalent, "the teacher's BatchNorm sees the micro-batch"
     assert found.workload["reference"] == "Sequential (made in code)"
@@ -174,22 +173,27 @@ def test_a_failure_leaves_nothing_behind_either() -> None:
         calls.append(len(batch[0]))
         random.random()
         np.random.rand()
-        teacher(torch.randn(4, 4))
+        teacher(torch.randn(4, small.FEATURES))
         if len(calls) > 2:
             raise ValueError("on purpose")
         result: Tensor = loss(network, batch)
         return result
 
     with pytest.raises(WorkloadError, match="on purpose") as raised:
-        verify(model=model, batch=_batch, loss=failing, target_batch=8, precision="fp32")
+        verify(model=model, batch=small.pairs, loss=failing, target_batch=8, precision="fp32")
     assert "test_verification_setup.py" in (raised.value.user_traceback or "")
     assert _digest(model, optimizer, teacher) == before
+
+
+def _updating(model: nn.Module, micro_batches: list[Any]) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(1)
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"batch": lambda size: _batch(size + 1)}, r"batch\(16\) returned 17 samples"),
+        ({"batch": lambda size: small.pairs(size + 1)}, r"batch\(16\) returned 17 samples"),
         (
             {"criterion": lambda outputs, targets: outputs.sum() * float("nan")},
             r"the loss of batch\(16\) is nan: look",
@@ -200,8 +204,13 @@ def test_a_failure_leaves_nothing_behind_either() -> None:
         ),
         ({"model": lambda: nn.Identity()}, "none of the 0 parameters"),
         ({"accumulate": 3}, "accumulate is 3: write def accumulate"),
+        ({"accumulate": _updating}, "has changed the parameters: leave the gradient in .grad"),
+        (
+            {"criterion": None, "loss": lambda m, b: m(b[0]).mean(), "weight": lambda b: 0},
+            "weight.* of 16 samples is 0",
+        ),
     ],
-    ids=["size", "nan", "infinite", "parameters", "accumulate"],
+    ids=["size", "nan", "infinite", "parameters", "accumulate", "an update", "no weight"],
 )
 def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(WorkloadError, match=told):
@@ -209,7 +218,7 @@ def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> 
 
 
 def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
-    workload = dataclasses.replace(WORKLOAD, model=_normed)
+    workload = dataclasses.replace(WORKLOAD, model=lambda: nn.Sequential(small.Mlp(), nn.BatchNorm1d(3)))
     with pytest.raises(WorkloadError, match="if BatchNorm cannot run a single sample, give --batchnorm exact"):
         verify(workload, target_batch=4, micro_batch=1)
     found = verify(workload, target_batch=4, micro_batch=2)
@@ -221,8 +230,8 @@ def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
     ("given", "told"),
     [
         ({}, 'there is nothing to verify: give one: verify("model.py", ...)'),
-        ({"workload": WORKLOAD, "model": _model()}, "a workload is given, and model too"),
-        ({"model": _model()}, "model given, batch missing"),
+        ({"workload": WORKLOAD, "model": small.Mlp()}, "a workload is given, and model too"),
+        ({"model": small.Mlp()}, "model given, batch missing"),
         ({"target_batch": "16"}, "target_batch is '16': give a whole number"),
         ({"target_batch": 1}, "micro_batch is 1, target_batch 1: nothing accumulates: give a target batch of at least"),
         ({"precision": "tf32"}, "there is no precision 'tf32': choose fp64 or fp32"),
@@ -235,11 +244,6 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as raised:
         verify(**given)
     assert told in str(raised.value)
-
-
-def test_a_batch_without_weight_is_refused() -> None:
-    with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0, so no sample counts"):
-        verify(Workload(model=_model, batch=_batch, loss=lambda m, b: m(b[0]).mean(), weight=lambda b: 0))
 
 
 def _exiting(*_: Any) -> Any:
@@ -268,4 +272,4 @@ def test_an_interruption_ends_it() -> None:
         return nn.functional.cross_entropy(model(pair[0]), pair[1])
 
     with pytest.raises(KeyboardInterrupt):
-        verify(model=_model(), batch=_batch, loss=loss)
+        verify(model=small.Mlp(), batch=small.pairs, loss=loss)
