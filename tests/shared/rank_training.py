@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small_fit import fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-
-import autoaccum
 
 SAMPLES = 51
 
@@ -54,10 +53,9 @@ def train(
     """Train, with an optimizer that is prepared; return the result, the weights and the events."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    trained, events = model().double(), list[Any]()
+    trained = model().double()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.02, foreach=False)
     prepare(optimizer)
-    options = {"loss": nn.CrossEntropyLoss(), "callbacks": [], "progress": False, **options}
-    options["callbacks"] = [events.append, *options["callbacks"]]
-    result = autoaccum.fit(trained, Rows() if data is None else data, optimizer=optimizer, **options)
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, **options}
+    result, events = fit(trained, Rows() if data is None else data, **options)
     return result, trained.state_dict(), events

@@ -11,6 +11,7 @@ import torch
 from factories import make_plan
 from on_ranks import on_ranks
 from rank_training import Failing, Rows
+from small_fit import fit, of_kind
 from torch import nn
 
 import autoaccum
@@ -35,7 +36,6 @@ def parallelize(model: Any, mesh: Any) -> None:
 
 def train(folder: str, steps: int, fails_at: int = 0) -> Any:
     torch.set_num_threads(1)
-    events: list[Any] = []
     workload = autoaccum.Workload(
         model=make_model,
         criterion=Failing(
@@ -46,19 +46,9 @@ def train(folder: str, steps: int, fails_at: int = 0) -> Any:
         parallelize=parallelize,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
     )
-    result = autoaccum.fit(
-        workload,
-        target_batch=10,
-        micro_batch=4,
-        steps=steps,
-        eval_every=5,
-        run_dir=folder,
-        checkpoint_every=2,
-        clip_norm=0.5,
-        progress=False,
-        callbacks=[events.append],
-    )
-    evaluations = [event.values["loss"] for event in events if isinstance(event, Evaluated)]
+    saved: dict[str, Any] = {"run_dir": folder, "checkpoint_every": 2}
+    result, events = fit(workload, target_batch=10, steps=steps, eval_every=5, clip_norm=0.5, **saved)
+    evaluations = [event.values["loss"] for event in of_kind(Evaluated, events)]
     return result.updates, result.loss, evaluations, type(result.model).__name__, result.warnings
 
 

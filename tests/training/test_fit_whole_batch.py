@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from factories import FEATURES, Classifier
+from small_fit import fit as fit_small
+from small_fit import of_kind
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -75,12 +77,11 @@ def optimizer(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def fit(case: str, *, steps: int = UPDATES, run_dir: Path | None = None, **more: Any) -> FitResult:
-    callbacks = more.pop("callbacks", [])
-    options: dict[str, Any] = {name: more.pop(name) for name in ("batchnorm", "coupled", "micro_batch") if name in more}
-    settings: dict[str, Any] = {"target_batch": TARGET, "micro_batch": 5, "progress": False, "device": "cpu"}
-    given: dict[str, Any] = {**settings, "steps": steps, "run_dir": run_dir, "callbacks": callbacks, **options}
-    return autoaccum.fit(workload(case, **more), LOADED, **given)
+def fit(case: str, *, steps: int = UPDATES, fields: Any = None, **options: Any) -> tuple[FitResult, list[Evaluated]]:
+    """Train the workload of a case, with other `fields`; return the result and the evaluations."""
+    given = {"target_batch": TARGET, "micro_batch": 5, "device": "cpu", "steps": steps, **options}
+    result, events = fit_small(workload(case, **(fields or {})), LOADED, **given)
+    return result, of_kind(Evaluated, events)
 
 
 def windows() -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,7 +116,7 @@ def assert_same(one: nn.Module, other: nn.Module, tolerance: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_those_of_the_full_batch(case: str) -> None:
     """Of windows that are cut from a loader's batches, and of a last one that is shorter; and nothing is warned of."""
-    done = fit(case)
+    done, _ = fit(case)
     assert_same(done.model, full_batch(case), 1e-9)
     assert done.warnings == ()
 
@@ -127,7 +128,7 @@ def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_pa
     for option, value in (("batchnorm", "frozen"), ("coupled", other)):
         with pytest.raises(UsageError, match=f"{option} was .*, is {value!r}"):
             fit(case, steps=UPDATES, run_dir=tmp_path, **{option: value})
-    assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
+    assert_same(fit(case, run_dir=tmp_path)[0].model, fit(case)[0].model, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,23 +142,19 @@ def test_an_evaluation_has_the_loss_of_whole_batches(
     case: str, evaluation_batch: int | None, bounds: tuple[int, ...]
 ) -> None:
     """Of the target batch's size, or the size that is asked for, whatever fits at once."""
-    seen: list[Evaluated] = []
-    given: dict[str, Any] = {"evaluation_dataset": TensorDataset(*HELD_OUT), "evaluation_batch": evaluation_batch}
-    callbacks = [lambda event: seen.append(event) if isinstance(event, Evaluated) else None]
-    done = fit(case, steps=1, callbacks=callbacks, **given)
+    fields = {"evaluation_dataset": TensorDataset(*HELD_OUT), "evaluation_batch": evaluation_batch}
+    done, evaluations = fit(case, steps=1, fields=fields)
     model = copy.deepcopy(done.model).eval()
     total = 0.0
     for begin, end in zip(bounds, bounds[1:], strict=False):
         part = HELD_OUT[0][begin:end], HELD_OUT[1][begin:end]
         total += float(loss_of(case, model, part).detach()) * (end - begin)
-    assert seen[-1].values["loss"] == pytest.approx(total / 21, rel=1e-12)
-    assert seen[-1].samples == 21
+    assert evaluations[-1].values["loss"] == pytest.approx(total / 21, rel=1e-12)
+    assert evaluations[-1].samples == 21
 
 
 @pytest.mark.parametrize("case", ["exact", "two towers"])
 def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(case: str) -> None:
-    seen: list[Evaluated] = []
-
     def refuse(_: nn.Module, given: tuple[Tensor]) -> None:
         if len(given[0]) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -167,9 +164,8 @@ def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(
         model.register_forward_pre_hook(refuse)
         return model
 
-    callbacks = [lambda event: seen.append(event) if isinstance(event, Evaluated) else None]
-    data = TensorDataset(*HELD_OUT)
-    done = fit(case, model=small, micro_batch=9, callbacks=callbacks, evaluation_dataset=data)
+    fields = {"model": small, "evaluation_dataset": TensorDataset(*HELD_OUT)}
+    done, evaluations = fit(case, micro_batch=9, fields=fields)
     assert_same(done.model, full_batch(case), 1e-9)
-    assert seen[-1].samples == 21
+    assert evaluations[-1].samples == 21
     assert done.oom_retries > 0
