@@ -64,7 +64,7 @@ _CODE_INTERRUPTED = 130
     "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
 )
 @click.option(
-    "--max-checkpoints", type=count, default=3, show_default=True, metavar="N", help="Checkpoints to keep, the newest."
+    "--max-checkpoints", type=count, default=3, show_default=True, metavar="N", help="Keep the newest N checkpoints."
 )
 @click.option(
     "--resume",

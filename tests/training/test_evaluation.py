@@ -49,8 +49,8 @@ def evaluation(data: Any = None, *, evaluate: Any = None, micro_batch: int = 5, 
     return Evaluation(objective=objective, evaluate=evaluate, data=data, micro_batch=micro_batch, **options)
 
 
-def values(made: Evaluation, model: nn.Module) -> dict[str, float]:
-    outcome = made.run(model, 7)
+def values(evaluator: Evaluation, model: nn.Module) -> dict[str, float]:
+    outcome = evaluator.run(model, 7)
     assert outcome.update == 7
     return dict(outcome.values)
 
@@ -114,7 +114,7 @@ def draw_from_everything(model: nn.Module, batch: Any) -> float:
     return random.random() + np.random.random() + float(torch.rand(())) + len(batch)
 
 
-def trained(evaluate_every: int | None, made: Evaluation, loader: DataLoader[Any] | None = None) -> list[Tensor]:
+def trained(evaluate_every: int | None, evaluator: Evaluation, loader: DataLoader[Any] | None = None) -> list[Tensor]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=100)
@@ -122,7 +122,7 @@ def trained(evaluate_every: int | None, made: Evaluation, loader: DataLoader[Any
         batch = samples() if loader is None else next(iter(loader))
         accumulator.step(batch)
         if evaluate_every is not None and update % evaluate_every == 0:
-            made.run(model, update)
+            evaluator.run(model, update)
     return list(model.state_dict().values())
 
 
@@ -168,9 +168,9 @@ def test_buffers_and_requires_grad_are_restored(ends_by: BaseException | None) -
             raise ends_by
         return 0.0
 
-    made = evaluation(evaluate=with_dropout)
+    evaluator = evaluation(evaluate=with_dropout)
     with nullcontext() if ends_by is None else pytest.raises(type(ends_by)):
-        made.run(model, 0)
+        evaluator.run(model, 0)
     assert {name: buffers[name] is buffer for name, buffer in model.named_buffers()} == dict.fromkeys(buffers, True)
     assert all(torch.equal(buffer, values[name]) for name, buffer in buffers.items())
     assert model.inner.weight.requires_grad
@@ -183,14 +183,14 @@ def test_buffers_and_requires_grad_are_restored(ends_by: BaseException | None) -
 @pytest.mark.parametrize("make", [dataset, Batches])
 def test_out_of_memory_makes_the_rest_and_later_evaluations_smaller(make: Callable[[], Any]) -> None:
     """Also where the data has larger batches."""
-    model, made = Narrow(6), evaluation(make(), micro_batch=16)
+    model, evaluator = Narrow(6), evaluation(make(), micro_batch=16)
     x, y = samples()
     expected = {"loss": pytest.approx(whole(model.inner, lambda m: CRITERION(m(x), y)), rel=1e-12)}
-    assert values(made, model) == expected
+    assert values(evaluator, model) == expected
     assert 6 < model.seen[0] <= 16
-    assert 3 <= made.micro_batch <= 6
+    assert 3 <= evaluator.micro_batch <= 6
     model.seen.clear()
-    assert values(made, model) == expected
+    assert values(evaluator, model) == expected
     assert max(model.seen) <= 6
     assert sum(model.seen) == SAMPLES
 
@@ -264,11 +264,11 @@ def test_it_contradicts_a_number_of_updates_and_needs_data() -> None:
     ids=["tensors", "map-style", "iterable", "batches", "list", "loader"],
 )
 def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> None:
-    model, made = net(), evaluation(make())
+    model, evaluator = net(), evaluation(make())
     x, y = samples()
     expected = whole(model, lambda m: CRITERION(m(x), y))
     for _ in range(2):  # from the start each time
-        outcome = made.run(model, 0)
+        outcome = evaluator.run(model, 0)
         assert isinstance(outcome, Evaluated)
         assert outcome.samples == SAMPLES
         assert outcome.values == {"loss": pytest.approx(expected, rel=1e-12)}
@@ -320,8 +320,8 @@ def test_it_runs_in_the_precision_of_training(precision: str) -> None:
         return 0.0
 
     data = TensorDataset(samples()[0].float(), samples()[1])
-    made = evaluation(data, evaluate=evaluate, precision=precision, micro_batch=50)
-    assert isinstance(made.run(net().float(), 0), Evaluated)
+    evaluator = evaluation(data, evaluate=evaluate, precision=precision, micro_batch=50)
+    assert isinstance(evaluator.run(net().float(), 0), Evaluated)
     assert seen == [torch.bfloat16 if precision == "bf16" else torch.float32]
 
 

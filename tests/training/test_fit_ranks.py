@@ -35,7 +35,7 @@ def data_of(kind: str) -> Any:
         return DataLoader(Rows(), batch_size=4, shuffle=True)
     if kind == "stream":
         return Stream()
-    return [tuple(one[first : first + 7] for one in Rows().tensors) for first in range(0, SAMPLES, 7)]
+    return [tuple(tensor[first : first + 7] for tensor in Rows().tensors) for first in range(0, SAMPLES, 7)]
 
 
 KINDS = {"dataset": EPOCHS, "loader": 2, "stream": 1, "batches": 1}
@@ -129,7 +129,7 @@ def refusals() -> list[str]:
     shuffled = torch.Generator()  # Of this rank alone: the order differs.
     shuffled.manual_seed(dist.get_rank())
     order = torch.randperm(SAMPLES, generator=shuffled).tolist()
-    found = []
+    errors = []
     cases: list[tuple[Any, dict[str, Any]]] = [
         (DataLoader(Rows(), sampler=DistributedSampler(Rows()), batch_size=4), {}),
         (DataLoader(Rows(), sampler=order, batch_size=4), {}),
@@ -142,8 +142,8 @@ def refusals() -> list[str]:
                 nn.Linear(5, 4).double(), data, target_batch=10, loss=nn.CrossEntropyLoss(), steps=2, **options
             )
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def test_what_ranks_cannot_share_is_refused_on_all() -> None:

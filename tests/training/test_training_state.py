@@ -235,7 +235,7 @@ def test_the_state_of_another_training_changes_nothing(case: str) -> None:
 
 
 def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
-    weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[TrainingComponents]()
+    weights, trainings = [torch.randn(2).requires_grad_() for _ in range(2)], list[TrainingComponents]()
     for weight in weights:
         model = nn.Linear(2, 2)
         groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [weight]}]
@@ -243,10 +243,10 @@ def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
         (model(torch.ones(1, 2)).sum() * weight.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        made.append(components(model, nn.MSELoss(), optimizer))
-    transfer(made[0], made[1])
+        trainings.append(components(model, nn.MSELoss(), optimizer))
+    transfer(trainings[0], trainings[1])
     assert torch.equal(*weights)
-    torch.testing.assert_close(made[0].optimizer.state_dict(), made[1].optimizer.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(trainings[0].optimizer.state_dict(), trainings[1].optimizer.state_dict(), rtol=0, atol=0)
 
 
 def retries_of(ceiling: Ceiling, limits: list[int]) -> list[int]:
