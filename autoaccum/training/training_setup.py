@@ -95,8 +95,9 @@ class TrainingComponents:
     @property
     def loss_modules(self) -> list[nn.Module]:
         """The criterion, if it is a module, and other modules that the loss uses."""
-        criterion, others = self.objective.criterion_module, find_used_modules(self.objective, unwrap_model(self.model))
-        return [*([] if criterion is None else [criterion]), *others.values()]
+        used = find_used_modules(self.objective, unwrap_model(self.model)).values()
+        criterion = self.objective.criterion_module
+        return [*used] if criterion is None else [criterion, *used]
 
 
 @dataclass(frozen=True)
