@@ -55,7 +55,9 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
 
 def check_synchronised(mode: BatchNormMode, modules: Iterable[nn.Module], parts: Sequence[int]) -> None:
     """Raise UsageError if SyncBatchNorm cannot wait for the other ranks in each part; they run so many `parts`."""
-    if mode in ("exact", "frozen") or not any(isinstance(one, nn.SyncBatchNorm) and one.training for one in modules):
+    if mode in ("exact", "frozen") or not any(
+        isinstance(module, nn.SyncBatchNorm) and module.training for module in modules
+    ):
         return
     if mode == "running":
         raise UsageError(
@@ -258,8 +260,8 @@ class FrozenBackpropagation(Backpropagation):
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[Message]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
         norms: list[Any] = list(find_batchnorms(self.model, self.criterion)) if self._is_first else []
-        held = [norm for norm in norms if norm.running_mean is not None and is_plain_tensor(norm.running_mean)]
-        read = [norm for norm in held if not norm.running_mean.is_meta]
+        norms = [norm for norm in norms if norm.running_mean is not None and is_plain_tensor(norm.running_mean)]
+        read = [norm for norm in norms if not norm.running_mean.is_meta]
         if not read or any(bool(norm.running_mean.any() or (norm.running_var != 1).any()) for norm in read):
             return []
         return [message("statistics_unset")]

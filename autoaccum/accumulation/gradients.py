@@ -85,7 +85,7 @@ class GradientBuffers:
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientBuffers:
-        self._handles = [one.register_post_accumulate_grad_hook(self._collect) for one in self._parameters]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in self._parameters]
         return self
 
     def __exit__(self, *_: object) -> None:

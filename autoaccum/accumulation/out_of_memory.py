@@ -99,8 +99,8 @@ def find_out_of_memory(error: BaseException) -> OutOfMemory | None:
     """
     if not isinstance(error, Exception) or is_context_dead(error):
         return None
-    found = [oom for link in _chain(error) if (oom := _match(link)) is not None]
-    return next((oom for oom in found if oom.is_definite_oom), found[0] if found else None)
+    errors = [oom for link in _chain(error) if (oom := _match(link)) is not None]
+    return next((oom for oom in errors if oom.is_definite_oom), errors[0] if errors else None)
 
 
 def is_context_dead(error: BaseException) -> bool:
@@ -149,8 +149,8 @@ def _match(error: BaseException) -> OutOfMemory | None:
         return None
     text = str(error)
     certain = _CERTAIN.search(text)
-    found = certain or _UNCERTAIN.search(text)
-    return None if found is None else OutOfMemory(certain is not None, found.group())
+    match = certain or _UNCERTAIN.search(text)
+    return None if match is None else OutOfMemory(certain is not None, match.group())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -79,8 +79,8 @@ def preserve_rng_state() -> Iterator[None]:
 
 def module_generators(modules: Iterable[nn.Module]) -> list[Generator]:
     """Return the generators that are attributes of `modules`: PyTorch's, NumPy's and Python's."""
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, GENERATORS))
-    return list({id(generator): generator for generator in found}.values())
+    attributes = (value for module in modules for value in vars(module).values() if isinstance(value, GENERATORS))
+    return list({id(generator): generator for generator in attributes}.values())
 
 
 def has_readable_state(generator: Generator) -> bool:
@@ -143,11 +143,11 @@ def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs.
     for number, generator in enumerate(others, 1):
-        own = derive_seed(seed, number)  # With one seed, all would draw the same numbers.
+        derived = derive_seed(seed, number)  # With one seed, all would draw the same numbers.
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(own)
+            generator.manual_seed(derived)
         elif isinstance(generator, np.random.Generator):
             bits: Any = type(generator.bit_generator)
-            generator.bit_generator.state = bits(own).state
+            generator.bit_generator.state = bits(derived).state
         else:
-            generator.seed(own)
+            generator.seed(derived)

@@ -117,7 +117,9 @@ class ModuleState:
         # Only `_buffers` tells a name that is registered without a tensor from one that is not registered.
         self._tables = [module._buffers for module in self._listed]
         self._contents = [dict(table) for table in self._tables]
-        buffers = {id(one): one for content in self._contents for one in content.values() if one is not None}
+        buffers = {
+            id(buffer): buffer for content in self._contents for buffer in content.values() if buffer is not None
+        }
         self.buffers = list(buffers.values())
         copied = [buffer for buffer in self.buffers if buffer.layout is torch.strided]
         self._copies = [TensorCopy(buffer, on_host=buffer.nbytes > host_bytes) for buffer in copied]

@@ -82,8 +82,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def preallocate(blocks: Iterable[Block]) -> None:
     """Allocate `blocks` together and free them, so that the cache has them ready; raises where memory runs out."""
-    held = [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks]
-    del held
+    reserved = [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks]
+    del reserved
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -193,10 +193,12 @@ class Updater:
             self._scheduler.step()
 
     def _signature(self) -> Any:
-        groups, plain = self.optimizer.param_groups, (type(None), int, float)
-        parameters = [[(id(one), one.grad is not None) for one in group["params"]] for group in groups]
-        options = [[(name, bool(value)) for name, value in one.items() if isinstance(value, plain)] for one in groups]
-        return parameters, options, len(self.optimizer.state)
+        plain, signature = (type(None), int, float), list[Any]()
+        for group in self.optimizer.param_groups:
+            parameters = [(id(parameter), parameter.grad is not None) for parameter in group["params"]]
+            options = [(name, bool(value)) for name, value in group.items() if isinstance(value, plain)]
+            signature.append((parameters, options))
+        return signature, len(self.optimizer.state)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Sequence[Tensor]:

@@ -119,7 +119,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values = self._exchange(value)
-        if failures := [one for one in values if isinstance(one, RankFailure)]:
+        if failures := [value for value in values if isinstance(value, RankFailure)]:
             raise OtherRanksFailed(failures)
         return values
 
@@ -127,7 +127,7 @@ class Ranks:
         """Report this rank's failure to the others, in place of what they expect; return the failures of all."""
         if self.size == 1:
             return (failure,)
-        return tuple(one for one in self._exchange(failure) if isinstance(one, RankFailure))
+        return tuple(answer for answer in self._exchange(failure) if isinstance(answer, RankFailure))
 
     def add_up(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place; raise RankLostError if one has ended or does not answer."""
@@ -155,9 +155,9 @@ class Ranks:
         """Return why the collective of this rank failed with `error`: what other ranks stored, or who is gone."""
         with suppress(RuntimeError):
             names = [f"failed/{rank}" for rank in range(self.size)]
-            told = [self._store.get(name).decode() for name in names if self._store.check([name])]
-            if told:
-                return OtherRanksFailed([pickle.loads(bytes.fromhex(one)) for one in told])
+            texts = [self._store.get(name).decode() for name in names if self._store.check([name])]
+            if texts:
+                return OtherRanksFailed([pickle.loads(bytes.fromhex(text)) for text in texts])
         return self._lost_error(error)
 
     def leave(self) -> None:
@@ -185,7 +185,7 @@ class Ranks:
         row = _filled(_ROW_BYTES, header, data[: _ROW_BYTES - len(header)])
         with self._all_answering():
             rows = self._gather_rows(row)
-            lengths = [int.from_bytes(each[:8].numpy().tobytes(), "little") for each in rows]
+            lengths = [int.from_bytes(line[:8].numpy().tobytes(), "little") for line in rows]
             if (longest := max(lengths)) > _ROW_BYTES - len(header):
                 rows = self._gather_rows(_filled(longest, data))
             else:
@@ -270,7 +270,7 @@ def check_alike(facts: Sequence[Mapping[str, object]]) -> None:
     autoaccum.errors.UsageError: micro_batch differs between ranks: (2, 3): set the same on all
     """
     for name in facts[0]:
-        values = tuple(one[name] for one in facts)
+        values = tuple(of_rank[name] for of_rank in facts)
         if any(value != values[0] for value in values):
             raise UsageError(f"{name} differs between ranks: {values}", hint="set the same on all")
 

@@ -206,4 +206,6 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _parameter_uses(root: nn.Module) -> Counter[int]:
-    return Counter(id(one) for module in root.modules() for one in module._parameters.values() if one is not None)
+    return Counter(
+        id(tensor) for module in root.modules() for tensor in module._parameters.values() if tensor is not None
+    )

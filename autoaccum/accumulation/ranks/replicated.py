@@ -32,9 +32,9 @@ def copy_from_first(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     for rank, other in enumerate(ranks.gather(layout)):
         if other != layout:
-            own = next((one for one in layout if one not in other), layout[-1] if layout else None)
+            only = next((entry for entry in layout if entry not in other), layout[-1] if layout else None)
             raise UsageError(
-                f"the models of rank {ranks.rank} and rank {rank} differ: only one has {own}",
+                f"the models of rank {ranks.rank} and rank {rank} differ: only one has {only}",
                 hint="build the same model on all ranks",
             )
     for tensor in {id(tensor): tensor for _, tensor in named}.values():
@@ -77,33 +77,31 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
         return
     trained = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
     sums = {} if buffers is None else buffers.sums
-    held = [sums.get(parameter, parameter.grad) for parameter in trained]
-    if any(gradient is not None and gradient.is_sparse for gradient in held):
+    gradients = [sums.get(parameter, parameter.grad) for parameter in trained]
+    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
         raise WorkloadError(
             "a gradient is sparse and cannot be summed over ranks", hint="build Embedding(sparse=False)"
         )
     # Those without a gradient are counted in, since other ranks may have one.
-    expected = [parameter if gradient is None else gradient for parameter, gradient in zip(trained, held, strict=True)]
+    pairs = zip(trained, gradients, strict=True)
+    expected = [parameter if gradient is None else gradient for parameter, gradient in pairs]
     position = {id(tensor): at for at, tensor in enumerate(expected)}
     buckets = list(_buckets(expected))
     room = _allocate([bucket for bucket in buckets if _needs_room(bucket)])
-    masks, flags = zip(
-        *ranks.gather(([gradient is not None for gradient in held], [one.requires_grad for one in parameters])),
-        strict=True,
-    )
-    if any(own != flags[0] for own in flags):
+    mask = [gradient is not None for gradient in gradients]
+    masks, flags = zip(*ranks.gather((mask, [tensor.requires_grad for tensor in parameters])), strict=True)
+    if any(of_rank != flags[0] for of_rank in flags):
         raise UsageError("parameters are frozen (requires_grad) on some ranks only", hint="freeze the same on all")
-    used = [any(column) for column in zip(*masks, strict=True)]
-    if any(mask != masks[0] for mask in masks):
-        for at, parameter in enumerate(trained):
-            if used[at] and held[at] is None and buffers is not None:
-                held[at] = buffers.add_zeros(parameter)
-            elif used[at] and held[at] is None:
-                held[at] = parameter.grad = torch.zeros_like(parameter)
+    if any(of_rank != masks[0] for of_rank in masks):
+        for at, (parameter, is_used) in enumerate(zip(trained, map(any, zip(*masks, strict=True)), strict=True)):
+            if is_used and gradients[at] is None and buffers is not None:
+                gradients[at] = buffers.add_zeros(parameter)
+            elif is_used and gradients[at] is None:
+                gradients[at] = parameter.grad = torch.zeros_like(parameter)
         ranks.gather(None)  # Each has got the memory for it.
     for bucket in buckets:
-        gradients = [held[position[id(tensor)]] for tensor in bucket]
-        if present := [gradient for gradient in gradients if gradient is not None]:
+        of_bucket = [gradients[position[id(tensor)]] for tensor in bucket]
+        if present := [gradient for gradient in of_bucket if gradient is not None]:
             _sum_bucket(ranks, present, room)
 
 
@@ -137,10 +135,11 @@ def take_room(parameters: Sequence[Tensor], *, in_fp32: bool, parts: int) -> Non
         parts: The parts that ran. One alone was summed in no buffers, as it would be among those of other ranks.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    kept = HALF_DTYPES if in_fp32 else ()
+    buffered = HALF_DTYPES if in_fp32 else ()
     # As much again as `.grad` holds: sums in float32 take twice that.
-    _missing = [torch.empty_like(one) for one in trained if parts == 1 and one.dtype in kept]
-    _allocate([one for one in _buckets(trained) if len(one) > 1 or (_needs_room(one) and one[0].dtype not in kept)])
+    _missing = [torch.empty_like(tensor) for tensor in trained if parts == 1 and tensor.dtype in buffered]
+    buckets = [bucket for bucket in _buckets(trained) if _needs_room(bucket)]
+    _allocate([bucket for bucket in buckets if len(bucket) > 1 or bucket[0].dtype not in buffered])
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -47,7 +47,7 @@ def check_lists(optimizer: Optimizer, device: torch.device) -> None:
     """Raise UsageError where the optimizer would update lists (foreach, fused) in which only some are sharded."""
     for group in optimizer.param_groups:
         default = device.type == "cuda" and group.get("foreach", False) is None
-        kinds = {is_sharded(one) for one in group["params"] if one.requires_grad}
+        kinds = {is_sharded(parameter) for parameter in group["params"] if parameter.requires_grad}
         if len(kinds) > 1 and (group.get("foreach") or group.get("fused") or default):
             raise UsageError(
                 f"only some parameters are sharded, and {type(optimizer).__name__} updates lists of them, which DTensor"
@@ -172,10 +172,10 @@ class ShardedParts:
         outputs: list[Tensor] = []
 
         def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-            for tensor in found:  # The gradient of a mean over no token is 0/0.
+            differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            for tensor in differentiable:  # The gradient of a mean over no token is 0/0.
                 tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            outputs.extend(found)
+            outputs.extend(differentiable)
 
         with ExitStack() as hooks:
             for module in self._outermost():
@@ -195,15 +195,15 @@ class ShardedParts:
     def _outermost(self) -> list[nn.Module]:
         """Return the model, and the sharded modules that are not within another."""
         within = {id(inner) for module in self._modules for inner in module.modules() if inner is not module}
-        return list(dict.fromkeys([self._model, *(one for one in self._modules if id(one) not in within)]))
+        return list(dict.fromkeys([self._model, *(module for module in self._modules if id(module) not in within)]))
 
     def _check_sums(self, buffers: GradientBuffers | None) -> None:
         """Raise UsageError unless the last part has summed all gradients."""
         summed = {} if buffers is None else buffers.sums
         trained = [parameter for parameter in self._trained if is_sharded(parameter)]
-        found = any(parameter in summed or parameter.grad is not None for parameter in trained)
+        is_summed = any(parameter in summed or parameter.grad is not None for parameter in trained)
         is_partial = any(getattr(group, "_partial_reduce_output", None) is not None for group in self._groups)
-        if (trained and not found) or is_partial:
+        if (trained and not is_summed) or is_partial:
             raise UsageError(
                 "FSDP2 did not sum all gradients with the last part of the update",
                 hint="every sharded module needs a part in it; use a mesh of one dimension",
@@ -216,7 +216,7 @@ class ShardedParts:
             raise UsageError(
                 f"the model is sharded over {seen} of {size} ranks", hint="call fully_shard with a mesh of all ranks"
             )
-        sharded = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
+        sharded = {id(parameter.sharded_param) for group in self._groups for parameter in group.fsdp_params}
         for name, parameter in self._model.named_parameters():
             if is_sharded(parameter) and id(parameter) not in sharded:
                 raise UsageError(
@@ -226,10 +226,10 @@ class ShardedParts:
 
     def _check_dtypes(self) -> None:
         for group in self._groups:
-            for one in group.fsdp_params:
-                policy = one.mp_policy
-                dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
-                if one.sharded_param.requires_grad and dtype in HALF_DTYPES:
+            for parameter in group.fsdp_params:
+                policy = parameter.mp_policy
+                dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+                if parameter.sharded_param.requires_grad and dtype in HALF_DTYPES:
                     how = 'grad_sync="last"' if self._grad_sync == "last" else "a mesh of two dimensions (HSDP)"
                     raise UsageError(
                         f"with {how}, FSDP2 adds up parts' gradients in {str(dtype).removeprefix('torch.')}",

@@ -106,7 +106,7 @@ def _map_in_order(part: Any, values: Sequence[Any], change: Callable[[Tensor, An
 
 def _check_constants(outputs: Sequence[Any], known: Collection[Any]) -> None:
     """Raise WorkloadError if a tensor that is not the model's is an output of two parts, as no rows are."""
-    places = ({_place(one) for one in pytree.tensors(part) if one.ndim} for part in outputs)
+    places = ({_place(tensor) for tensor in pytree.tensors(part) if tensor.ndim} for part in outputs)
     seen = Counter(place for part in places for place in part if place[0] not in known)
     if any(count > 1 for count in seen.values()):
         raise WorkloadError(
@@ -170,13 +170,14 @@ def _join_tensors(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     if len(set(map(_place, column))) == 1:
         return first
     if not first.ndim:
-        if any(is_plain_tensor(one) and not torch.equal(one.nan_to_num(), first.nan_to_num()) for one in column):
+        plain = [number.nan_to_num() for number in column if is_plain_tensor(number)]
+        if any(not torch.equal(number, plain[0]) for number in plain):
             raise WorkloadError(
                 "an output is a number that differs between two parts of the batch",
                 hint="return the rows that it is computed of, and compute it in the loss",
             )
         return first
-    if any(not one.ndim or len(one) % size for one, size in zip(column, sizes, strict=True)):
+    if any(not rows.ndim or len(rows) % size for rows, size in zip(column, sizes, strict=True)):
         raise WorkloadError(
             f"an output of a part of {sizes[0]} samples has the shape {list(first.shape)}",
             hint="return tensors whose first dimension is the sample, or else a parameter itself",

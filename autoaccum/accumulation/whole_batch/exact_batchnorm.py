@@ -138,10 +138,10 @@ class _Normalised(torch.autograd.Function):
         part.mean, part.inverse = mean.detach(), (variance + eps).rsqrt()
         part.scale = part.inverse if weight is None else part.inverse * weight.to(mean.dtype)
         ctx.part = part
-        ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         if not inputs.numel():
             return inputs.clone()
-        weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
+        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         return F.batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -183,11 +183,11 @@ class ExactBatchNorm:
     def replacing(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Normalise by the whole batch within, in training mode; `modules` tell BatchNorms by their tensors."""
         self._modules = {f"BatchNorm {name}": one for name, one in modules.items() if isinstance(one, BATCHNORMS)}
-        tracked = {place: one for place, one in self._modules.items() if one.num_batches_tracked is not None}
+        tracked = {place: module for place, module in self._modules.items() if module.num_batches_tracked is not None}
         self._counts = {place: module.num_batches_tracked.clone() for place, module in tracked.items()}
         for place, module in self._modules.items():
-            self._places |= {id(one): place for one in (module.running_mean, module.weight) if one is not None}
-        synced = [one for one in self._modules.values() if isinstance(one, nn.SyncBatchNorm)]
+            self._places |= {id(tensor): place for tensor in (module.running_mean, module.weight) if tensor is not None}
+        synced = [module for module in self._modules.values() if isinstance(module, nn.SyncBatchNorm)]
         plain, F.batch_norm = F.batch_norm, self._batch_norm
         self._plain: Callable[..., Tensor] = plain
         try:

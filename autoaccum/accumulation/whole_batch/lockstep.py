@@ -78,7 +78,7 @@ class RankMeetings:
             if self._is_closed:
                 raise RuntimeError("this update has ended")
             rows = self._ranks.gather(gradients)
-        columns = [[one for one in column if one is not None] for column in zip(*rows, strict=True)]
+        columns = [[gradient for gradient in column if gradient is not None] for column in zip(*rows, strict=True)]
         return [sum(column[1:], column[0]) if column else None for column in columns]
 
     def close(self) -> None:
@@ -102,8 +102,8 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
-        sums = ctx.meetings.sum_gradients(gradients)[ctx.own]
-        moved = [None if one is None else one.to(device) for one, device in zip(sums, ctx.devices, strict=True)]
+        pairs = zip(ctx.meetings.sum_gradients(gradients)[ctx.own], ctx.devices, strict=True)
+        moved = [None if gradient is None else gradient.to(device) for gradient, device in pairs]
         return None, None, None, ctx.token, *moved
 
 
@@ -184,7 +184,8 @@ class Lockstep:
                         self.ranks.meet(THE_END, None, ())
                     self._states[-1].apply_modules()
                     return results
-                check_places([one.place if waits else THE_END for one, waits in zip(results, waiting, strict=True)])
+                pairs = zip(results, waiting, strict=True)
+                check_places([result.place if waits else THE_END for result, waits in pairs])
                 results = [(joint,) for joint in results[0].join([result.value for result in results])]
         finally:
             self._end()
