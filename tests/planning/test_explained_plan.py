@@ -152,12 +152,12 @@ class Measured(ScriptedDevice):
 
     def __init__(self, report: MemoryReport | BaseException) -> None:
         super().__init__(lambda size: "ok" if size <= 40 else "oom")
-        self._account = report
+        self._report = report
 
     def explain(self, parts: tuple[int, ...], **asked: Any) -> MemoryReport:
-        if isinstance(self._account, BaseException):
-            raise self._account
-        return self._account
+        if isinstance(self._report, BaseException):
+            raise self._report
+        return self._report
 
 
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:

@@ -78,22 +78,17 @@ def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monke
 def test_checkpointing_is_not_suggested_to_a_checkpointed_model() -> None:
     class Recomputing(SyntheticTracer):
         def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
-            known = super().call(request, limit_seconds)
-            if not isinstance(known, LabelledTrace):
-                return known
-            *others, last = known.origins
-            return replace(known, origins=(*others, last._replace(role="recomputed")))
+            reply = super().call(request, limit_seconds)
+            if isinstance(reply, LabelledTrace):
+                return replace(reply, origins=(*reply.origins[:-1], reply.origins[-1]._replace(role="recomputed")))
+            return reply
 
-    suggestions = {"checkpoint": linear(), "half": linear(sample=3 * MIB)}
-    assert [change.name for change in explain(SyntheticTracer(suggestions=suggestions)).explanation.changes] == [
-        "half",
-        "expandable_segments",
-        "checkpoint",
-    ]
-    assert [change.name for change in explain(Recomputing(suggestions=suggestions)).explanation.changes] == [
-        "half",
-        "expandable_segments",
-    ]
+    for tracer, names in (
+        (SyntheticTracer, {"expandable_segments", "checkpoint"}),
+        (Recomputing, {"expandable_segments"}),
+    ):
+        changes = explain(tracer(suggestions={"checkpoint": linear()})).explanation.changes
+        assert {change.name for change in changes} == names
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -125,10 +120,7 @@ def test_peaks_of_any_size_from_three_traces() -> None:
     forecast = forecast_peaks(tracer)
     assert forecast.peak_bytes is not None
     assert forecast.notes == ()
-    assert (len(tracer.traced), tracer.closed) == (3, 1)
-    small, large = forecast.peak_bytes(10), forecast.peak_bytes(100)
-    assert small is not None
-    assert large is not None
+    small, large = forecast.peak_bytes(10) or 0, forecast.peak_bytes(100) or 0
     assert 500 * MIB < small < large < 5 * GIB
     assert (len(tracer.traced), tracer.closed) == (3, 1)
 

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 
 from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceParts
 from autoaccum.devices.simulated.workload_variants import suggest_changes
-from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
-from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import Trace
 from autoaccum.sources.workload import Workload
 
-CARD = find_card("rtx3090")
 PARTS = (6, 5)
 
 BLOCKS = """
@@ -57,16 +53,10 @@ BY_HAND = {
 OWN = "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1)\n"
 
 
-def peak_bytes(trace: Trace) -> int:
-    return Replayer(CARD, AllocatorSettings(total_bytes=CARD.total_bytes), (2, 13)).peak_bytes(trace)
-
-
 @pytest.mark.parametrize("change", BY_HAND)
 def test_an_applied_change_equals_one_made_by_hand(simulated: Any, change: str) -> None:
     changed = simulated(BLOCKS + OWN)(TraceParts(parts=PARTS, change=change))
-    by_hand = simulated(BLOCKS + OWN + BY_HAND[change])(TraceParts(parts=PARTS))
-    assert changed == by_hand
-    assert peak_bytes(changed) == peak_bytes(by_hand)
+    assert changed == simulated(BLOCKS + OWN + BY_HAND[change])(TraceParts(parts=PARTS))
 
 
 def test_the_suggested_blocks_are_checkpointed(simulated: Any) -> None:
@@ -86,15 +76,7 @@ def model():
     assert changed == simulated(BLOCKS + OWN + some)(TraceParts(parts=PARTS))
 
 
-def test_a_change_that_fails_says_why(simulated: Any) -> None:
-    failed = simulated(COUNTING)(TraceParts(parts=PARTS, change="checkpoint"))
-    assert failed.message.startswith("micro-batch 6 with checkpoint on the simulated card, in backward raised Checkp")
-
-
 COUNTING = """
-import torch
-from torch import nn
-
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,12 +88,12 @@ class Counting(nn.Module):
 
 def model():
     return nn.Sequential(Counting(), Counting(), nn.Linear(8, 4))
-
-def batch(n):
-    return torch.randn(n, 8), torch.randint(0, 4, (n,))
-
-criterion = nn.CrossEntropyLoss()
 """
+
+
+def test_a_change_that_fails_says_why(simulated: Any) -> None:
+    failed = simulated(COUNTING)(TraceParts(parts=PARTS, change="checkpoint"))
+    assert failed.message.startswith("micro-batch 6 with checkpoint on the simulated card, in backward raised Checkp")
 
 
 # --- suggestions -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,32 +162,22 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=dataclasses.asdict).encode()).hexdigest()[:16]
 
 
-def predict_all(pairs: Sequence[tuple[str, str, str]] = PAIRS) -> dict[str, Any]:
-    """By workload and card, what is predicted."""
-    found: dict[str, Any] = {}
-    seen: set[str] = set()
-    for workload, gpu, memory in pairs:
-        found[f"{workload} on {gpu}"] = predict(workload, gpu, memory, first=workload not in seen)
-        seen.add(workload)
-    return found
-
-
-def recorded_for(version: str) -> Path:
-    """Where the predictions under a version of torch are, such as `2.13.0+cpu`."""
-    return HERE / f"torch-{version}.json"
-
-
 if __name__ == "__main__":
-    asked = set(sys.argv[1:])
-    made = predict_all([pair for pair in PAIRS if pair[0] in asked or asked <= {"--write", "--check"}])
-    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in made.items()]
+    arguments = set(sys.argv[1:])
+    predictions: dict[str, Any] = {}
+    explained: set[str] = set()
+    for workload, gpu, memory in PAIRS:
+        if workload in arguments or arguments <= {"--write", "--check"}:
+            predictions[f"{workload} on {gpu}"] = predict(workload, gpu, memory, first=workload not in explained)
+            explained.add(workload)
+    lines = [f" {json.dumps(pair)}: {json.dumps(prediction)}" for pair, prediction in predictions.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    recorded = recorded_for(torch.__version__)
-    if asked == {"--write"}:
+    recorded = HERE / f"torch-{torch.__version__}.json"
+    if arguments == {"--write"}:
         recorded.write_text(text)
-    elif asked == {"--check"}:
-        found, before = json.loads(text), json.loads(recorded.read_text())
-        changed = [name for name in found if found[name] | before[name] != found[name]]
-        sys.exit("\n".join(f"{name} has changed" for name in changed) or None)
+    elif arguments == {"--check"}:
+        now, before = json.loads(text), json.loads(recorded.read_text())
+        changed = [pair for pair in now if now[pair] | before[pair] != now[pair]]
+        sys.exit("\n".join(f"{pair} has changed" for pair in changed) or None)
     else:
         print(text, end="")
