@@ -18,6 +18,7 @@ PACKAGE = Path(autoaccum.__file__).parent
 ROWS = (
     {"errors"},
     {"units", "checks", "files", "tracebacks", "sharded_tensors"},
+    {"sentences"},
     {"messages"},
     {"serialization"},
     {"spec"},
@@ -49,6 +50,7 @@ WITHOUT_TORCH = (
     "errors.py",
     "units.py",
     "messages.py",
+    "sentences.py",
     "accumulation/coupling.py",
     "accumulation/schedule.py",
     "planning/search.py",
@@ -118,7 +120,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_simulation_could_be_a_library_of_its_own() -> None:
-    known = {"simulation", "errors", "units", "messages", "serialization", "sharded_tensors", "tracebacks"}
+    known = {"simulation", "errors", "units", "messages", "sentences", "serialization", "sharded_tensors", "tracebacks"}
     rooms = {
         name.split(".")[1]
         for path in (PACKAGE / "simulation").rglob("*.py")

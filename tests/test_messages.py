@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from autoaccum import errors
-from autoaccum.messages import SENTENCES, Message
+from autoaccum.messages import Message
+from autoaccum.sentences import SENTENCES
 from autoaccum.serialization import read_record, to_plain
 
 _MISMATCH = {"term": "loss", "sizes": [2, 3], "whole": 0.7, "combined": 0.65}
@@ -182,10 +183,15 @@ def test_every_code_has_an_example_and_the_snapshot_has_its_sentence() -> None:
 @pytest.mark.parametrize("message", messages(), ids=lambda message: message.code)
 def test_a_message_survives_json_and_is_one_sentence_without_a_full_stop(message: Message) -> None:
     plain = to_plain(message)
-    assert plain["text"] == str(message)
+    assert plain["text"] == str(message) != f"{message.code}: {dict(message.facts)}"
     assert read_record(plain, Message) == message
     assert "\n" not in str(message)
     assert not str(message).endswith(".")
+
+
+def test_a_message_of_another_version_shows_its_code_and_facts() -> None:
+    for foreign in (Message("from_tomorrow", {"size": 3}), Message("tight", {"size": 3})):
+        assert str(foreign) == f"{foreign.code}: {{'size': 3}}"
 
 
 def test_every_error_has_a_code_of_its_own() -> None:

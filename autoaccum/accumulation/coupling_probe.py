@@ -28,7 +28,7 @@ from autoaccum.accumulation.random_draws import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
 from autoaccum.errors import describe_error
-from autoaccum.messages import WHOLE_MODEL
+from autoaccum.sentences import WHOLE_MODEL
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch, split_batch
 from autoaccum.sources.model_copies import (

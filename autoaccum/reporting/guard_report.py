@@ -28,9 +28,10 @@ from autoaccum.guarding.guard_result import (
     Report,
     Verdict,
 )
-from autoaccum.messages import Message, message, name_memory
+from autoaccum.messages import Message, message
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
+from autoaccum.sentences import name_memory
 from autoaccum.sources.source import FileSource
 from autoaccum.units import format_parts, percent, precise_bytes, signed_bytes
 

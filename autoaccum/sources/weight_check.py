@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import WorkloadError
-from autoaccum.messages import Message, message, name_term
+from autoaccum.messages import Message, message
+from autoaccum.sentences import name_term
 from autoaccum.sources.batches import batch_size, move_batch, split_batch
 from autoaccum.sources.model_copies import cast_batch, copy_workload_model, fixed_seeds
 from autoaccum.sources.objective import Objective, match_weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling, probe_workload
-from autoaccum.messages import WHOLE_MODEL
+from autoaccum.sentences import WHOLE_MODEL
 from autoaccum.sources.objective import resolve_objective
 from autoaccum.sources.pytree import map_tensors
 from autoaccum.sources.workload import Workload
