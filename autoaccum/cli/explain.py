@@ -54,7 +54,6 @@ def command(
       3  the workload cannot be simulated
     """
     from autoaccum.devices.simulated.recorded_update import compare_snapshot
-    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.plan_setup import make_setup
@@ -68,8 +67,8 @@ def command(
         progress.show("tracing the update ...")
         setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
         with setup.running() as device:
-            assert isinstance(device, SimulatedDevice)  # `--gpu` is required.
-            update = compare_snapshot(snapshot, device, request.target_batch, micro_batch)
+            assert device.predictor is not None  # `--gpu` is required.
+            update = compare_snapshot(snapshot, device.predictor, request.target_batch, micro_batch)
     if as_json:
         click.echo(snapshot_json(update), nl=False)
     else:

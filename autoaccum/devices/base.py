@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.messages import Message
-from autoaccum.options import GradSync, Options, Parallel
+from autoaccum.options import Options, Parallel
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.sources.source import Source
 from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from autoaccum.devices.child.failures import Failure
     from autoaccum.devices.explanation import MemoryReport
-    from autoaccum.simulation.cards import CardRates
-    from autoaccum.simulation.trace_records import UpdateCost
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
@@ -198,19 +197,20 @@ ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]
 
 Raises `AutoaccumError` if there is no plan."""
 
-Capability = Literal["explain", "predict"]
-"""What only some devices can. `explain`: report where the memory goes. `predict`: its trials are predictions, for which
-it also counts what an update costs."""
-
 
 class Device(ABC):
     """A device that runs trials. Use it as a context manager: leaving it ends its processes.
 
     Attributes:
-        capabilities: What it can do beside trials; the methods for the rest are not called.
+        explains: Whether it can report where the memory goes.
     """
 
-    capabilities: frozenset[Capability] = frozenset()
+    explains: bool = False
+
+    @property
+    def predictor(self) -> SimulatedDevice | None:
+        """The device itself, if its trials are predictions, which can do more; None if they run."""
+        return None
 
     @property
     @abstractmethod
@@ -286,6 +286,8 @@ class Device(ABC):
     ) -> MemoryReport:
         """Report the memory of `parts`, after their trial ran; also simulate `changes` and the `curve` of the peak.
 
+        Only a device that `explains` is asked.
+
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.
         """
@@ -302,23 +304,6 @@ class Device(ABC):
             UsageError: A setting of PyTorch's allocator cannot be simulated.
         """
         return self
-
-    def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
-        raise NotImplementedError
-
-    def use_grad_sync(self, grad_sync: GradSync | None) -> None:
-        """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
-        raise NotImplementedError
-
-    @property
-    def rates(self) -> CardRates:
-        """The rates of the simulated card."""
-        raise NotImplementedError
-
-    def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
-        """Count the cost of an update with the savers in use; raises WorkloadError, NotMeasuredError as `inspect`."""
-        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Capability, ChooseParts, Forecast, TrialSettings
+from autoaccum.devices.base import ChooseParts, Forecast, TrialSettings
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
@@ -162,7 +162,7 @@ class CudaDevice(ChildDevice):
         index: The card's index among the visible cards.
     """
 
-    capabilities = frozenset[Capability]({"explain"})
+    explains = True
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
         super().__init__(settings)

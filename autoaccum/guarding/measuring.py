@@ -10,7 +10,6 @@ from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Measurement
@@ -87,8 +86,8 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known; or the
             workload takes another amount of memory each time.
     """
-    device = setup.device
-    assert isinstance(device, SimulatedDevice)
+    device = setup.device.predictor
+    assert device is not None
     plan: Plan | None = None
     try:
         plan = plan_on_device(setup, request)

@@ -424,8 +424,9 @@ def _note_shared_traces(row: ComparisonRow) -> ComparisonRow:
 
 def _estimate(device: Device, plan: Plan) -> float | None:
     """Return the estimated seconds of an update by the plan; None where its cost cannot be counted."""
+    assert device.predictor is not None
     try:
-        cost = device.count_cost()
+        cost = device.predictor.count_cost()
     except (WorkloadError, NotMeasuredError):
         return None
-    return estimate_seconds(cost, device.rates, plan.micro_batches, precision=plan.spec.precision)
+    return estimate_seconds(cost, device.predictor.rates, plan.micro_batches, precision=plan.spec.precision)

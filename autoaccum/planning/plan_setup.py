@@ -216,7 +216,7 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
 
 def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
     """Raise UsageError before any trial if the device gives no explanation that is requested."""
-    if not request.explain or "explain" in setup.device.capabilities:
+    if not request.explain or setup.device.explains:
         return
     raise UsageError(
         f"explain (--explain) shows where the memory of a card goes, and trials run on the {setup.device.name.upper()}",

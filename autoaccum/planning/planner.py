@@ -38,6 +38,7 @@ from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.sources.workload import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
@@ -142,7 +143,7 @@ class _Planner:
                 before = time.monotonic()
             inspection = device.inspect(limit_seconds=request.load_limit_seconds)
         request = request.with_multiple_of(inspection.multiple_of)
-        predicts = "predict" in device.capabilities
+        predicts = device.predictor is not None
         start_seconds = 0.0 if predicts else time.monotonic() - before  # Most of it is the start of the process.
         runner = TrialRunner(device, request, inspection, limits, notify, start_seconds=start_seconds)
         notify(Inspected(inspection, device.name, device.limit_bytes, request.cap, predicts))
@@ -151,7 +152,7 @@ class _Planner:
     @property
     def predicts(self) -> bool:
         """True if trials are predicted rather than run."""
-        return "predict" in self.setup.device.capabilities
+        return self.setup.device.predictor is not None
 
     def find_largest(self) -> tuple[SearchResult, Words | None]:
         """Search; if savers are to be chosen, with the cheapest that trials do not refute, which come second.
@@ -176,7 +177,8 @@ class _Planner:
             return largest, None
         sizes = self.request.ladder(largest.size, self.inspection.least_size)
         try:
-            known = self._estimate_speeds(sizes) if self.predicts else self.runner.time_updates(sizes)
+            device = self.setup.device.predictor
+            known = self.runner.time_updates(sizes) if device is None else self._estimate_speeds(device, sizes)
         except (SearchStopped, DoesNotFitError, NotMeasuredError) as error:
             doing = "estimated" if self.predicts else "timed"
             warning = message("not_timed", done=doing, error=first_line(error))
@@ -198,8 +200,8 @@ class _Planner:
 
     def choose_grad_sync(self, result: SearchResult) -> _GradSyncChoice:
         """Sum gradients with the last part where the proved schedule fits so: that takes fewer collectives."""
-        device, parts = self.setup.device, result.trial.parts
-        if self.inspection.parallel != "fsdp2" or not self.predicts:
+        device, parts = self.setup.device.predictor, result.trial.parts
+        if self.inspection.parallel != "fsdp2" or device is None:
             return _GradSyncChoice(None, result)
         peaks: dict[GradSync, int] = {"each": peak_bytes(result.trial) or 0}
         if len(parts) == 1 or not self.request.chooses_grad_sync:
@@ -225,7 +227,7 @@ class _Planner:
         """Return the plan of what was decided, with an explanation of its memory if that is requested."""
         device, request, inspection, result = self.setup.device, self.request, self.inspection, grad_sync.result
         schedule = request.schedule(result.size)
-        prediction = device.predict(result.trial.parts) if self.predicts else None
+        prediction = None if device.predictor is None else device.predictor.predict(result.trial.parts)
         explanation, explanation_notes = explain_memory(
             self.setup, request, result.trial.parts, self.limits, self.notify
         )
@@ -349,9 +351,8 @@ class _Planner:
             notes=larger.notes,
         )
 
-    def _estimate_speeds(self, sizes: Sequence[int]) -> Throughput:
+    def _estimate_speeds(self, device: SimulatedDevice, sizes: Sequence[int]) -> Throughput:
         """Estimate the speed of updates in micro-batches of `sizes`; raise SearchStopped where the limit ends it."""
-        device = self.setup.device
         try:
             cost = device.count_cost(limit_seconds=self.limits.seconds_left())
         except WorkloadError as error:  # Of the counter's: the trials ran.
@@ -391,7 +392,7 @@ def explain_memory(
     Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
     """
     changes, curve = request.explain or request.report, request.picture or request.report
-    if not (changes or curve) or "explain" not in setup.device.capabilities:
+    if not (changes or curve) or not setup.device.explains:
         return None, ()
     notify(Doing("explaining"))
     try:

@@ -75,11 +75,11 @@ class SaverTrials:
                 hint="give one of them (--fit-micro-batch)",
             )
         self.size = sizes[0] if wanted is None else request.schedule(wanted).micro_batch
-        self._counts = "predict" in self.device.capabilities
-        self._offloads = OFFLOADS if self._counts and self.inspection.parallel != "fsdp2" else ()
+        self._predictor = self.device.predictor
+        self._offloads = OFFLOADS if self._predictor and self.inspection.parallel != "fsdp2" else ()
         self.runner = TrialRunner(self.device, request, self.inspection, limits, lambda event: None)
         parts = self.runner.parts_to_try(self.size, fresh=True)
-        one_trace = self._counts and not self.runner.needs_whole_batch
+        one_trace = self._predictor is not None and not self.runner.needs_whole_batch
         self._parts = parts[:1] * min(2, len(parts)) if one_trace else parts  # Uneven ones are proved with the plan.
 
     def choose(self, refuted: Collection[Words] = ()) -> Words:
@@ -143,7 +143,8 @@ class SaverTrials:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""
         cost = self._count(words)
         assert cost is not None
-        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.spec.precision)
+        assert self._predictor is not None
+        return estimate_seconds(cost, self._predictor.rates, parts, precision=self.inspection.spec.precision)
 
     def does_not_fit(self) -> DoesNotFitError:
         """Return the error of a size that fits with no savers."""
@@ -164,7 +165,7 @@ class SaverTrials:
 
     def _seconds(self, words: Words) -> float:
         """Return the estimated seconds of an update; the number of recomputed blocks where costs are not counted."""
-        if not self._counts:
+        if self._predictor is None:
             return float(words[0].partition("=")[2]) if words else 0.0
         if self._count(words) is None:
             return math.inf
@@ -187,9 +188,10 @@ class SaverTrials:
         return self._costs[words]
 
     def _count_by_device(self, words: Words) -> UpdateCost | None:
-        self.device.use_savers(words)
+        assert self._predictor is not None
+        self._predictor.use_savers(words)
         try:
-            return self.device.count_cost(limit_seconds=self._limits.seconds_left())
+            return self._predictor.count_cost(limit_seconds=self._limits.seconds_left())
         except (WorkloadError, NotMeasuredError) as error:
             if not words:
                 raise
@@ -203,7 +205,7 @@ class SaverTrials:
 
     def _peak(self, trial: Trial) -> int | None:
         """Return what a trial takes, or would take; None where it was not predicted and ran out of memory."""
-        return peak_bytes(trial) if trial.ran or self._counts else None
+        return peak_bytes(trial) if trial.ran or self._predictor else None
 
 
 def add_costs(one: UpdateCost, other: UpdateCost, plain: UpdateCost) -> UpdateCost:

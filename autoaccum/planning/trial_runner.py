@@ -123,7 +123,7 @@ class TrialRunner:
 
     def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:
         """Return whether a trial is predicted from traces of other sizes."""
-        may_predict = "predict" in self._device.capabilities and not self.needs_whole_batch
+        may_predict = self._device.predictor is not None and not self.needs_whole_batch
         return may_predict and not fresh and schedule.iter_size > 1
 
     @property

@@ -13,7 +13,6 @@ from scripted_device import ScriptedDevice
 from synthetic_traces import SyntheticTracer, linear
 
 import autoaccum
-from autoaccum.devices.base import Capability
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Change, MemoryReport
 from autoaccum.devices.simulated.simulation_requests import LabelParts
@@ -148,7 +147,7 @@ def test_what_differs_from_trace_to_trace_is_no_change() -> None:
 class Measured(ScriptedDevice):
     """A device that is explained by a simulation, or not."""
 
-    capabilities = frozenset[Capability]({"explain"})
+    explains = True
 
     def __init__(self, report: MemoryReport | BaseException) -> None:
         super().__init__(lambda size: "ok" if size <= 40 else "oom")

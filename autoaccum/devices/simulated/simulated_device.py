@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import (
-    Capability,
     ChooseParts,
     Device,
     Forecast,
@@ -62,7 +61,7 @@ class SimulatedDevice(Device):
         UsageError: The budget is more than the card has, or a setting cannot be simulated.
     """
 
-    capabilities = frozenset[Capability]({"explain", "predict"})
+    explains = True
 
     def __init__(
         self,
@@ -87,6 +86,11 @@ class SimulatedDevice(Device):
         self.traces, self._torch_version = traces, torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
+
+    @property
+    def predictor(self) -> SimulatedDevice:
+        """As `Device`."""
+        return self
 
     @property
     def name(self) -> str:
@@ -135,7 +139,7 @@ class SimulatedDevice(Device):
         return inspection
 
     def use_grad_sync(self, grad_sync: GradSync | None) -> None:
-        """As `Device`."""
+        """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
         self.traces.grad_sync = grad_sync
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
@@ -144,11 +148,15 @@ class SimulatedDevice(Device):
 
     @property
     def rates(self) -> CardRates:
-        """As `Device`."""
+        """The rates of the card."""
         return card_rates(self._card)
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
-        """As `Device`, by one update of small micro-batches, the second one larger."""
+        """Count the cost of an update with the savers in use, by one of small micro-batches, the second one larger.
+
+        Raises:
+            WorkloadError, NotMeasuredError: It cannot be traced.
+        """
         return self.traces.count_cost(Deadline(limit_seconds))
 
     def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
@@ -197,7 +205,7 @@ class SimulatedDevice(Device):
         return tuple(told for told in self.traces.messages if told.code == "not_extrapolated")
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
+        """Return the prediction for `parts` after a fresh trial of them; raise the error in that trial's record."""
         traces = self.traces.traces_of(parts, Deadline(None), fresh=True)
         min_budget_bytes = self.replayer.min_budget_bytes(traces, self.limit_bytes)
         sized = max(map(self.replayer.with_sizes, traces), key=lambda sized: sized.uncertainty_bytes)

@@ -107,7 +107,7 @@ def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], 
         criterion = nn.CrossEntropyLoss()
     """)
     device = CudaDevice(TrialSettings(source=FileSource(workload), share=64))
-    assert "explain" in device.capabilities
+    assert device.explains
     device._limit_bytes, device._card = 2 * GIB, CARD  # As its first process would report.
     found = device.explain((16, 16), changes=False)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
