@@ -218,7 +218,8 @@ def _at_rest(accelerator: Any) -> Any:
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):
         setattr(resting, name, [])
     resting.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
-    vars(resting.gradient_state).update(vars(state), dataloader_references=[None])
+    vars(resting.gradient_state).update(vars(state))
+    resting.gradient_state.dataloader_references = [None]  # A property: the state holds weak references.
     resting.gather_for_metrics = partial(_gather, resting.gather_for_metrics)
     return resting
 
