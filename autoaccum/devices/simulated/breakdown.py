@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from autoaccum.devices.explanation import Explanation, Holding, ModuleShare
+from autoaccum.devices.explanation import Change, Explanation, Holding, ModuleShare
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.trace_records import CATEGORIES, Category, LabelledTrace, Phase, Role, Trace
 from autoaccum.sources.module_names import compact_names, mask_numbers
@@ -183,8 +183,8 @@ class MemoryBreakdown:
             if by_op.total()
         )
 
-    def explain_peak(self, *, card: str, context_bytes: int) -> Explanation:
-        """Explain the moment at which most is held; suggested changes are added later."""
+    def explain_peak(self, *, card: str, context_bytes: int, changes: tuple[Change, ...] = ()) -> Explanation:
+        """Explain the moment at which most is held; `changes` are those that affect it."""
         at, trace = self.peak_at, self.labelled.trace
         categories: dict[Category, int] = {category: held[at] for category, held in self.totals.items()}
         categories["unused"] = self.peak_bytes - sum(categories.values())
@@ -200,6 +200,7 @@ class MemoryBreakdown:
             op=origin.op,
             module=self.labelled.modules[origin.module].path,
             modules=tuple(sorted(shares, key=lambda share: -share.bytes)[:_MAX_MODULES]),
+            changes=changes,
         )
 
 

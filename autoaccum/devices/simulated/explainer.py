@@ -65,10 +65,11 @@ class Explainer:
         if repeatable and labelled.trace != trace:
             labelled = self._repeat(labelled)
         breakdown = MemoryBreakdown(labelled, self.device.replayer)
-        explanation = breakdown.explain_peak(card=self.device.name, context_bytes=self.context_bytes)
         effects, notes = self._changes(trace, labelled) if changes else ((), ())
         return MemoryReport(
-            explanation=dataclasses.replace(explanation, changes=effects),
+            explanation=breakdown.explain_peak(
+                card=self.device.name, context_bytes=self.context_bytes, changes=effects
+            ),
             timeline=make_timeline(breakdown),
             curve=self._curve(max(trace.parts)) if curve else (),
             notes=notes,

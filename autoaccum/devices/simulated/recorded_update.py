@@ -126,23 +126,12 @@ def compare_snapshot(
     schedule = make_schedule(target_batch, micro_batch, multiple_of=device.inspect().multiple_of)
     labelled = device.traces.ask(LabelParts, schedule.micro_batches, Deadline(None))
     breakdown = MemoryBreakdown(labelled, device.replayer_with(recording.settings))
-    trace, sizes, entries = breakdown.labelled.trace, breakdown.sized.sizes, recording.entries
-    blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event] >= _SMALLEST]
-    requests = [at for at, entry in enumerate(entries) if entry.action == "alloc" and entry.size >= _SMALLEST]
-    last = requests[-len(blocks) :]
-    common = Counter(entries[at].size for at in last) & Counter(sizes[block] for block in blocks)
-    if not common or 2 * common.total() < len(blocks):
-        dropped = "; older events were dropped (max_entries)" if recording.overflowed else ""
-        raise UsageError(
-            f"the record does not end with an update in micro-batches of {format_parts(trace.parts)}: not half of its "
-            f"{len(blocks)} predicted requests for memory are the last of {len(requests)} recorded ones{dropped}",
-            hint="give the --micro-batch, --target-batch and further flags of that run, and dump the snapshot behind "
-            "an update",
-        )
+    requests, blocks = _large_requests(recording, breakdown)
+    trace, entries, start = breakdown.labelled.trace, recording.entries, requests[-len(blocks) :][0]
     changes = (_CHANGES.get(entry.action, 0) * entry.size for entry in entries)
     recorded = list(accumulate(changes, initial=sum(recording.before.values())))
     reserved = list(accumulate((entry.reserved_bytes for entry in entries), initial=recording.reserved_before))
-    recorded_at = max(range(last[0] + 1, len(recorded)), key=lambda at: (recorded[at], at))
+    recorded_at = max(range(start + 1, len(recorded)), key=lambda at: (recorded[at], at))
     held = breakdown.held_bytes
     predicted_at = max(range(trace.last_update, len(trace.events)), key=lambda at: (held[at], at))
 
@@ -156,9 +145,31 @@ def compare_snapshot(
         card=device.name,
         parts=trace.parts,
         held=figure(recorded[recorded_at], held[predicted_at]),
-        reserved=figure(max(reserved[last[0] :]), breakdown.peak_bytes, LARGE_SEGMENT_BYTES),
+        reserved=figure(max(reserved[start:]), breakdown.peak_bytes, LARGE_SEGMENT_BYTES),
         first_difference=_first_difference(recording, requests, breakdown, blocks),
         differences=_compare_sources(recording, breakdown, recorded_at, predicted_at),
+    )
+
+
+def _large_requests(recording: Recording, breakdown: MemoryBreakdown) -> tuple[list[int], list[int]]:
+    """Return the recorded requests of at least 64 KiB, and the blocks that the last update of a trace requests.
+
+    Raises:
+        UsageError: Not half of these blocks are the last requests of the record.
+    """
+    trace, sizes, entries = breakdown.labelled.trace, breakdown.sized.sizes, recording.entries
+    blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event] >= _SMALLEST]
+    requests = [at for at, entry in enumerate(entries) if entry.action == "alloc" and entry.size >= _SMALLEST]
+    last = requests[-len(blocks) :]
+    common = Counter(entries[at].size for at in last) & Counter(sizes[block] for block in blocks)
+    if common and 2 * common.total() >= len(blocks):
+        return requests, blocks
+    dropped = "; older events were dropped (max_entries)" if recording.overflowed else ""
+    raise UsageError(
+        f"the record does not end with an update in micro-batches of {format_parts(trace.parts)}: not half of its "
+        f"{len(blocks)} predicted requests for memory are the last of {len(requests)} recorded ones{dropped}",
+        hint="give the --micro-batch, --target-batch and further flags of that run, and dump the snapshot behind an "
+        "update",
     )
 
 

@@ -1,8 +1,9 @@
-"""Explanations of the peak of a trace: uses of blocks, categories, modules, holdings."""
+"""Explanations of the peak of a trace: uses of blocks, categories, modules, holdings, and the curve of peaks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from example_counts import count_examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_up_card import held_bytes, most_held
+from synthetic_traces import make_trace
 
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown, classify_blocks, module_shares
-from autoaccum.devices.simulated.explainer import make_timeline
+from autoaccum.devices.simulated.explainer import curve_points, make_timeline
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.cards import find_card
@@ -27,13 +29,14 @@ from autoaccum.simulation.trace_records import (
     Role,
     Trace,
 )
-from autoaccum.units import MIB
+from autoaccum.units import GIB, MIB
 
 Phases = list[tuple[int, Phase]]
+REPLAYER = Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
 
 
 def break_down(labelled: LabelledTrace) -> MemoryBreakdown:
-    return MemoryBreakdown(labelled, Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13)))
+    return MemoryBreakdown(labelled, REPLAYER)
 
 
 def labelled(
@@ -183,6 +186,21 @@ def test_equal_modules_share_a_name_and_nothing_is_lost(holds: dict[str, tuple[s
     assert sum(share.bytes for share in shares) == sum(sizes)
     if "h.0.attn" in holds:
         assert [(share.name, share.count, share.bytes) for share in shares] == [("h.{0..11}.attn", 12, 96)]
+
+
+def curve_peak(size: int) -> int:
+    trace = make_trace((size, size), lambda samples: 3 * MIB + samples * 6 * MIB)
+    return REPLAYER.peak_bytes(trace)
+
+
+def test_the_curve_goes_on_to_where_it_crosses_the_budget() -> None:
+    points = curve_points(curve_peak, size=20, most=256, limit_bytes=2 * GIB)
+    assert points[0].size == 2
+    assert 20 in [point.size for point in points]
+    assert all(point.size < later.size for point, later in pairwise(points))
+    assert all(point.peak_bytes == curve_peak(point.size) for point in points)
+    assert points[-2].peak_bytes < 1.2 * 2 * GIB
+    assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
 
 
 TRANSFORMER = """

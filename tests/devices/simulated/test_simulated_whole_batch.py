@@ -1,9 +1,9 @@
-"""Parts that need each other, on a card that is not there: what the card holds, and what waits in host memory."""
+"""BatchNorm's modes and parts that need each other, on a simulated card: what it holds, and what waits on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from made_up_card import held_bytes
@@ -12,6 +12,7 @@ from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.simulation.trace_records import Trace
+from autoaccum.spec import BatchNormMode
 
 SIZE, WIDTH, CHANNELS = 4, 32, 64
 WAITING = SIZE * CHANNELS * WIDTH * WIDTH * 4
@@ -83,3 +84,34 @@ model = lambda: Net(8, 4)
     assert not isinstance(seen, Failure), seen
     assert seen.workload.whole_batch == ("lockstep" if needs_whole_batch else None)
     assert not seen.spec.coupled
+
+
+LINEAR = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, {CHANNELS}), nn.Linear({CHANNELS}, 4)
+        self.norm = nn.BatchNorm1d({CHANNELS})
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+model = Net
+"""
+
+
+@pytest.mark.parametrize("mode", get_args(BatchNormMode))
+def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
+    ask = simulated(LINEAR, batchnorm=mode)
+    seen = ask(Inspect())
+    assert not isinstance(seen, Failure), seen
+    assert seen.spec.batchnorm == mode
+    takes_one = mode in ("frozen", "exact")
+    assert seen.least_size == (1 if takes_one else 2)
+    reply = ask(TraceParts(parts=(1, 1) if takes_one else (8, 8, 3), needs_whole_batch=mode == "exact"))
+    assert not isinstance(reply, Failure), reply
+    assert reply.events
+
+
+def test_a_file_may_say_it_and_freezing_what_has_no_statistics_is_refused(simulated: Callable[..., Any]) -> None:
+    lines = LINEAR.replace(f"nn.BatchNorm1d({CHANNELS})", f"nn.BatchNorm1d({CHANNELS}, track_running_stats=False)")
+    failure = simulated(lines + 'batchnorm = "frozen"\n')(Inspect())
+    assert 'batchnorm is "frozen", and norm have no running statistics' in failure.message
