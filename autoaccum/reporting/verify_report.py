@@ -35,44 +35,46 @@ _SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffer
 
 
 def verification_blocks(
-    found: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
+    result: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
 ) -> list[Block]:
     """Return a verification: one line where all is equal, else the verdict, its causes and what to do.
 
     `again` is the command that verified it; `answered`: the verdict is shown already.
     """
-    blocks: list[Block] = [] if answered else [verdict(found, verbose=verbose)]
-    for number, cause in enumerate(found.causes, start=1):
-        blocks += ["", *_cause_blocks(cause, number, len(found.causes))]
-    if verbose or not (found.equivalent or found.causes or found.untested):
-        for comparison in found.comparisons:
+    blocks: list[Block] = [] if answered else [verdict(result, verbose=verbose)]
+    for number, cause in enumerate(result.causes, start=1):
+        blocks += ["", *_cause_blocks(cause, number, len(result.causes))]
+    if verbose or not (result.equivalent or result.causes or result.untested):
+        for comparison in result.comparisons:
             blocks += ["", Text(_comparison_title(comparison), "bold"), _comparison_table(comparison)]
     if verbose:
-        modes = [("batchnorm", found.batchnorm)] if found.batchnorm != "micro" else []
-        modes += [("coupled", str(found.coupled))] if found.coupled else []
-        tolerance = f"{found.tolerance:.0e} of the largest entry, in {found.precision}"
-        blocks += ["", Facts([*modes, ("tolerance", tolerance), ("time", f"{found.seconds:.1f} s")])]
-    elif found.notes and not found.equivalent:
+        modes = [("batchnorm", result.batchnorm)] if result.batchnorm != "micro" else []
+        modes += [("coupled", str(result.coupled))] if result.coupled else []
+        tolerance = f"{result.tolerance:.0e} of the largest entry, in {result.precision}"
+        blocks += ["", Facts([*modes, ("tolerance", tolerance), ("time", f"{result.seconds:.1f} s")])]
+    elif result.notes and not result.equivalent:
         blocks.append("")
-    if verbose or not found.equivalent:
-        blocks += first_messages(Facts.of_messages((), found.notes), verbose=verbose)
-    if not found.equivalent:
-        words, command = _next_command(found, again)
+    if verbose or not result.equivalent:
+        blocks += first_messages(Facts.of_messages((), result.notes), verbose=verbose)
+    if not result.equivalent:
+        words, command = _next_command(result, again)
         blocks += ["", Text(words), *([Text(f"  {shlex.join(command)}", "cyan")] if command else [])]
     return blocks
 
 
-def verdict(found: Verification, *, verbose: bool = False) -> Text:
+def verdict(result: Verification, *, verbose: bool = False) -> Text:
     """Return the verdict in one line: equivalent or not and by how much, or what was not tested."""
-    if found.equivalent:
-        more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
-        neutral = " but for random numbers, which were replaced by neutral values" if found.neutral_random else ""
-        how = f"{neutral}: the accumulated update is the full batch's, {_how_equal(found)}{more}"
+    if result.equivalent:
+        more = (
+            "" if verbose or not result.notes else f"; -v shows {len(result.notes)} note{'s' * (len(result.notes) > 1)}"
+        )
+        neutral = " but for random numbers, which were replaced by neutral values" if result.neutral_random else ""
+        how = f"{neutral}: the accumulated update is the full batch's, {_how_equal(result)}{more}"
         return Text.assemble(("equivalent", "bold green"), how)
-    if found.untested:
+    if result.untested:
         missing = "of equal length: weighting by tokens was not tested"
-        return Text.assemble(("equal", "bold yellow"), f" on {found.target_batch} samples {missing}")
-    return difference_line(next(comparison for comparison in found.comparisons if not comparison.equal))
+        return Text.assemble(("equal", "bold yellow"), f" on {result.target_batch} samples {missing}")
+    return difference_line(next(comparison for comparison in result.comparisons if not comparison.equal))
 
 
 def difference_line(comparison: Comparison) -> Text:
@@ -95,11 +97,16 @@ def _comparison_title(comparison: Comparison) -> str:
 def _comparison_table(comparison: Comparison) -> Table:
     """List the largest difference of each quantity."""
     table = Table("", ">compared", ">largest error", ">tolerance", "at", "")
-    for one in comparison.differences:
-        if one.compared:
-            error = Text(_error(one.error), "" if one.equal else "bold red")
-            differs = Text("" if one.equal else "differs", "red")
-            table.add(one.quantity, str(one.compared), error, _tolerance(one.tolerance), _where(one), differs)
+    for difference in comparison.differences:
+        if difference.compared:
+            table.add(
+                difference.quantity,
+                str(difference.compared),
+                Text(_error(difference.error), "" if difference.equal else "bold red"),
+                _tolerance(difference.tolerance),
+                _where(difference),
+                Text("" if difference.equal else "differs", "red"),
+            )
     return table
 
 
@@ -123,30 +130,34 @@ def _mode(cause: Cause) -> str:
     return ", ".join(options)
 
 
-def _next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _next_command(result: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what to do after a difference, and the command for it; empty where there is none."""
-    if found.untested:
-        return f"could not shorten {', '.join(found.untested)}: let batch(size) return short and long samples", ()
-    mode = next((cause.mode["batchnorm"] for cause in found.causes if "batchnorm" in cause.mode), None)
-    if mode is not None and found.batchnorm not in ("exact", "frozen"):
+    if result.untested:
+        return f"could not shorten {', '.join(result.untested)}: let batch(size) return short and long samples", ()
+    mode = next((cause.mode["batchnorm"] for cause in result.causes if "batchnorm" in cause.mode), None)
+    if mode is not None and result.batchnorm not in ("exact", "frozen"):
         words = f"see what remains with BatchNorm {mode} (-v shows all that was compared):"
         return words, [*again, "--batchnorm", mode]  # Of an option that is given twice the last one counts.
-    if found.causes:
+    if result.causes:
         return "make the change, and verify again (-v shows all that was compared):", again
     return "look at the tensors that differ: -v shows all that was compared", ()
 
 
-def _how_equal(found: Verification) -> str:
+def _how_equal(result: Verification) -> str:
     """Write the largest gradient error of all comparisons, with the batch, the precision and its tolerance."""
-    every = [one for comparison in found.comparisons for one in comparison.differences]
-    gradients = [one for one in every if one.quantity == "gradients"]
-    error, tolerance = max(one.error for one in gradients), max(one.tolerance for one in gradients)
-    rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
-    precision = {"fp64": "float64", "fp32": "float32"}[found.precision]
+    gradients = [
+        difference
+        for comparison in result.comparisons
+        for difference in comparison.differences
+        if difference.quantity == "gradients"
+    ]
+    error = max(difference.error for difference in gradients)
+    rough = "" if result.precision == "fp64" else f", tolerance {_tolerance(result.tolerance)}"
+    precision = {"fp64": "float64", "fp32": "float32"}[result.precision]
     tensors = counted(gradients[0].compared, "tensor")
-    batch = f"{tensors}, {found.target_batch} samples as {format_parts(found.comparisons[0].micro_batches)}"
-    if found.world_size > 1:
-        batch += f" over {found.world_size} ranks"
+    batch = f"{tensors}, {result.target_batch} samples as {format_parts(result.comparisons[0].micro_batches)}"
+    if result.world_size > 1:
+        batch += f" over {result.world_size} ranks"
     return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -314,17 +315,12 @@ def _residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float])
 
 def _flatten(results: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """Return the gradients of each result as one row in float64 on the CPU; a missing one is zeros."""
-    known = {name: gradient for result in results for name, gradient in result.items()}
-    stride = max(1, -(-sum(gradient.numel() for gradient in known.values()) // _MOST_ENTRIES))
-    return [
-        torch.cat(
-            [
-                result.get(name, torch.zeros_like(other)).to_dense().reshape(-1)[::stride].to("cpu", torch.float64)
-                for name, other in known.items()
-            ]
-        )
-        for result in results
-    ]
+    zeros = {name: torch.zeros_like(gradient) for result in results for name, gradient in result.items()}
+    stride = max(1, -(-sum(gradient.numel() for gradient in zeros.values()) // _MOST_ENTRIES))
+    rows = (
+        [gradient.to_dense().reshape(-1)[::stride] for gradient in {**zeros, **result}.values()] for result in results
+    )
+    return [torch.cat([entries.to("cpu", torch.float64) for entries in row]) for row in rows]
 
 
 def _read_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | None:
@@ -340,4 +336,4 @@ def _read_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | 
 
 def _are_close(factors: Sequence[float], others: Sequence[float]) -> bool:
     pairs = zip(factors, others, strict=True)
-    return all(abs(one - other) <= _CLOSE * max(abs(one), abs(other)) for one, other in pairs)
+    return all(math.isclose(factor, other, rel_tol=_CLOSE) for factor, other in pairs)

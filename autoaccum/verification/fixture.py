@@ -147,10 +147,10 @@ def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Mo
     functions = [*objective.user_functions, objective.weight_function, workload.accumulate]
     if objective.criterion_module is not None:
         modules.extend(objective.criterion_module.modules())
-    found, generators = find_reachable([*functions, *find_user_methods(modules)])
-    known = {id(module) for module in found.values()}
-    found |= {name: module for name, module in workload.modules.items() if id(module) not in known}
-    return {f"{OUTSIDE}{name}>": module for name, module in found.items()}, generators
+    outside, generators = find_reachable([*functions, *find_user_methods(modules)])
+    reached = {id(module) for module in outside.values()}
+    outside |= {name: module for name, module in workload.modules.items() if id(module) not in reached}
+    return {f"{OUTSIDE}{name}>": module for name, module in outside.items()}, generators
 
 
 def _copy_model(model: nn.Module) -> nn.Module:

@@ -43,7 +43,7 @@ def compare(full: UpdateResult, other: UpdateResult, tolerance: float) -> tuple[
         "gradients": _gradients(full.gradients, other.gradients, tolerance),
         "buffers": _buffers(full.buffers, other.buffers, tolerance),
     }
-    return tuple(_worst(quantity, list(found), tolerance) for quantity, found in gaps.items())
+    return tuple(_worst(quantity, list(of_quantity), tolerance) for quantity, of_quantity in gaps.items())
 
 
 def largest_entry(tensors: Iterable[Tensor]) -> float:
@@ -51,16 +51,16 @@ def largest_entry(tensors: Iterable[Tensor]) -> float:
     return max(map(_largest, tensors), default=0.0)
 
 
-def distance(one: Tensor, two: Tensor) -> float:
+def distance(left: Tensor, right: Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinite where shapes differ or one is not finite."""
-    if one.shape != two.shape:
+    if left.shape != right.shape:
         return math.inf
-    left, right = _entries(one), _entries(two).to(one.device)
-    apart = (left - right).abs()
+    entries, others = _entries(left), _entries(right).to(left.device)
+    apart = (entries - others).abs()
     if not apart.numel():
         return 0.0
     if not math.isfinite(apart.max().item()):
-        same = (left == right) | (left.isnan() & right.isnan())
+        same = (entries == others) | (entries.isnan() & others.isnan())
         apart = apart.masked_fill(~apart.isfinite(), math.inf).masked_fill(same, 0.0)
     return apart.max().item()
 
@@ -80,19 +80,19 @@ def _worst(quantity: Quantity, gaps: list[_Gap], tolerance: float) -> Difference
 
 
 def _losses(full: Mapping[str, float], other: Mapping[str, float], tolerance: float) -> Iterator[_Gap]:
-    ones, twos = (
+    lefts, rights = (
         {name: torch.tensor(term, dtype=torch.float64) for name, term in run.items()} for run in (full, other)
     )
-    scale = largest_entry([*ones.values(), *twos.values()]) or 1.0
-    for name in {**ones, **twos} if twos else ():
-        yield _Gap(name, _relative_error(ones.get(name), twos.get(name), scale), tolerance)
+    scale = largest_entry([*lefts.values(), *rights.values()]) or 1.0
+    for name in {**lefts, **rights} if rights else ():
+        yield _Gap(name, _relative_error(lefts.get(name), rights.get(name), scale), tolerance)
 
 
 def _gradients(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
     scale = largest_entry(full.values()) or largest_entry(other.values()) or 1.0
     for name in {**full, **other}:
-        one = full[name] if name in full else torch.zeros_like(other[name])
-        yield _Gap(name, _relative_error(one, other.get(name, torch.zeros_like(one)), scale), tolerance)
+        left = full[name] if name in full else torch.zeros_like(other[name])
+        yield _Gap(name, _relative_error(left, other.get(name, torch.zeros_like(left)), scale), tolerance)
 
 
 def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> Iterator[_Gap]:
@@ -102,15 +102,15 @@ def _buffers(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance:
             module = name.rpartition(".")[0]
             floors[module] = max(floors.get(module, _FLOOR), _FLOOR * _largest(buffer))
     for name in {**full, **other}:
-        one, two = full.get(name), other.get(name)
-        rounded = any(buffer is not None and _is_rounded(buffer) for buffer in (one, two))
+        left, right = full.get(name), other.get(name)
+        rounded = any(buffer is not None and _is_rounded(buffer) for buffer in (left, right))
         floor = floors.get(name.rpartition(".")[0], _FLOOR) if rounded else 0.0
-        scale = max(0.0 if one is None else _largest(one), floor) or 1.0
-        yield _Gap(name, _relative_error(one, two, scale), tolerance if rounded else 0.0)
+        scale = max(0.0 if left is None else _largest(left), floor) or 1.0
+        yield _Gap(name, _relative_error(left, right, scale), tolerance if rounded else 0.0)
 
 
-def _relative_error(one: Tensor | None, two: Tensor | None, scale: float) -> float:
-    return math.inf if one is None or two is None else distance(one, two) / scale
+def _relative_error(left: Tensor | None, right: Tensor | None, scale: float) -> float:
+    return math.inf if left is None or right is None else distance(left, right) / scale
 
 
 def _is_rounded(tensor: Tensor) -> bool:
