@@ -73,16 +73,16 @@ class HostStorage:
             return tensor
         # One layer's output is the next one's input: autograd saves many tensors twice.
         key = _key(tensor)
-        found = self._copies.get(key)
-        if found is None or not found.is_of(tensor):
+        stored = self._copies.get(key)
+        if stored is None or not stored.is_of(tensor):
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
             copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
             self._copy(tensor.detach(), copy)
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._copies[key] = found = _OnHost(tensor, weak, copy)
+            self._copies[key] = stored = _OnHost(tensor, weak, copy)
             self._count.add(copy.nbytes)
-            finalize(found, self._count.add, -copy.nbytes).atexit = False
-        return found
+            finalize(stored, self._count.add, -copy.nbytes).atexit = False
+        return stored
 
     @property
     def peak_bytes(self) -> int:
@@ -101,9 +101,9 @@ class HostStorage:
         """
         emptied = []
         for tensor in _inputs_of_calls() if self._copies else ():
-            found = self._copies.get(_key(tensor))
-            if found is not None and found.is_of(tensor) and _is_own(tensor, storage := tensor.untyped_storage()):
-                emptied.append((tensor, storage, storage.nbytes(), found.copy))
+            stored = self._copies.get(_key(tensor))
+            if stored is not None and stored.is_of(tensor) and _is_own(tensor, storage := tensor.untyped_storage()):
+                emptied.append((tensor, storage, storage.nbytes(), stored.copy))
                 storage.resize_(0)
         try:
             yield
@@ -191,9 +191,9 @@ def _inputs_of_calls() -> Iterator[Tensor]:
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             named = frame.f_locals
-            given = [*named["args"], *named["kwargs"].values()]
-            given += [each for one in given if isinstance(one, list | tuple) for each in one]
-            yield from (one for one in given if isinstance(one, Tensor) and one.layout == torch.strided)
+            inputs = [*named["args"], *named["kwargs"].values()]
+            inputs += [entry for value in inputs if isinstance(value, list | tuple) for entry in value]
+            yield from (value for value in inputs if isinstance(value, Tensor) and value.layout == torch.strided)
         frame = frame.f_back
 
 

@@ -40,14 +40,14 @@ def all_modules(*roots: nn.Module | None) -> list[nn.Module]:
 
     That is a generator within a generator for each level of a model, and takes several times as long.
     """
-    queue, found = list(roots), dict[nn.Module, None]()
+    queue, modules = list(roots), dict[nn.Module, None]()
     while queue:
         module = queue.pop()
-        if module is not None and module not in found:
-            found[module] = None
+        if module is not None and module not in modules:
+            modules[module] = None
             if module._modules:
                 queue.extend(reversed(module._modules.values()))
-    return list(found)
+    return list(modules)
 
 
 def find_used_modules(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
@@ -55,11 +55,11 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
 
     Modules without parameters and buffers, as a loss without class weights, are left out.
     """
-    used = [function for function in (*objective.user_functions, *functions) if function is not None]
-    modules, _ = find_reachable(used)
-    roots = [root for root in (model, objective.criterion_module) if root is not None]
-    excluded = {id(module) for root in roots for module in root.modules()}
-    others = {name: module for name, module in modules.items() if id(module) not in excluded}
+    modules, _ = find_reachable(
+        function for function in (*objective.user_functions, *functions) if function is not None
+    )
+    excluded = set(all_modules(model, objective.criterion_module))
+    others = {name: module for name, module in modules.items() if module not in excluded}
     return {name: module for name, module in others.items() if [*module.parameters(), *module.buffers()]}
 
 
@@ -125,8 +125,8 @@ def find_generators(*owners: object) -> list[Generator]:
     """Return the generators that `owners` hold, also in functions, the user's objects, or one object of a library."""
     attributes = [entry for owner in owners for entry in getattr(owner, "__dict__", {}).items()]
     inner = [entry for _, value in attributes for entry in getattr(value, "__dict__", {}).items()]
-    held = [entry for entry in inner if isinstance(entry[1], GENERATORS)]
-    return find_reachable([owner for owner in owners if callable(owner)], [*attributes, *held])[1]
+    generators = [entry for entry in inner if isinstance(entry[1], GENERATORS)]
+    return find_reachable([owner for owner in owners if callable(owner)], [*attributes, *generators])[1]
 
 
 def is_user_class(kind: type) -> bool:

@@ -145,8 +145,8 @@ class OffloadedOptimizer:
         optimizer did in here comes before the end.
         """
         groups = [group["params"] for group in self._optimizer.param_groups]
-        own = [list(parameters) for parameters in groups]
-        copies = {one: self._copy(one) for parameters in own for one in parameters}
+        originals = [list(parameters) for parameters in groups]
+        copies = {parameter: self._copy(parameter) for parameters in originals for parameter in parameters}
         sums = {} if buffers is None else buffers.sums
         for parameter, copy in copies.items():
             gradient, parameter.grad = sums.pop(parameter, parameter.grad), None
@@ -158,12 +158,11 @@ class OffloadedOptimizer:
             self._rename(copies)
             yield
             states = [value for copy in copies.values() for value in self._optimizer.state.get(copy, {}).values()]
-            states = [value for value in states if isinstance(value, Tensor)]
+            kept = [*copies.values(), *(value for value in states if isinstance(value, Tensor))]
             gradients = [copy.grad for copy in copies.values() if copy.grad is not None]
-            held = (sum(one.nbytes for one in each) for each in ((*copies.values(), *states), gradients))
-            self.held_bytes = next(held), next(held)
+            self.held_bytes = sum(tensor.nbytes for tensor in kept), sum(gradient.nbytes for gradient in gradients)
         finally:
-            for parameters, before in zip(groups, own, strict=True):
+            for parameters, before in zip(groups, originals, strict=True):
                 parameters[:] = before
             self._rename({copy: parameter for parameter, copy in copies.items()})
             for copy in copies.values():
@@ -179,8 +178,8 @@ class OffloadedOptimizer:
     def _copy(self, parameter: Tensor) -> nn.Parameter:
         """Return the copy of a parameter, with the values that it has now."""
         now = parameter.detach().to("cpu")
-        held, copy = self._copies.get(id(parameter), (None, None))
-        if copy is None or held is not parameter:
+        original, copy = self._copies.get(id(parameter), (None, None))
+        if copy is None or original is not parameter:
             dtype = torch.float32 if now.dtype in HALF_DTYPES else now.dtype
             copy = nn.Parameter(now.to(dtype, copy=True), requires_grad=parameter.requires_grad)
             self._copies[id(parameter)] = parameter, copy

@@ -73,8 +73,9 @@ def _gather_outputs(
             hint="return what it reads of them from outputs(model, batch)",
         )
     model, ranks, device = backpropagation.model, backpropagation.ranks, backpropagation.device
-    kept = {one.untyped_storage()._cdata: one.detach() for one in (*model.parameters(), *model.buffers())}
-    numbers = {storage: number for number, storage in enumerate(kept)}
+    of_model = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    tables = {tensor.untyped_storage()._cdata: tensor for tensor in of_model}
+    numbers = {storage: number for number, storage in enumerate(tables)}
     _check_constants(outputs, numbers.keys())
 
     def view(tensor: Tensor) -> Any:
@@ -82,12 +83,15 @@ def _gather_outputs(
         return None if number is None else (number, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     views = [view(tensor) for tensor in pytree.tensors(outputs[0])] if outputs else []
-    sent = [_map_in_order(part, views, lambda one, own: one if own is None else one.new_empty(0)) for part in outputs]
-    rows = ranks.gather((sent, list(sizes), list(batches), views))
-    tables = [*kept.values()]
 
-    def receive(tensor: Tensor, own: Any) -> Tensor:
-        return tensor.to(device) if own is None else torch.as_strided(tables[own[0]], *own[1:])
+    def send(tensor: Tensor, view: Any) -> Tensor:
+        return tensor if view is None else tensor.new_empty(0)
+
+    def receive(tensor: Tensor, view: Any) -> Tensor:
+        return tensor.to(device) if view is None else torch.as_strided([*tables.values()][view[0]], *view[1:])
+
+    sent = [_map_in_order(part, views, send) for part in outputs]
+    rows = ranks.gather((sent, list(sizes), list(batches), views))
 
     everything, all_sizes, all_batches = list[Any](), list[int](), list[Any]()
     for rank, (of_parts, sizes, batches, views) in enumerate(rows):
@@ -118,11 +122,11 @@ def _check_constants(outputs: Sequence[Any], known: Collection[Any]) -> None:
 @contextmanager
 def _same_random_numbers(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Draw rank 0's random numbers within, and leave the generators of the others as they were."""
-    own = RngState([device])
-    restore_rng_state(ranks.gather(own.states)[0], [device])
+    before = RngState([device])
+    restore_rng_state(ranks.gather(before.states)[0], [device])
     yield
     if ranks.rank:
-        own.restore()
+        before.restore()
 
 
 def join_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

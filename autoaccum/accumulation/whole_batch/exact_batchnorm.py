@@ -110,13 +110,11 @@ class _Combined(torch.autograd.Function):
     def forward(ctx: Any, counts: Sequence[int], as_part: bool, *moments: Tensor) -> tuple[Tensor, Tensor]:
         wide = [moment.double() if moment.device.type != "mps" else moment for moment in moments]
         means, squares, total = wide[::2], wide[1::2], sum(counts) or 1
-        mean = sum(
-            (one * (count / total) for one, count in zip(means, counts, strict=True)), torch.zeros_like(means[0])
-        )
-        deviations = zip(squares, means, counts, strict=True)
-        variance = sum(
-            (one + count * (part - mean).square() for one, part, count in deviations), torch.zeros_like(mean)
-        )
+        mean, variance = torch.zeros_like(means[0]), torch.zeros_like(means[0])
+        for part_mean, count in zip(means, counts, strict=True):
+            mean += part_mean * (count / total)
+        for part_squares, part_mean, count in zip(squares, means, counts, strict=True):
+            variance += part_squares + count * (part_mean - mean).square()
         return mean.to(moments[0].dtype), (variance if as_part else variance / total).to(moments[0].dtype)
 
     @staticmethod
