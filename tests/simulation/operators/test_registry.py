@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from made_up_card import make_card
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.simulation.operators.registry import observe_workspaces
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
@@ -22,37 +20,10 @@ H100 = make_card((9, 0), 132)
 _aten = torch.ops.aten
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes each operator."""
-
-    def __init__(self, version: tuple[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.version = version
-        self.transient: list[Workspace] = []
-        self.kept: list[Kept] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        seen = observe_workspaces(func, args, kwargs, out, self.version)
-        self.transient.extend(step for step in seen if isinstance(step, Workspace))
-        self.kept.extend(step for step in seen if isinstance(step, Kept))
-        return out
-
-    def of(self, rule: str) -> list[tuple[int, ...]]:
-        return [workspace.numbers for workspace in self.transient if workspace.rule == rule]
-
-
-@contextmanager
-def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
-    with simulate(H100), _Watch(version) as watch:
-        yield watch
-
-
-def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> Sequence[MemoryStep]:
-    return observe_workspaces(func, args, kwargs, out, (2, 13))
+def see(
+    func: Any, *args: Any, out: Any = None, version: tuple[int, int] = (2, 13), **kwargs: Any
+) -> Sequence[MemoryStep]:
+    return observe_workspaces(func, args, kwargs, out, version)
 
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,21 +31,28 @@ def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_products_free_their_workspace_from_2_15() -> None:
-    with watched((2, 15)) as watch:
-        torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
-    assert watch.kept == []
-    assert watch.of("product_with_bias") == [(0, -1)]
-    assert watch.of("product") == [(0, -1)]
+    with simulate(H100):
+        left, right, bias = card_tensor(2, 8), card_tensor(8, 4), card_tensor(4)
+        for func, args, rule in (
+            (_aten.mm.default, (left, right), "product"),
+            (_aten.addmm.default, (bias, left, right), "product_with_bias"),
+        ):
+            assert see(func, *args, version=(2, 15)) == [OUTPUTS, Workspace(rule, (0, -1))]
+            assert see(func, *args) == [OUTPUTS, Kept(Workspace("product", (0, -1)))]
 
 
 def test_operands_in_other_layouts_are_copied() -> None:
-    with watched() as watch:
-        weight = card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
-        F.conv2d(card_tensor(2, 4, 8, 8), weight)
-        card_tensor(8, 4).t() @ card_tensor(8, 2)
-        card_tensor(1).expand(4, 8) @ card_tensor(8, 2)
-    assert watch.of("layout_copy") == [(4 * 2 * 4 * 64,), (4 * 4 * 8,)]
-    assert watch.of("convolution")[0][3] == 1
+    with simulate(H100):
+        tensor, weight = card_tensor(2, 4, 8, 8), card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
+        args = tensor, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        _, copy, workspace = see(_aten.convolution.default, *args, out=F.conv2d(tensor, weight))
+        assert copy == Workspace("layout_copy", (4 * 2 * 4 * 64,))
+        assert isinstance(workspace, Workspace)
+        assert workspace.numbers[3] == 1, "channels last"
+        right = card_tensor(8, 2)
+        assert len(see(_aten.mm.default, card_tensor(8, 4).t(), right)) == 2, "cuBLAS reads it"
+        _, _, copy = see(_aten.mm.default, card_tensor(1).expand(4, 8), right)
+        assert copy == Workspace("layout_copy", (4 * 4 * 8,))
 
 
 def test_flash_attention() -> None:
