@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard, TraceParts
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import UsageError
-from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.sources.source import FileSource
 
 MODEL = "del criterion\nmodel = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))\n"
 MASK = f"""{MODEL}
@@ -119,14 +114,6 @@ def test_a_value_that_the_cpu_cannot_compute_ends_the_step_at_the_line_that_read
         assert words in failure.message
 
 
-def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
-    (path := tmp_path / "model.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(8, 4)\ncriterion = torch.nn.MSELoss()\n"
-        "def batch(n): return torch.randn(n, 8), torch.randn(n, 4)\n"
-    )
-    child, card = SimulatedChild(), find_card("rtx3090")
-    asked = {"values": "cpu", "world_size": 2, "parallel": "fsdp2"}
-    source = FileSource(str(path)).to_record()
-    refused = pytest.raises(UsageError, match="^ranks shard the model, and the CPU computes values of a whole one")
-    with closing(child), refused:
-        child.handle(LoadOnCard(card=card, source=source, share=8, options=asked))
+def test_ranks_that_shard_a_model_are_refused(simulated: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="^ranks shard the model, and the CPU computes values of a whole one"):
+        simulated(MODEL, values="cpu", world_size=2, parallel="fsdp2")
