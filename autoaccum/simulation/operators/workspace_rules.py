@@ -291,11 +291,12 @@ RULES: Mapping[str, Rule] = {
     "product": product,
     "product_with_bias": lambda on, thread, _: 1 << 20,  # Of cuBLASLt.
     "convolution": convolution,
-    # An RNN; a row is a step of a sample. The band of its reserve follows.
-    "recurrent": lambda on, *numbers: _guess(prod(numbers)),  # Rows, hidden units, gates, directions, bytes of one.
+    # A recurrent network, by rows (steps of samples), hidden units, gates, directions and bytes of an element; and how
+    # far off its reserve may be.
+    "recurrent": lambda on, *numbers: _guess(prod(numbers)),
     "recurrent_reserve": lambda on, reserve_bytes, percent: _guess(0, ceil_div(reserve_bytes * percent, 100)),
     # Norms. Of a layer norm the partial sums for the weight (or the bias) of many narrow rows, and their reduction.
-    "layer_norm_gradient": lambda on, rows, columns, each: _partial_rows(on, rows, columns) * columns * each,
+    "layer_norm_gradient": lambda on, rows, columns, itemsize: _partial_rows(on, rows, columns) * columns * itemsize,
     "layer_norm_staging": lambda on, *numbers: _partial_sums(on, *numbers)[0],
     "layer_norm_flags": lambda on, *numbers: _partial_sums(on, *numbers)[1],
     "group_norm": _product_of,  # One number for each sample and channel, or group: count, bytes of one.
@@ -306,14 +307,18 @@ RULES: Mapping[str, Rule] = {
     "reduction": lambda on, *numbers: staging_and_flags(numbers, on.card)[0],
     "reduction_flags": lambda on, *numbers: staging_and_flags(numbers, on.card)[1],
     # One partial norm for each chunk; `largest` is the number of elements of the largest tensor.
-    "foreach_norm": lambda on, tensors, largest, each: tensors * ceil_div(largest, _NORM_CHUNK) * each,
+    "foreach_norm": lambda on, tensors, largest, itemsize: tensors * ceil_div(largest, _NORM_CHUNK) * itemsize,
     # The gradient of a table of rows and columns, of which fewer than `least` indices are not sorted: partial sums in
     # fp32; one number per index (sorted, positions, or counts); starts of runs of equal indices, or of their partial
     # sums; the start of each partial sum.
-    "embedding_sums": lambda on, indices, rows, columns, each, least: _partials(indices, rows, least) * columns * each,
-    "embedding_indices": lambda on, indices, rows, each, least: indices * each if indices >= least else 0,
-    "embedding_segments": lambda on, indices, rows, each, least: min(indices, rows) * each if indices >= least else 0,
-    "embedding_partials": lambda on, indices, rows, each, least: _partials(indices, rows, least) * each,
+    "embedding_sums": lambda on, indices, rows, columns, itemsize, least: (
+        _partials(indices, rows, least) * columns * itemsize
+    ),
+    "embedding_indices": lambda on, indices, rows, itemsize, least: indices * itemsize if indices >= least else 0,
+    "embedding_segments": lambda on, indices, rows, itemsize, least: (
+        min(indices, rows) * itemsize if indices >= least else 0
+    ),
+    "embedding_partials": lambda on, indices, rows, itemsize, least: _partials(indices, rows, least) * itemsize,
     "index_put": lambda on, count: 8 * count,  # Indices: linear, sorted, original ones, or their range.
     "sorted_pairs": sorted_pairs,
     "sort": sort,
@@ -327,14 +332,17 @@ RULES: Mapping[str, Rule] = {
     "flash_splits": lambda on, *numbers: flash_split_sums(on, *numbers) * round_up(numbers[-1], 32),
     "flash_split_sums": flash_split_sums,
     "flash_grouped": _product_of,
-    # Memory-efficient attention, where no kernel sums rows: half-precision output or gradient in fp32, their product
-    # and its sums. Then the sums of each row (`delta`), and the output of half-precision heads above 128 in fp32.
+    # Memory-efficient attention. Where no kernel sums rows: half-precision output or gradient in fp32, their product
+    # and its sums; and the sums of each row (`delta`): batch, heads, queries.
     "efficient_gradient": efficient_gradient,
     "efficient_cast": lambda on, *n: _efficient_product(on, *n) if EfficientCall(*n).element_bytes < 4 else 0,
     "efficient_product": _efficient_product,
     "efficient_product_sums": _efficient_sums,
     "efficient_row_sums": lambda on, *rows: 4 * prod(rows),
-    "efficient_output": lambda on, *n: 4 * prod(n[:4]) if n[3] > 128 and n[4] < 4 else 0,  # As `EfficientCall`'s rows.
+    # The output of half-precision heads above 128 in fp32.
+    "efficient_output": lambda on, batch, heads, queries, value_size, itemsize: (
+        4 * batch * heads * queries * value_size if itemsize < 4 and value_size > 128 else 0
+    ),
     "cudnn_gradient": cudnn_gradient,
     "empty_cache": _product_of,  # No workspace: see `trace_records.EMPTY_CACHE`.
     "layout_copy": _product_of,  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.
@@ -344,7 +352,7 @@ RULES: Mapping[str, Rule] = {
     "softmax_product": _product_of,  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.
     "ctc_gradient": _product_of,  # ATen/native/cuda/LossCTC.cu, ctc_loss_backward_gpu_template: log_beta.
 }
-"""By name, as a `Workspace` refers to them. Those written out here are exact, unless they guess."""
+"""By name, as a `Workspace` refers to them."""
 
 
 def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:
