@@ -112,11 +112,14 @@ class Study:
             _check_config(stored, config, name)
         # With the seed, the sampler of a second process would repeat earlier draws.
         self.optuna.sampler = optuna.samplers.TPESampler(seed=config["seed"] if is_new else None)
-        self.optuna.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
 
     def rows(self) -> tuple[Row, ...]:
         """Return all trials."""
         return tuple(map(_read_trial, self.optuna.get_trials(deepcopy=False)))
+
+    def finished(self) -> list[Row]:
+        """Return the trials that are over, without those that were lost."""
+        return [row for row in self.rows() if not row.lost and row.state not in ("running", "waiting")]
 
     def load_plan(self) -> Plan | None:
         """Return the plan, whose ceiling and micro-batch hold for all trials; None before it is made."""
@@ -193,19 +196,20 @@ class Search:
         Raises:
             WorkloadError: The user's code fails in the very first trial.
         """
-        request, rate, rows = self.processes.request, self.default_rate, self.study.rows()
-        rates = self.space.learning_rates
-        if count_finished(rows) >= request.trials:
+        if self._has_enough():
             return None
-        if rates.low <= rate <= rates.high and not any(row.learning_rate == rate and not row.lost for row in rows):
+        rate, rates, limit = self.default_rate, self.space.learning_rates, self.processes.request.options.time_limit
+        is_tried = any(row.learning_rate == rate and not row.lost for row in self.study.rows())
+        if rates.low <= rate <= rates.high and not is_tried:
             first = {_RATE: rate, _TARGET: self.space.target_batches[0], _MICRO: self.space.micro_batches[-1]}
             self.study.optuna.enqueue_trial(first)
-        limit = request.options.time_limit
         self.study.optuna.optimize(
             self._objective, timeout=limit, catch=(_TrialFailed,), callbacks=[self._on_trial_end]
         )
-        is_over = count_finished(self.study.rows()) >= request.trials
-        return None if is_over else message("study_out_of_time", seconds=limit)
+        return None if self._has_enough() else message("study_out_of_time", seconds=limit)
+
+    def _has_enough(self) -> bool:
+        return len(self.study.finished()) >= self.processes.request.trials
 
     def _objective(self, trial: Trial) -> float:
         """Train with a trial's setting: Optuna's objective."""
@@ -219,8 +223,11 @@ class Search:
         common = {"budget": self.budget, "seed": self.processes.request.seed}
 
         def should_continue(percent: int, loss: float) -> bool:
+            """Successive halving: go on in the better half of those that got here; lost trials do not count."""
             trial.report(loss, percent)
-            return not trial.should_prune()
+            earlier = [dict(row.losses) for row in self.study.finished()]
+            losses = sorted([loss, *(known[percent] for known in earlier if percent in known)])
+            return loss <= losses[max(len(losses) // 2, 1) - 1]
 
         training = Train(**setting, **common, evaluation_batch=self.plan.largest_fit)
         outcome = self.processes.train(training, should_continue)
@@ -228,7 +235,7 @@ class Search:
             self.notify(message("trial_warning", number=trial.number, text=text))
         trial.set_user_attr(_OUTCOME, to_plain(outcome))
         if outcome.state == "failed":
-            if count_finished(self.study.rows()):
+            if self.study.finished():
                 raise _TrialFailed(str(outcome.reason))
             raise WorkloadError(
                 f"the first trial failed: {outcome.reason}",
@@ -243,7 +250,7 @@ class Search:
     def _on_trial_end(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Report the result of a trial, and end the search if it has enough trials."""
         self.notify(_read_trial(trial))
-        if count_finished(self.study.rows()) >= self.processes.request.trials:
+        if self._has_enough():
             study.stop()
 
 
@@ -252,8 +259,3 @@ def _choose(trial: Trial, name: str, choices: tuple[int, ...]) -> int:
     chosen: int = trial.suggest_categorical(name, choices) if len(choices) > 1 else choices[0]
     trial.set_user_attr(name, chosen)
     return chosen
-
-
-def count_finished(rows: tuple[Row, ...]) -> int:
-    """Count the finished trials; lost ones do not count."""
-    return sum(not row.lost and row.state not in ("running", "waiting") for row in rows)

@@ -16,13 +16,7 @@ from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest, Prefer
 from autoaccum.planning.planner import make_plan
-from autoaccum.tuning.study import (
-    Search,
-    Study,
-    count_finished,
-    open_storage,
-    study_config,
-)
+from autoaccum.tuning.study import Search, Study, open_storage, study_config
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tuning_records import (
     LearningRateRange,
@@ -74,7 +68,7 @@ def _tune(processes: TrialProcesses, storage: RDBStorage, notify: Listener) -> T
     rates = request.learning_rate or LearningRateRange(default / _RANGE_FACTOR, default * _RANGE_FACTOR)
     name = request.study or facts.name
     study = Study(storage, name, study_config(request, facts, budget, rates))
-    notify(StudyOpened(facts, name, request.storage, count_finished(study.rows()), request.trials))
+    notify(StudyOpened(facts, name, request.storage, len(study.finished()), request.trials))
     plan = study.load_plan()
     is_known = plan is not None
     if plan is None:

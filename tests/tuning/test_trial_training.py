@@ -69,11 +69,6 @@ def test_exact_and_coupled_trainings_are_the_same_in_micro_batches_of_any_size()
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
-def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
-    outcome = run(line_workload(), should_continue=lambda percent, loss: percent < 50)
-    assert (outcome.state, outcome.samples) == ("pruned", 32)
-
-
 def test_out_of_memory_leads_to_smaller_parts_or_ends_the_trial() -> None:
     short = run(line_workload(model=lambda: Greedy(4)))
     assert (short.state, short.oom_retries > 0) == ("complete", True)
