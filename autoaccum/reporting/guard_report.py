@@ -19,15 +19,7 @@ from rich.text import Text
 
 from autoaccum.checks import counted
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.guard_result import (
-    CaseFinished,
-    CaseStarted,
-    Event,
-    Measurement,
-    Outcome,
-    Report,
-    Verdict,
-)
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Event, Measurement, Outcome, Report, Verdict
 from autoaccum.messages import Message, message
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
@@ -81,9 +73,8 @@ class GuardProgress(Progress):
 
 def _finished_line(event: CaseFinished, seconds: float) -> Text:
     """Return one line for a case: its number, time, outcome, name, and the change of its peak."""
-    verdict, width = event.verdict, len(str(event.count))
+    verdict, width, change = event.verdict, len(str(event.count)), ""
     label, style = OUTCOMES[verdict.outcome]
-    change = ""
     if verdict.growth_bytes and verdict.before is not None and verdict.outcome != "unmeasured":
         share = percent(verdict.growth_bytes, verdict.before.peak_bytes, sign=True)
         change = f"  {signed_bytes(verdict.growth_bytes)} ({share})"

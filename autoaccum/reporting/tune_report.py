@@ -19,14 +19,7 @@ from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.serialization import to_plain
-from autoaccum.tuning.tuning_records import (
-    Row,
-    SearchSpace,
-    SearchStarted,
-    State,
-    StudyOpened,
-    Tuning,
-)
+from autoaccum.tuning.tuning_records import Row, SearchSpace, SearchStarted, State, StudyOpened, Tuning
 from autoaccum.units import format_parts, percent
 
 _STYLES: dict[State, str] = {
@@ -51,13 +44,20 @@ def tuning_record(tuning: Tuning) -> dict[str, Any]:
 
 def _row_cells(row: Row, own_rate: float, space: SearchSpace | None) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
-    loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
+    percent, loss = row.losses[-1] if row.losses else (0, None)
+    notes = [
+        _setting(row, space),
+        "the workload's learning rate" if row.learning_rate == own_rate else "",
+        f"loss after {percent} %" if row.state == "pruned" and row.losses else "",
+        f"out of memory {counted(row.oom_retries, 'time')}" if row.oom_retries else "",
+        str(row.reason or ""),
+    ]
     took = f"{row.seconds:.1f} s" if row.samples else "-"
-    words = filter(None, (_rate_words(row, space), *_notes(row, own_rate)))
-    return str(row.number), _outcome(row), _format_loss(loss), took, "; ".join(words)
+    shown = _format_loss(loss if row.loss is None else row.loss)
+    return str(row.number), _outcome(row), shown, took, "; ".join(filter(None, notes))
 
 
-def _rate_words(row: Row, space: SearchSpace | None) -> str:
+def _setting(row: Row, space: SearchSpace | None) -> str:
     """Write the setting of a trial, as far as it is searched; empty until it is drawn."""
     if row.learning_rate is None:
         return ""
@@ -71,17 +71,6 @@ def _rate_words(row: Row, space: SearchSpace | None) -> str:
 
 def _outcome(row: Row) -> str:
     return "interrupted" if row.lost else row.state.replace("_", " ")
-
-
-def _notes(row: Row, own_rate: float) -> Iterator[str]:
-    if row.learning_rate == own_rate:
-        yield "the workload's learning rate"
-    if row.state == "pruned" and row.losses:
-        yield f"loss after {row.losses[-1][0]} %"
-    if row.oom_retries:
-        yield f"out of memory {counted(row.oom_retries, 'time')}"
-    if row.reason is not None:
-        yield str(row.reason)
 
 
 def _format_loss(loss: float | None) -> str:
@@ -105,31 +94,31 @@ def _result_rows(tuning: Tuning) -> Iterator[tuple[str, str | Text]]:
     if best is None:
         yield "best", Text("no trial finished its budget with a finite loss", "bold red")
     else:
-        yield "best", Text(f"{_rate_words(best, tuning.space)}, of trial {best.number}", "bold green")
+        yield "best", Text(f"{_setting(best, tuning.space)}, of trial {best.number}", "bold green")
         yield "loss", Text(f"{_format_loss(best.loss)} on held-out data", "bold green")
-        yield "default rate", _own_words(tuning, best)
+        yield "default rate", _compare_default(tuning, best)
     if tuning.plan is not None:
         yield "plan", f"{format_parts(tuning.plan.micro_batches)} samples per update"
     yield "budget", f"{tuning.budget:,} samples a trial; losses are of {tuning.workload.held_out}"
-    yield "trials", _trial_words(tuning)
+    yield "trials", _count_outcomes(tuning)
     yield "study", copied(f"{tuning.study} in {tuning.storage}")
     yield "time", format_seconds(tuning.seconds)
     yield from Facts.of_messages(tuning.warnings, ()).rows
 
 
-def _own_words(tuning: Tuning, best: Row) -> str:
+def _compare_default(tuning: Tuning, best: Row) -> str:
     """Compare with the workload's own learning rate."""
     own, rate = tuning.own, f"{tuning.workload.learning_rate:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
     if own.number == best.number:
         return f"{rate}: no other rate was better"
-    theirs, ours = own.loss or 0.0, best.loss or 0.0
-    change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
-    return f"{rate}: loss {_format_loss(theirs)}, the best has {_format_loss(ours)}{change}"
+    default, least = own.loss or 0.0, best.loss or 0.0
+    change = f" ({percent(least - default, default, sign=True)})" if default > 0 else ""
+    return f"{rate}: loss {_format_loss(default)}, the best has {_format_loss(least)}{change}"
 
 
-def _trial_words(tuning: Tuning) -> str:
+def _count_outcomes(tuning: Tuning) -> str:
     counts = Counter(map(_outcome, sorted(tuning.rows, key=_rank)))
     words = ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "none"
     return words if tuning.ended is None else f"{words}; ended early: {tuning.ended}"
@@ -168,8 +157,13 @@ class TuneProgress(PlanProgress):
     def notify(self, event: Any) -> None:
         """Show one event."""
         match event:
-            case StudyOpened():
-                self._open(event)
+            case StudyOpened(facts, name, storage, finished, trials):
+                self._own_rate, self._finished, self._trials = facts.learning_rate, finished, trials
+                schedule = f" with {facts.schedule}" if facts.schedule else ""
+                trained = f"{facts.optimizer} at a learning rate of {facts.learning_rate:.3g}{schedule}"
+                self.say(f"{facts.name}: {trained}; on {facts.device}; losses on {facts.held_out}")
+                done = f"; continuing after {finished} of {counted(trials, 'trial')}" if finished else ""
+                self.say(f"study {name} in {storage}{done}")
             case SearchStarted(space, plan, remembered):
                 self._space = space
                 how = "was planned for this study before" if remembered else "is planned"
@@ -182,25 +176,15 @@ class TuneProgress(PlanProgress):
                 )
             case Row(state="running"):
                 done = f"{self._finished} of {self._trials} are done"
-                self.show(f"trial {event.number}, {done}: {_rate_words(event, self._space)} ...")
+                self.show(f"trial {event.number}, {done}: {_setting(event, self._space)} ...")
             case Row():
-                self._end_run(event)
+                self._show_end(event)
             case Message():
                 self.warn(str(event))
             case _:
                 super().notify(event)
 
-    def _open(self, event: StudyOpened) -> None:
-        facts, self._finished, self._trials = event.facts, event.finished, event.trials
-        self._own_rate = facts.learning_rate
-        schedule = f" with {facts.schedule}" if facts.schedule else ""
-        trained = f"{facts.optimizer} at a learning rate of {facts.learning_rate:.3g}{schedule}"
-        where = f"on {facts.device}; losses on {facts.held_out}"
-        self.say(f"{facts.name}: {trained}; {where}")
-        done = f"; continuing after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
-        self.say(f"study {event.name} in {event.storage}{done}")
-
-    def _end_run(self, row: Row) -> None:
+    def _show_end(self, row: Row) -> None:
         self._finished += not row.lost
         if not self._headed:
             self._headed = True
