@@ -70,16 +70,11 @@ def test_the_figures_are_the_plans_whether_it_is_planned_or_given(target: int, g
     assert measure_traces(SyntheticTracer(), plan.micro_batches, target=target, gib=gib) == found
 
 
-def test_the_breakdown_adds_up() -> None:
-    found = measure_traces(SyntheticTracer())
-    assert 0 < found.held_bytes <= found.peak_bytes
-    assert found.card == "NVIDIA GeForce RTX 3090"
-    assert set(found.environment) == {"torch", "autoaccum"}
-
-
-def test_as_few_traces_as_it_takes() -> None:
-    tracer = SyntheticTracer()
-    measure_traces(tracer)
+def test_the_breakdown_adds_up_and_takes_few_traces() -> None:
+    measured = measure_traces(tracer := SyntheticTracer())
+    assert 0 < measured.held_bytes <= measured.peak_bytes
+    assert measured.card == "NVIDIA GeForce RTX 3090"
+    assert set(measured.environment) == {"torch", "autoaccum"}
     assert len(tracer.traced) <= 5
 
 

@@ -125,13 +125,11 @@ class Regression:
     """An edit that costs memory.
 
     Attributes:
-        name: Of the test.
         edits: What is replaced by what.
         told: What its memory is for, of which module, and a part of what is different about it, as in `Growth`.
         start: Edits that were made before.
     """
 
-    name: str
     edits: Edits
     told: tuple[Category, str, str]
     start: Edits = ()
@@ -162,46 +160,38 @@ _LOSS_WITHIN = (
 )
 """A model that computes its loss itself, so that its local variables are alive at the peak."""
 
-_REGRESSIONS = (
-    Regression(
-        name="an activation kept in a list across updates",
+REGRESSIONS: Final[Mapping[str, Regression]] = {
+    "an activation kept in a list across updates": Regression(
         edits=((_TIED, _TIED + "        self.seen = []\n"), (_HEAD, "        self.seen.append(x.detach())\n" + _HEAD)),
         told=("parameters", "", "aten.add in fp32"),
     ),
-    Regression(
-        name="a lost inplace",
+    "a lost inplace": Regression(
         start=_LOSS_WITHIN,
         edits=(*_LOSS_WITHIN, ("F.relu(wide, inplace=True)", "F.relu(wide)")),
         told=("temporaries", "expand", "aten.convolution in bf16"),
     ),
-    Regression(
-        name="an fp32 cast under autocast",
+    "an fp32 cast under autocast": Regression(
         edits=((_FORWARD, "        return self.down(self.act(self.up(x).float()))\n"),),
         told=("activations", "blocks.{0,1}.mlp", "bf16 -> fp32"),
     ),
-    Regression(
-        name="checkpointing removed",
+    "checkpointing removed": Regression(
         edits=(("checkpoint(block, x, use_reentrant=False)", "block(x)"),),
         told=("activations", "early.0", ""),
     ),
-    Regression(
-        name="a wider layer",
+    "a wider layer": Regression(
         edits=(("4 * WIDTH", "6 * WIDTH"),),
         told=("activations", "blocks.{0,1}.mlp", ""),
     ),
-    Regression(
-        name="momentum",
+    "momentum": Regression(
         start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"),),
         edits=((_ADAMW, "torch.optim.SGD(params, lr=1e-3, momentum=0.9)"),),
         told=("optimizer_state", "", "new"),
     ),
-    Regression(
-        name="an EMA",
+    "an EMA": Regression(
         edits=(('precision = "bf16"', 'precision = "bf16"\nema = True'),),
         told=("averages", "", "new"),
     ),
-    Regression(
-        name="a copy of the blocks kept as a teacher",
+    "a copy of the blocks kept as a teacher": Regression(
         edits=(
             (
                 _TIED,
@@ -211,18 +201,15 @@ _REGRESSIONS = (
         ),
         told=("parameters", "teacher.{0,1}", "new"),
     ),
-    Regression(
-        name="attention that drops in the score matrix by hand",
+    "attention that drops in the score matrix by hand": Regression(
         edits=(_BY_HAND,),
         told=("activations", "blocks.{0,1}.attn", "aten._softmax in fp32"),
     ),
-    Regression(
-        name="outputs kept by the loop",
+    "outputs kept by the loop": Regression(
         edits=(('precision = "bf16"', 'precision = "bf16"\nhold_outputs = True'),),
         told=("outputs", "head", "new"),
     ),
-    Regression(
-        name="a GELU by hand",
+    "a GELU by hand": Regression(
         edits=(
             (
                 _FORWARD,
@@ -232,13 +219,11 @@ _REGRESSIONS = (
         ),
         told=("activations", "blocks.{0,1}.mlp", "aten.mul in bf16"),
     ),
-    Regression(
-        name="weights no longer tied",
+    "weights no longer tied": Regression(
         edits=((_TIED, ""),),
         told=("optimizer_state", "head", "new"),
     ),
-    Regression(
-        name="one more head",
+    "one more head": Regression(
         edits=(
             (_TIED, _TIED + "        self.other = nn.Linear(WIDTH, VOCABULARY)\n"),
             (_HEAD, "        x = self.norm(x)\n        return self.head(x), self.other(x)\n"),
@@ -247,15 +232,13 @@ _REGRESSIONS = (
         ),
         told=("temporaries", "other", "new"),
     ),
-    Regression(
-        name="a second forward for a metric",
+    "a second forward for a metric": Regression(
         edits=(
             (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
         ),
         told=("temporaries", "blocks.{0,1}", ""),
     ),
-    Regression(
-        name="one-hot targets in fp64",
+    "one-hot targets in fp64": Regression(
         edits=(
             (
                 _LOSS,
@@ -265,18 +248,15 @@ _REGRESSIONS = (
         ),
         told=("temporaries", "", "fp32 -> fp64, in no module"),
     ),
-    Regression(
-        name="longer sequences",
+    "longer sequences": Regression(
         edits=(("4, 2048, 1024, 1024\n", "4, 2560, 1024, 1024\n"),),
         told=("activations", "", "in several modules"),
     ),
-    Regression(
-        name="fp32 in place of bf16",
+    "fp32 in place of bf16": Regression(
         edits=(('precision = "bf16"', 'precision = "fp32"'),),
         told=("activations", "blocks.{0,1}", "bf16 -> fp32"),
     ),
-    Regression(
-        name="one more block",
+    "one more block": Regression(
         edits=(
             (
                 "self.blocks = nn.ModuleList([Block(), Block()])",
@@ -285,14 +265,12 @@ _REGRESSIONS = (
         ),
         told=("activations", "blocks.2.mlp", "new"),
     ),
-    Regression(
-        name="an update that now decides",
+    "an update that now decides": Regression(
         start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"), ("4, 2048, 1024, 1024\n", "4, 1, 16, 1024\n")),
         edits=((_ADAMW, _ADAMW), ("4, 2048, 1024, 1024\n", "4, 1, 16, 1024\n")),
         told=("optimizer_state", "", "new"),
     ),
-)
-REGRESSIONS: Final = {regression.name: regression for regression in _REGRESSIONS}
+}
 
 
 _BATCH = "    tokens, sound, targets = batch\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -79,27 +80,31 @@ def holdings() -> st.SearchStrategy[Holding]:
     )
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    sizes = st.none() | st.sampled_from(["20GiB", "80%", "1.5 GiB"])
-    gpu = draw(st.sampled_from(["rtx3090", "a100-80gb", "24GiB"]))
-    return make_case(
-        workload=draw(st.sampled_from(["train.py", "a b.py:c", 'we, "on" x.py']) | WORDS),
-        gpu=gpu,
-        target_batch=draw(st.none() | COUNTS),
-        micro_batch=draw(st.none() | COUNTS),
-        precision=draw(st.none() | st.sampled_from(["fp32", "bf16"])),
-        optimizer=draw(st.none() | st.sampled_from(["AdamW", "SGD"])),
-        memory=draw(sizes),
-        reserve=draw(sizes),
-        world_size=draw(st.integers(1, 3)),
-        equal=draw(st.booleans()),
-        ema=draw(st.none() | st.booleans()),
-        hold_outputs=draw(st.none() | st.booleans()),
-        evaluation_batch=draw(st.none() | COUNTS),
-        longest_of=draw(st.none() | COUNTS),
-        batchnorm=draw(st.none() | st.sampled_from(["micro", "frozen"])),
-        coupled=draw(st.none() | st.booleans()),
+_SIZES = ("20GiB", "80%", "1.5 GiB")
+_OPTIONS: dict[str, Sequence[Any]] = {
+    "target_batch": (1, 256, 10**6),
+    "micro_batch": (1, 8, 10**6),
+    "precision": ("fp32", "bf16"),
+    "optimizer": ("AdamW", "SGD"),
+    "memory": _SIZES,
+    "reserve": _SIZES,
+    "world_size": (1, 2, 3),
+    "equal": (False, True),
+    "ema": (False, True),
+    "hold_outputs": (False, True),
+    "evaluation_batch": (1, 64),
+    "longest_of": (1, 1000),
+    "batchnorm": ("micro", "frozen"),
+    "coupled": (False, True),
+}
+
+
+def cases() -> st.SearchStrategy[Case]:
+    return st.builds(
+        lambda workload, gpu, options: make_case(workload=workload, gpu=gpu, **options),
+        st.sampled_from(["train.py", "a b.py:c", 'we, "on" x.py']) | WORDS,
+        st.sampled_from(["rtx3090", "a100-80gb", "24GiB"]),
+        st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in _OPTIONS.items()}),
     )
 
 
