@@ -31,6 +31,7 @@ of memory. `error`: it failed for another reason, so that a smaller batch would 
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""
+_MIN_LOAD_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,11 @@ class TrialSettings:
     def job_seconds(self, limit_seconds: float | None = None) -> float:
         """Return the time after which a job is ended: the limit on trials, or `limit_seconds` if that is less."""
         return min(self.options.trial_limit or TRIAL_LIMIT_SECONDS, limit_seconds or math.inf)
+
+    @property
+    def load_seconds(self) -> float:
+        """The time after which loading is ended: a short limit on trials must not end the workload's imports."""
+        return self.load_limit_seconds or max(self.job_seconds(), _MIN_LOAD_SECONDS)
 
     def to_request(self) -> dict[str, Any]:
         """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""

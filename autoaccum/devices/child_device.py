@@ -1,4 +1,4 @@
-"""Devices that run their trials in child processes, and how a child loads the workload."""
+"""Devices that run their trials in child processes."""
 
 from __future__ import annotations
 
@@ -11,37 +11,17 @@ from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget
-from autoaccum.devices.child.failures import ChildDied, JobFailed, failure_error
+from autoaccum.devices.child.failures import ChildDied
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-_MIN_LOAD_SECONDS = 300.0
-"""A short limit on trials must not end the workload's imports."""
 _STANDBY_BYTES = 512 * MIB
 """Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
 much again should stay free."""
-
-
-def load_workload(process: ChildProcess, settings: TrialSettings, load: LoadWorkload) -> Mapping[str, Any]:
-    """Have a process load the workload; return the facts that a budget is chosen by (`Meter.begin`).
-
-    Raises:
-        WorkloadError: The workload cannot be loaded.
-        UsageError: There is no such device here.
-        DoesNotFitError: Loading it runs the machine out of memory.
-        NotMeasuredError: The process cannot be started, died or took too long.
-    """
-    try:
-        return process.call(load, settings.load_limit_seconds or max(settings.job_seconds(), _MIN_LOAD_SECONDS))
-    except JobFailed as failed:
-        process.close()
-        if failed.failure.is_usage:
-            raise UsageError(failed.failure.message) from None
-        raise failure_error(failed.failure, process.owner) from None
 
 
 class ChildDevice(Device):
@@ -150,7 +130,7 @@ class ChildDevice(Device):
         settings = dataclasses.replace(self._settings, options=self._settings.options.with_spec(**given))
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
-        return load_workload(process, settings, LoadWorkload(device=self.name, **settings.to_request()))
+        return process.run(LoadWorkload(device=self.name, **settings.to_request()), settings.load_seconds)
 
     def _start_standby(self) -> None:
         """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""

@@ -27,6 +27,8 @@ class LoadWorkload(Request[Mapping[str, Any]]):
     share: int
     options: Mapping[str, Any]
 
+    may_be_refused = True
+
     @property
     def doing(self) -> str:
         """As `Request.doing`."""

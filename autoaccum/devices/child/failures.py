@@ -20,7 +20,7 @@ _USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORE
 class Failure:
     """An exception, or the death of a child, as a record; `devices.base.Trial` describes most fields.
 
-    `is_usage`: whether it was a `UsageError`.
+    `is_usage`: whether it is raised as a `UsageError`.
     """
 
     outcome: Outcome
@@ -104,6 +104,8 @@ def failure_error(failure: Failure, owner: str) -> AutoaccumError:
     """Return the error for a failure before any trial; `owner` is the machine or card whose memory ran out."""
     if failure.outcome == "oom":
         return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
+    if failure.is_usage:
+        return UsageError(failure.message)
     if failure.fault == "user":
         return WorkloadError(failure.message, user_traceback=failure.traceback)
     detail = f"\n{failure.traceback}" if failure.traceback else ""

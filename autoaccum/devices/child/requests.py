@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +33,13 @@ _FIRST_VICTIM = "1000"
 
 
 class Request(Generic[Reply]):
-    """A job for a child; a subclass is a frozen dataclass, and its type argument the type of the reply."""
+    """A job for a child; a subclass is a frozen dataclass, and its type argument the type of the reply.
+
+    Attributes:
+        may_be_refused: Whether a UsageError that ends it is raised as one; it is the workload's fault otherwise.
+    """
+
+    may_be_refused = False
 
     @property
     def doing(self) -> str:
@@ -177,10 +183,9 @@ def serve(connection: ParentConnection) -> None:
                 handler = _find_class(first.handler)()
                 handler.paths, handler.connection = first.paths, connection
             reply = handler.handle(request)
-        except UsageError as error:
-            reply = Failure(outcome="error", message=str(error), fault="user", is_usage=True)
         except BaseException as error:
-            reply = describe_failure(error, request.doing)
+            is_usage = request.may_be_refused and isinstance(error, UsageError)
+            reply = replace(describe_failure(error, request.doing), is_usage=is_usage)
         connection.reply(reply)
 
 

@@ -9,7 +9,6 @@ from typing import Final
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.child_device import load_workload
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
 from autoaccum.simulation.cards import Card
@@ -89,7 +88,8 @@ class Tracer:
             owner=f"the simulated {card.name}",
         )
         import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
-        load_workload(self._process, settings, LoadOnCard(card=card, others=others, **settings.to_request()))
+        load = LoadOnCard(card=card, others=others, **settings.to_request())
+        self._process.run(load, settings.load_seconds)
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         """Run a job and return its reply, in `limit_seconds` if that is less than the settings' limit on trials."""
