@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -76,33 +77,24 @@ def worker_options(workers: int, loader: DataLoader[Any] | None, *, pin_memory: 
     options: dict[str, Any] = {"num_workers": workers}
     if loader is not None and loader.num_workers > 0:
         options = {name: getattr(loader, name) for name in _OPTIONS}
-    start = WorkerInit(None if loader is None else loader.worker_init_fn)
+    start = partial(start_worker, None if loader is None else loader.worker_init_fn)
     pins = (pin_memory or (loader is not None and loader.pin_memory)) and torch.accelerator.is_available()
     return {**options, "worker_init_fn": start, "pin_memory": pins}
 
 
-class WorkerInit:
-    """The `worker_init_fn` of our own loaders: ignore Ctrl-C, end with the main process, then call the user's function.
+def start_worker(users_init: Callable[[int], Any] | None, worker_id: int) -> None:
+    """Ignore Ctrl-C, end with the main process, then call the user's `worker_init_fn`: that of our own loaders.
 
     torch's workers check every few seconds whether their parent has changed since their first check. If the parent was
     killed before that, they wait forever, and so does every reader of the pipes they inherited.
-
-    Args:
-        users: The user's own `worker_init_fn`.
     """
-
-    def __init__(self, users: Callable[[int], Any] | None) -> None:
-        self._users = users
-
-    def __call__(self, worker_id: int) -> None:
-        """Initialise the worker with this number."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.users_dataset)
-        if self._users is not None:
-            self._users(worker_id)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.users_dataset)
+    if users_init is not None:
+        users_init(worker_id)
 
 
 class PartRequest(NamedTuple):
