@@ -35,7 +35,6 @@ from autoaccum.sources.model_copies import (
     cast_batch,
     copy_module,
     copy_objective,
-    copy_workload_model,
     fixed_seeds,
     is_large,
     objective_in_float64,
@@ -43,6 +42,7 @@ from autoaccum.sources.model_copies import (
 )
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.samples import take_small_batch
+from autoaccum.sources.weight_check import copy_workload_model
 from autoaccum.sources.workload import Workload
 
 _HALF = 2

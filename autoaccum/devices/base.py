@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.accumulation.coupling import Coupling
+from autoaccum.devices.child.failures import Failure, Outcome
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.messages import Message
 from autoaccum.options import Options, Parallel
@@ -21,13 +22,8 @@ from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from autoaccum.devices.child.failures import Failure
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-
-Outcome = Literal["ok", "tight", "oom", "error"]
-"""`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
-of memory. `error`: it failed for another reason, so that a smaller batch would not help."""
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""

@@ -200,7 +200,7 @@ class CudaDevice(ChildDevice):
 
     def simulation(self) -> SimulatedDevice:
         """As `Device`."""
-        from autoaccum.devices.device_choice import read_torch_release
+        from autoaccum.devices.installed_torch import read_torch_release
         from autoaccum.devices.simulated.simulated_device import SimulatedDevice
         from autoaccum.devices.simulated.trace_cache import TraceCache
         from autoaccum.simulation.cards import context_memory

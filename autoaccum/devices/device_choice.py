@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.installed_torch import read_torch_release, torch_build
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from autoaccum.simulation.cards import Card
 
 _Result = TypeVar("_Result")
-_LEAST_TORCH = (2, 11)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-_VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
 
 def make_device(settings: TrialSettings) -> Device:
@@ -131,22 +129,6 @@ def check_device(name: str) -> None:
         )
 
 
-def torch_build() -> tuple[str, str | None]:
-    """Return torch's version and the CUDA version it was built for, None for a build without CUDA.
-
-    Both are read from `torch/version.py`, which PyTorch's build writes, without importing torch.
-    """
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return "not found", None
-    path = Path(next(iter(spec.submodule_search_locations))) / "version.py"
-    try:
-        found: dict[str, str] = dict(_VERSION.findall(path.read_text(encoding="utf-8")))
-    except OSError:
-        found = {}
-    return found.get("__version__", "of an unknown version"), found.get("cuda")
-
-
 def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER) -> bool:
     """Return whether this process may use an NVIDIA card, without calling torch or the driver.
 
@@ -157,22 +139,3 @@ def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER)
     if (devices / "dxg").exists() and wsl_driver.exists():
         return True
     return any(re.fullmatch(r"nvidia\d+", entry.name) for entry in devices.glob("nvidia*"))
-
-
-def read_torch_release() -> tuple[int, int]:
-    """Return the major and minor version of the installed torch.
-
-    Inside of a simulation, `torch_patches.torch_release` asks the one that runs.
-
-    Raises:
-        UsageError: torch is not installed, or too old for simulations.
-    """
-    installed, _ = torch_build()
-    match = re.match(r"(\d+)\.(\d+)", installed)
-    release = (int(match[1]), int(match[2])) if match else (0, 0)
-    if release < _LEAST_TORCH:
-        raise UsageError(
-            f"a simulated card needs torch {'.'.join(map(str, _LEAST_TORCH))} or newer, torch here is {installed}",
-            hint="upgrade torch; its CPU build is enough",
-        )
-    return release

@@ -17,7 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.base import Trial
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
 from autoaccum.errors import UsageError
 from autoaccum.planning.comparison import Comparison, ComparisonRow

@@ -128,7 +128,7 @@ def _group_tensors(lists: Sequence[Sequence[Tensor | None]], with_indices: bool 
 def torch_release() -> tuple[int, int]:
     """Return the release of the imported PyTorch, such as (2, 13).
 
-    `devices.device_choice.read_torch_release` reads it without importing PyTorch, and refuses what is too old.
+    `devices.installed_torch.read_torch_release` reads it without importing PyTorch, and refuses what is too old.
     """
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)

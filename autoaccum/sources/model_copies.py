@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +17,6 @@ from torch import Tensor, nn
 
 from autoaccum.sources.objective import Objective
 from autoaccum.sources.pytree import map_tensors
-from autoaccum.tracebacks import user_code
-
-if TYPE_CHECKING:
-    from autoaccum.sources.workload import Workload
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -76,31 +72,6 @@ def empty_tensors(model: nn.Module) -> dict[int, Any]:
         id(parameter): nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }
-
-
-def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
-    """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
-
-    A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
-    model itself, unchanged, and False.
-    """
-    with user_code("model()"):
-        model = workload.make_model()
-    if not isinstance(workload.model, nn.Module | type):
-        try:
-            model = copy_module(model)  # A function may return the same model each time; that belongs to the caller.
-        except Exception:  # `__deepcopy__` may be the user's.
-            return model, False
-    if not model.training:
-        model.train()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            is_matrix = parameter.ndim > 1 and parameter.is_floating_point()
-            if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
-                noise = torch.randn(parameter.shape, generator=generator) * 0.02
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
-    return model, True
 
 
 def is_large(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.messages import Message, message
 from autoaccum.sentences import name_term
 from autoaccum.sources.batches import batch_size, move_batch, split_batch
-from autoaccum.sources.model_copies import cast_batch, copy_workload_model, fixed_seeds
+from autoaccum.sources.model_copies import cast_batch, copy_module, fixed_seeds
 from autoaccum.sources.objective import Objective, match_weights
 from autoaccum.sources.samples import take_small_batch
 from autoaccum.sources.weight_candidates import list_candidates, shorten
@@ -160,6 +160,31 @@ class LossComparison:
         with user_code(f"the loss of {batch_size(batch)} samples"):
             terms = self._forward(move_batch(cast_batch(batch, None), self._device))
             return {name: float(term.detach()) for name, term in terms.items()}
+
+
+def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
+    """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
+
+    A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
+    model itself, unchanged, and False.
+    """
+    with user_code("model()"):
+        model = workload.make_model()
+    if not isinstance(workload.model, nn.Module | type):
+        try:
+            model = copy_module(model)  # A function may return the same model each time; that belongs to the caller.
+        except Exception:  # `__deepcopy__` may be the user's.
+            return model, False
+    if not model.training:
+        model.train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_matrix = parameter.ndim > 1 and parameter.is_floating_point()
+            if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return model, True
 
 
 def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int]) -> LossComparison:

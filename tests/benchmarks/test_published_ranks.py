@@ -7,7 +7,7 @@ from in_process_tracer import InProcessTracer
 from published_ranks import CARD, PUBLISHED, WORKLOAD
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.options import Options

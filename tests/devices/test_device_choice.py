@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.devices import device_choice
+from autoaccum.devices import device_choice, installed_torch
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
@@ -14,9 +14,8 @@ from autoaccum.devices.device_choice import (
     has_device_for_each,
     has_nvidia_gpu,
     make_device,
-    read_torch_release,
-    torch_build,
 )
+from autoaccum.devices.installed_torch import read_torch_release, torch_build
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.sources.source import FileSource
@@ -118,8 +117,8 @@ def test_ranks_are_started_where_each_has_a_device() -> None:
 
 @pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
 def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
-    monkeypatch.setattr(device_choice, "torch_build", lambda: (version, None))
+    monkeypatch.setattr(installed_torch, "torch_build", lambda: (version, None))
     assert read_torch_release() == release
-    monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.6.0+cu124", None))
+    monkeypatch.setattr(installed_torch, "torch_build", lambda: ("2.6.0+cu124", None))
     with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
         read_torch_release()

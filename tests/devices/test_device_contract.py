@@ -15,7 +15,7 @@ from warm_children import Nurseries, warmed
 from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache

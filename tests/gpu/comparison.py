@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.errors import NotMeasuredError

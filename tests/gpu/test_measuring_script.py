@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache

@@ -15,7 +15,7 @@ from synthetic_traces import Sizes, SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import DoesNotFitError, NotMeasuredError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.devices.simulated.trace_cache import TraceCache

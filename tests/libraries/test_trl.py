@@ -8,7 +8,7 @@ import pytest
 from command_line import Command
 
 from autoaccum import Plan
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.simulation.operators.layers import keeps_workspace
 from autoaccum.units import KIB
 

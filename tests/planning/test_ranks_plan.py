@@ -10,7 +10,7 @@ from planned import make_plan_setup, make_request
 from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks
-from autoaccum.devices.base import Outcome
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError
 from autoaccum.messages import Message

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.schedule import part_sizes
-from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.base import Trial
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.messages import Message
 from autoaccum.planning.next_size import CorrectedForecast

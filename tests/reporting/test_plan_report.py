@@ -8,7 +8,8 @@ import factories
 import pytest
 from factories import change_facts, message_at
 
-from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.base import Trial
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.plan_report import accumulator_line, print_plan

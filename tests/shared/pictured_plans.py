@@ -7,7 +7,8 @@ from typing import Any
 
 from factories import make_plan
 
-from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.base import Trial
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.devices.explanation import CurvePoint, Explanation, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
 from autoaccum.simulation.trace_records import CATEGORIES, Category, Phase

@@ -9,7 +9,8 @@ from typing import Any
 
 from factories import make_inspection
 
-from autoaccum.devices.base import Device, Inspection, Outcome, Trial
+from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.child.failures import Outcome
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
 

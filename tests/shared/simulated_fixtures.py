@@ -11,8 +11,8 @@ import pytest
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.device_choice import read_torch_release
 from autoaccum.devices.explanation import Explanation
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard

@@ -7,9 +7,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal
 
-from autoaccum.devices.base import Outcome
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.units import GIB, KIB, MIB, format_bytes
+
+Outcome = Literal["ok", "tight", "oom", "error"]
+"""`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
+of memory. `error`: it failed for another reason, so that a smaller batch would not help."""
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}

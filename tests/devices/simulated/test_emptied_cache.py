@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer

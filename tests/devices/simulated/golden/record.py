@@ -26,7 +26,7 @@ from in_process_tracer import InProcessTracer
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.device_choice import read_torch_release
+from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.planning.plan_messages import MemoryNeeds
