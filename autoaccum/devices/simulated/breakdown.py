@@ -49,31 +49,40 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
     that stays belongs to no module.
     """
     trace = labelled.trace
-    lives = _lives(trace)
+    allocations = [index for index, event in enumerate(trace.events) if event >= 0]  # In the blocks' order.
+    frees = {~event: index for index, event in enumerate(trace.events) if event < 0}
     batches = _micro_batches(trace)
     starts = [batch.start for batch in batches]
-    recomputation_ends = _ends_of_recomputation(labelled, [allocated_at for allocated_at, _ in lives])
+    never = next_plain = len(trace.events)
     uses = []
-    for block, (allocated_at, freed_at) in enumerate(lives):
+    for block in reversed(range(len(allocations))):
+        allocated_at, freed_at = allocations[block], frees.get(block, never)
         origin, owner = labelled.origins[block], labelled.owners.get(block)
         index = bisect_right(starts, allocated_at) - 1
         batch = batches[index] if index >= 0 and allocated_at < batches[index].end else None
+        forward_end = never
+        if batch is not None and allocated_at < batch.backward:
+            forward_end = batch.backward
+        elif origin.role == "recomputed":  # A forward within backward ends with the next allocation beside it.
+            forward_end = next_plain
+        if origin.role not in _WITHIN_RECOMPUTATION:
+            next_plain = allocated_at
         category: Category = "temporaries"
         module = origin.module
         if owner is not None:
             category, module = owner
         elif origin.role == "workspace":
             category = "workspace"
-            module = module if freed_at < len(trace.events) else 0
+            module = module if freed_at < never else 0
         elif batch is None:
             if index < 0 and freed_at > trace.last_update:
                 category = "parameters"
         elif origin.role == "summed" and freed_at > batch.end:
             category = "gradients"
-        elif freed_at > (batch.backward if allocated_at < batch.backward else recomputation_ends[block]):
+        elif freed_at > forward_end:
             category = "activations"
         uses.append(BlockUse(category, module, allocated_at, freed_at))
-    return uses
+    return uses[::-1]
 
 
 def _micro_batches(trace: Trace) -> list[_MicroBatch]:
@@ -88,33 +97,6 @@ def _micro_batches(trace: Trace) -> list[_MicroBatch]:
             found.append(_MicroBatch(batch.start, end if stage < _BACKWARD else batch.backward, end))
         last = stage
     return found
-
-
-def _lives(trace: Trace) -> list[tuple[int, int]]:
-    """Return for each block the indices of the events that allocate and free it."""
-    allocated_at, freed_at = [0] * len(trace.sizes), [len(trace.events)] * len(trace.sizes)
-    for index, event in enumerate(trace.events):
-        if event >= 0:
-            allocated_at[event] = index
-        else:
-            freed_at[~event] = index
-    return list(zip(allocated_at, freed_at, strict=True))
-
-
-def _ends_of_recomputation(labelled: LabelledTrace, allocated_at: Sequence[int]) -> list[int]:
-    """Return for each block of a forward within backward the next allocation after that forward.
-
-    For other blocks it is the end of the trace.
-    """
-    never = len(labelled.trace.events)
-    ends, end = [never] * len(allocated_at), never
-    for block in range(len(allocated_at) - 1, -1, -1):
-        role = labelled.origins[block].role
-        if role == "recomputed":
-            ends[block] = end
-        elif role not in _WITHIN_RECOMPUTATION:
-            end = allocated_at[block]
-    return ends
 
 
 class MemoryBreakdown:
