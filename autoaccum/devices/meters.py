@@ -257,7 +257,12 @@ def warm_up(device: torch.device | str = "cpu") -> None:
         except RuntimeError as error:
             if device.type == "cpu" or find_out_of_memory(error) is not None or is_context_dead(error):
                 raise
-    if device.type != "cpu":
+    synchronize_device(device)
+
+
+def synchronize_device(device: torch.device | None) -> None:
+    """Wait until `device` has finished its work, and raise its errors."""
+    if device is not None and device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 

@@ -24,9 +24,9 @@ from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Handler
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.devices.meters import Meter, make_meter, warm_up
+from autoaccum.devices.meters import Meter, make_meter, synchronize_device, warm_up
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
-from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything, synchronize_device
+from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
 from autoaccum.sources.samples import apply_spec

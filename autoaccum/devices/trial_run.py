@@ -26,6 +26,7 @@ from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.loop_memory import EmaModel, HoldingObjective, evaluate
+from autoaccum.devices.meters import synchronize_device
 from autoaccum.errors import WorkloadError
 from autoaccum.options import GradSync
 from autoaccum.simulation.trace_records import Phase
@@ -218,12 +219,6 @@ def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:
     if device is None or device.type == "cpu" or model_device(model) == device:
         return model
     return model.to(device)
-
-
-def synchronize_device(device: torch.device | None) -> None:
-    """Wait until `device` has finished its work, and raise its errors."""
-    if device is not None and device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:

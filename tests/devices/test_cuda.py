@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.cuda import CudaDevice, InstalledCard, check_index
-from autoaccum.devices.meters import card_limit, check_allocator, memory_fraction, read_card
+from autoaccum.devices.meters import check_allocator, memory_fraction
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
 from autoaccum.sources.source import FileSource
@@ -203,11 +203,3 @@ def test_a_fraction_never_permits_more_than_the_limit(total: int, data: st.DataO
     fraction = memory_fraction(limit, total)
     assert 0 <= fraction <= 1
     assert limit - 2 <= permitted_bytes(fraction, total) <= limit
-
-
-@pytest.mark.without_gpu
-def test_without_a_card_pytorchs_own_error_comes_and_nothing_is_set() -> None:
-    with pytest.raises((RuntimeError, AssertionError)):
-        read_card(0)
-    with pytest.raises((RuntimeError, AssertionError)), card_limit(0, GIB):
-        pytest.fail("entered")

@@ -72,9 +72,3 @@ def test_memory_high_binds_too(root: Path) -> None:
     put_v2_group(root, "a", limit=8 * GIB, usage=GIB)
     write(root / "sys/fs/cgroup/a/memory.high", 2 * GIB)
     assert read_host_memory(root).free_bytes == GIB
-
-
-def test_this_machine_can_be_read() -> None:
-    memory = read_host_memory()
-    assert 0 < memory.free_bytes <= memory.total_bytes
-    assert count_oom_kills() >= 0
