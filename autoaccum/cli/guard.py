@@ -103,24 +103,32 @@ def command(
         folder = find_folder(Path.cwd())
         others = {"the lock itself": folder / LOCK_NAME}
         check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
-        limits: dict[str, Any] = {"tolerance": allowed, "time_limit": time_limit}
         with GuardProgress(stderr, quiet=quiet, harmless=harmless if _on_github() else None) as progress:
-            listeners: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
-            found = guard(wanted, folder, update=update, baseline=baseline, force=force, **limits, **listeners)
+            result = guard(
+                wanted,
+                folder,
+                update=update,
+                baseline=baseline,
+                tolerance=allowed,
+                time_limit=time_limit,
+                force=force,
+                on_event=progress.notify,
+                on_output=progress.print_output,
+            )
         if annotates:
-            _show_on_github(found, folder)
+            _show_on_github(result, folder)
         elif as_json:
-            click.echo(found.to_json(), nl=False)
+            click.echo(result.to_json(), nl=False)
         else:
             if not quiet:
                 stderr.print()
-            show(make_console(), *report_blocks(found))
+            show(make_console(), *report_blocks(result))
         if output is not None:
-            write_text(Path(output), found.to_json() if as_json else report_text(found), force=force)
+            write_text(Path(output), result.to_json() if as_json else report_text(result), force=force)
         if report is not None:
-            write_page(report, describe_counts(found), {"Report": list(report_blocks(found))}, force=force)
-    if found.exit_code:
-        raise click.exceptions.Exit(found.exit_code)
+            write_page(report, describe_counts(result), {"Report": list(report_blocks(result))}, force=force)
+    if result.exit_code:
+        raise click.exceptions.Exit(result.exit_code)
 
 
 def _show_on_github(report: Report, folder: Path) -> None:

@@ -148,6 +148,11 @@ class Verdict:
         """The growth of the peak; None where one of the two measurements is missing."""
         return None if self.before is None or self.now is None else self.now.peak_bytes - self.before.peak_bytes
 
+    @property
+    def warnings(self) -> tuple[Message, ...]:
+        """Warnings of the measurement."""
+        return () if self.now is None else self.now.warnings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -174,8 +179,8 @@ class Report:
     def to_json(self) -> str:
         """Return the record as indented JSON: `schema`, `exit_code`, and the fields of this record and those in it.
 
-        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `held_bytes`, each message
-        its `text`; later versions of this schema may add fields, and change none.
+        Each verdict also has `name`, `growth_bytes` and `warnings`, each measurement `micro_batch` and `held_bytes`,
+        each message its `text`; later versions of this schema may add fields, and change none.
         """
         record = {"schema": 5, "exit_code": self.exit_code, **to_plain(self)}
         record["verdicts"] = [_verdict_record(verdict) for verdict in self.verdicts]
@@ -183,7 +188,8 @@ class Report:
 
 
 def _verdict_record(verdict: Verdict) -> dict[str, Any]:
-    record = {"name": case_name(verdict.case), **to_plain(verdict), "growth_bytes": verdict.growth_bytes}
+    derived = {"growth_bytes": verdict.growth_bytes, "warnings": to_plain(verdict.warnings)}
+    record = {"name": case_name(verdict.case), **to_plain(verdict), **derived}
     record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.to_record()}
     for name, measured in (("before", verdict.before), ("now", verdict.now)):
         if measured is not None:

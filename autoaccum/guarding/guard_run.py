@@ -94,13 +94,13 @@ def guard(
     cases = select_cases(wanted, folder, locked)
     notify = on_event or (lambda event: None)
     verdicts = []
-    with nullcontext() if baseline is None else checked_out(folder, baseline) as checkout:
+    with nullcontext() if baseline is None else checked_out(folder, baseline) as paths:
         run = _GuardRun(
             folder=folder,
             locked=locked,
             tolerance=tolerance,
             update=update,
-            baseline=checkout,
+            baseline=paths,
             revision=baseline,
             on_output=on_output,
             deadline=Deadline(time_limit),
@@ -164,8 +164,8 @@ class _GuardRun:
                 hint=message("lock_on_good_branch"),
                 command=command,
             )
-        locked = None if self.update or before is None else before.micro_batches
-        now = self._measure(case, ImportPaths.of(self.folder), locked)
+        schedule = None if self.update or before is None else before.micro_batches
+        now = self._measure(case, ImportPaths.of(self.folder), schedule)
         if before is None:
             return Verdict(case=case, outcome="locked", now=now)
         verdict = compare(case, before, now, self.tolerance, command=command)

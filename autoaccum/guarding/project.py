@@ -51,23 +51,23 @@ def place_within(folder: Path, workload: str, cwd: Path) -> str:
     return source.at(resolved.relative_to(root).as_posix()).name
 
 
-def select_cases(wanted: Sequence[Case], folder: Path, known: Iterable[Case]) -> tuple[Case, ...]:
+def select_cases(wanted: Sequence[Case], folder: Path, locked: Iterable[Case]) -> tuple[Case, ...]:
     """Return the selected cases, ordered by name.
 
-    `wanted` are cases with some fields given, one for each card; `known` are the locked cases.
+    `wanted` are cases with some fields given, one for each card; one without any selects all that are `locked`.
 
     Raises:
         UsageError: A value is not valid, or a size is given without a workload, or without a card.
-        NotMeasuredError: No known case has the given values.
+        NotMeasuredError: No locked case has the given values.
     """
-    known, selected = list(known), dict[Case, None]()
+    locked, selected = list(locked), dict[Case, None]()
     for given in wanted:
         part = check_case(given)
         if part.has_size and not part.workload:
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
         if part.workload:
             part = dataclasses.replace(part, workload=place_within(folder, part.workload, Path.cwd()))
-        alike = [part] if part.is_complete else [case for case in known if part.matches(case)]
+        alike = [part] if part.is_complete else [case for case in locked if part.matches(case)]
         if not alike and part.has_size:
             check_complete(part)
         if not alike:

@@ -130,7 +130,7 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
         sizes = f"peak {precise_bytes(now.peak_bytes)}, smallest budget {precise_bytes(now.min_budget_bytes)}"
         yield Text(f"  {sizes}, largest fit {_largest(now)}, parts {format_parts(now.micro_batches)}")
     rows: list[tuple[str, str | Text]] = [("  why", str(reason)) for reason in verdict.reasons]
-    rows += [(f"  {kind}", text) for kind, text in Facts.of_messages(() if now is None else now.warnings, ()).rows]
+    rows += [(f"  {kind}", text) for kind, text in Facts.of_messages(verdict.warnings, ()).rows]
     if verdict.hint is not None:
         rows.append(("  way out", f"{verdict.hint}{':' if verdict.command else ''}"))
     yield Facts(rows)

@@ -226,7 +226,7 @@ class Search:
             """Successive halving: go on in the better half of those that got here; lost trials do not count."""
             trial.report(loss, percent)
             earlier = [dict(row.losses) for row in self.study.finished()]
-            losses = sorted([loss, *(known[percent] for known in earlier if percent in known)])
+            losses = sorted([loss, *(milestones[percent] for milestones in earlier if percent in milestones)])
             return loss <= losses[max(len(losses) // 2, 1) - 1]
 
         training = Train(**setting, **common, evaluation_batch=self.plan.largest_fit)
