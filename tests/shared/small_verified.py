@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum import Workload
+
 FEATURES, CLASSES, WORDS, LENGTH = 5, 3, 11, 6
 LENGTHS = (6, 3, 5, 2, 4, 6, 2, 3)
 
@@ -176,6 +178,16 @@ def penalty(model: nn.Module) -> Tensor:
 
 def penalised_loss(model: nn.Module, batch: Any) -> Tensor:
     return class_loss(model, batch) + penalty(model)
+
+
+def classes(model: Any = Mlp, **more: Any) -> Workload:
+    """A model of samples of one size, with a criterion."""
+    return Workload(model=model, batch=pairs, criterion=nn.CrossEntropyLoss(), **more)
+
+
+def sentences(loss: Any = token_loss, model: Any = Gpt, **more: Any) -> Workload:
+    """A model of texts of several lengths."""
+    return Workload(model=model, batch=texts, loss=loss, **more)
 
 
 def text_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:

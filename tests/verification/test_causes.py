@@ -16,16 +16,8 @@ from autoaccum.verification.verification_result import Verification
 CRITERION = nn.CrossEntropyLoss()
 
 
-def classes(model: Any = small.Mlp, **more: Any) -> Workload:
-    return Workload(model=model, batch=small.pairs, criterion=CRITERION, **more)
-
-
 def pairs(loss: Any, model: Any = small.Mlp, **more: Any) -> Workload:
     return Workload(model=model, batch=small.pairs, loss=loss, **more)
-
-
-def texts(loss: Any, model: Any = small.Gpt, **more: Any) -> Workload:
-    return Workload(model=model, batch=small.texts, loss=loss, **more)
 
 
 def captions(loss: Any) -> Workload:
@@ -45,18 +37,20 @@ def broadcast() -> Workload:
 
 NORMED = Workload(model=small.Residual, batch=small.images, criterion=CRITERION)
 WELL: dict[str, Workload] = {
-    "MLP": classes(),
+    "MLP": small.classes(),
     "MLP, a sum": pairs(small.summed_loss, reduction="sum"),
-    "a sparse gradient": classes(small.Looking),
+    "a sparse gradient": small.classes(small.Looking),
     "BatchNorm at rest": Workload(
         model=lambda: small.Residual().eval(), batch=small.images, criterion=CRITERION, batchnorm="frozen"
     ),
-    "padding and dropout": texts(small.token_loss, weight=small.token_weight),
-    "two losses, of tokens and samples": texts(small.text_losses, weight=small.text_weights),
-    "Hugging Face, shifted tokens": texts(small.huggingface_loss, small.HuggingFace, weight=small.shifted_weight),
+    "padding and dropout": small.sentences(weight=small.token_weight),
+    "two losses, of tokens and samples": small.sentences(small.text_losses, weight=small.text_weights),
+    "Hugging Face, shifted tokens": small.sentences(
+        small.huggingface_loss, small.HuggingFace, weight=small.shifted_weight
+    ),
     "CLIP, each pair by itself": captions(small.matched_loss),
-    "a loop": classes(accumulate=planted.right_loop),
-    "a loop with dropout": classes(small.dropped, accumulate=planted.right_loop),
+    "a loop": small.classes(accumulate=planted.right_loop),
+    "a loop with dropout": small.classes(small.dropped, accumulate=planted.right_loop),
 }
 
 
@@ -75,17 +69,17 @@ COUPLED = {"where": ("the loss",), "mode": {"coupled": True}}
 PLANTED: dict[str, tuple[Workload, str, dict[str, Any]]] = {
     "BatchNorm": (NORMED, "batchnorm", {"where": ("norm1", "norm2"), "mode": {"batchnorm": "exact"}}),
     "tokens that are not weighted": (
-        texts(small.huggingface_loss, small.HuggingFace),
+        small.sentences(small.huggingface_loss, small.HuggingFace),
         "weight",
         {"code": SHIFTED, "divisor": "samples", "where": ()},
     ),
     "two losses, one weight": (
-        texts(small.text_losses),
+        small.sentences(small.text_losses),
         "weight",
         {"where": ("tokens",), "code": f'{{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}'},
     ),
     "tokens, said to be a sum": (
-        texts(small.token_loss, reduction="sum"),
+        small.sentences(reduction="sum"),
         "reduction",
         {"code": TOKENS, "is_sum": True, "divisor": None},
     ),
@@ -94,9 +88,9 @@ PLANTED: dict[str, tuple[Workload, str, dict[str, Any]]] = {
     "the root of a mean": (pairs(planted.root_loss), "coupled loss", COUPLED),
     "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "coupled loss", COUPLED),
     "outputs that are broadcast against targets": (broadcast(), "coupled loss", COUPLED),
-    "a random order": (classes(planted.Shuffling), "randomness", {"mode": {}}),
+    "a random order": (small.classes(planted.Shuffling), "randomness", {"mode": {}}),
     "a loop that does not divide": (
-        classes(accumulate=planted.undivided_loop),
+        small.classes(accumulate=planted.undivided_loop),
         "accumulate",
         {
             "mistake": "undivided",
@@ -106,27 +100,27 @@ PLANTED: dict[str, tuple[Workload, str, dict[str, Any]]] = {
         },
     ),
     "a loop that divides twice": (
-        classes(accumulate=planted.twice_divided_loop),
+        small.classes(accumulate=planted.twice_divided_loop),
         "accumulate",
         {"mistake": "divided twice"},
     ),
     "a loop that averages means of tokens": (
-        texts(small.token_loss, weight=small.token_weight, accumulate=planted.loop_of_means),
+        small.sentences(weight=small.token_weight, accumulate=planted.loop_of_means),
         "accumulate",
         {"mistake": "mean of means", "divisor": "weight(part)"},
     ),
     "a loop that divides the last window as a whole one": (
-        classes(accumulate=planted.configured_loop),
+        small.classes(accumulate=planted.configured_loop),
         "last window",
         {"mistake": "last window"},
     ),
     "a loop that zeroes gradients between parts": (
-        classes(accumulate=planted.zeroing_loop),
+        small.classes(accumulate=planted.zeroing_loop),
         "accumulate",
         {"mistake": "weights", "factors": pytest.approx([0.0, 0.0, 0.0, 0.25])},
     ),
     "a loop that clips after each part": (
-        classes(accumulate=planted.clipping_loop),
+        small.classes(accumulate=planted.clipping_loop),
         "accumulate",
         {"mistake": "weights"},
     ),
@@ -145,9 +139,9 @@ def test_names_and_proves_the_one_cause(case: str) -> None:
 
 
 SEEN: dict[str, tuple[Workload, str, tuple[str, ...]]] = {
-    "a norm of one's own": (classes(planted.Standardising), "coupled model", ("the model itself",)),
+    "a norm of one's own": (small.classes(planted.Standardising), "coupled model", ("the model itself",)),
     "a term that is a sum among means": (pairs(planted.mixed_reductions), "reduction", ("size",)),
-    "means over different counts, added up": (texts(planted.mixed_counts), "coupled loss", ("the loss",)),
+    "means over different counts, added up": (small.sentences(planted.mixed_counts), "coupled loss", ("the loss",)),
     "a variable that counts calls": (pairs(planted.counted_loss), "non-determinism", ()),
 }
 
@@ -160,11 +154,11 @@ def test_names_what_it_sees_but_cannot_take_away(case: str) -> None:
 
 
 UNKNOWN: dict[str, tuple[Workload, str]] = {
-    "state that is kept between calls": (classes(planted.Remembering), "first.weight"),
-    "a buffer that counts calls": (classes(planted.Counting), "calls"),
-    "a feature without its graph": (classes(planted.Caching), "first.weight"),
-    "weights that follow others": (classes(planted.Following), "first.weight"),
-    "a hook on a gradient": (classes(planted.hooked), "first.weight"),
+    "state that is kept between calls": (small.classes(planted.Remembering), "first.weight"),
+    "a buffer that counts calls": (small.classes(planted.Counting), "calls"),
+    "a feature without its graph": (small.classes(planted.Caching), "first.weight"),
+    "weights that follow others": (small.classes(planted.Following), "first.weight"),
+    "a hook on a gradient": (small.classes(planted.hooked), "first.weight"),
     "a loop with a regulariser for each part": (
         pairs(small.penalised_loss, accumulate=planted.penalised_loop),
         "first.weight",
@@ -183,11 +177,14 @@ def test_all_else_is_unequal_with_the_first_tensor_that_differs(case: str) -> No
 
 
 def test_batchnorm_is_told_beside_what_is_unknown() -> None:
-    assert [cause.kind for cause in found(classes(planted.RememberingNormalised)).causes] == ["batchnorm", "unknown"]
+    assert [cause.kind for cause in found(small.classes(planted.RememberingNormalised)).causes] == [
+        "batchnorm",
+        "unknown",
+    ]
 
 
 def test_a_permutation_is_neutral_and_said() -> None:
-    verification = found(classes(planted.Mixing))
+    verification = found(small.classes(planted.Mixing))
     assert verification.equivalent
     assert verification.neutral_random
     (*_, note) = verification.notes
@@ -196,7 +193,7 @@ def test_a_permutation_is_neutral_and_said() -> None:
 
 
 def test_two_samples_are_enough() -> None:
-    (cause,) = verify(texts(small.token_loss), target_batch=2, micro_batch=1).causes
+    (cause,) = verify(small.sentences(), target_batch=2, micro_batch=1).causes
     assert cause.change.facts["code"] == TOKENS
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum import Workload, verify
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.messages import Message
 from autoaccum.verification.verification_result import Verification
 
@@ -26,11 +26,7 @@ pytestmark = pytest.mark.usefixtures("warm_children")
 
 
 def tokens(**more: Any) -> Workload:
-    return Workload(model=small.Gpt, batch=small.texts, loss=small.token_loss, weight=small.token_weight, **more)
-
-
-def classes(model: Any = small.Mlp, **more: Any) -> Workload:
-    return Workload(model=model, batch=small.pairs, criterion=nn.CrossEntropyLoss(), **more)
+    return small.sentences(weight=small.token_weight, **more)
 
 
 def found(workload: Workload, ranks: int = 2, **more: Any) -> Verification:
@@ -120,9 +116,9 @@ def test_a_sum_that_only_the_first_rank_gets_is_told() -> None:
 
 
 def test_more_ranks_than_even_shares_and_a_model_that_couples() -> None:
-    assert found(classes(), ranks=3).equivalent
+    assert found(small.classes(), ranks=3).equivalent
     normed = nn.Sequential(nn.Linear(small.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, small.CLASSES))
-    (cause,) = found(classes(normed)).causes
+    (cause,) = found(small.classes(normed)).causes
     assert (cause.kind, cause.mode, cause.proved) == ("batchnorm", {"batchnorm": "exact"}, True)
 
 
@@ -144,11 +140,6 @@ def test_a_rank_that_fails_ends_the_others() -> None:
         found(tokens(accumulate=breaks_on_the_second))
     with pytest.raises(NotMeasuredError, match="its process left with exit status 7"):
         found(tokens(accumulate=dies_on_the_second))
-
-
-def test_what_cannot_be_compared_over_ranks() -> None:
-    with pytest.raises(UsageError, match="a rank has no sample: give a larger target batch"):
-        found(classes(), ranks=9)
 
 
 def test_the_command(tmp_path: Path, command: Command) -> None:

@@ -36,10 +36,7 @@ def test_a_sound_workload_is_equivalent() -> None:
     assert found.equivalent
     assert not found.causes
     assert (found.target_batch, found.micro_batch, found.precision, found.device) == (16, 4, "fp64", "cpu")
-    assert [(one.window, one.micro_batches) for one in found.comparisons] == [
-        ("whole", (4, 4, 4, 4)),
-        ("last", (4, 3)),
-    ]
+    assert [(one.window, one.micro_batches) for one in found.comparisons] == [("whole", (4, 4, 4, 4)), ("last", (4, 3))]
     assert [one.quantity for one in found.comparisons[0].differences] == ["loss", "gradients", "buffers"]
     assert all(one.error < 1e-14 for comparison in found.comparisons for one in comparison.differences)
     assert found.tolerance == 1e-10
@@ -120,9 +117,7 @@ def test_packed_weights_are_verified_in_float32() -> None:
             return super().forward(x) @ self.codes.to(x.dtype)
 
     workload = Workload(
-        model=Packed,
-        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
-        loss=functional.mse_loss,
+        model=Packed, batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)), loss=functional.mse_loss
     )
     found = verify(workload)
     assert (found.equivalent, found.precision) == (True, "fp32")
@@ -194,10 +189,7 @@ def _updating(model: nn.Module, micro_batches: list[Any]) -> None:
     ("changed", "told"),
     [
         ({"batch": lambda size: small.pairs(size + 1)}, r"batch\(16\) returned 17 samples"),
-        (
-            {"criterion": lambda outputs, targets: outputs.sum() * float("nan")},
-            r"the loss of batch\(16\) is nan: look",
-        ),
+        ({"criterion": lambda outputs, targets: outputs.sum() * float("nan")}, r"the loss of batch\(16\) is nan: look"),
         (
             {"criterion": lambda outputs, targets: (outputs * 0).abs().sqrt().sum()},
             "gradient of .* is not finite: look",
@@ -237,6 +229,7 @@ def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
         ({"precision": "tf32"}, "there is no precision 'tf32': choose fp64 or fp32"),
         ({"device": "auto"}, "there is no device 'auto' to verify on: take cpu, cuda or cuda:N"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
+        ({"workload": WORKLOAD, "world_size": 17}, "a rank has no sample: give a larger target batch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
