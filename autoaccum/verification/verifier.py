@@ -134,9 +134,9 @@ def _run(verifier: _Verifier, began: float) -> Verification:
     """Run the verification; any other exception is raised as the error that explains it."""
     try:
         return verifier.run(began)
-    except AutoaccumError as error:
-        if isinstance(error, DoesNotFitError):
-            raise NotMeasuredError(error.message, hint=_LESS) from error
+    except DoesNotFitError as error:  # On a rank.
+        raise NotMeasuredError(error.message, hint=_LESS) from error
+    except AutoaccumError:
         raise
     except Exception as error:
         failure = describe_failure(error, "the comparison")

@@ -18,7 +18,7 @@ from autoaccum.verification.fixture import Fixture, in_float64, widened
 
 
 class Tied(nn.Module):
-    """A head tied to its embedding, and a table kept as a plain attribute."""
+    """A head tied to its embedding, a table in a plain attribute, and complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +26,8 @@ class Tied(nn.Module):
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.tokens.weight
         self.table = torch.arange(3.0)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.tokens(ids) * self.table)
-        return outputs
+        self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
 
 
 def make(model: Any = Tied, **fields: Any) -> Workload:
@@ -37,11 +35,12 @@ def make(model: Any = Tied, **fields: Any) -> Workload:
     return Workload(model=model, **{**chosen, **fields})
 
 
-def test_ties_and_attributes_survive_widening() -> None:
+def test_ties_attributes_and_complex_numbers_survive_widening() -> None:
     model = Fixture(make()).fresh()[0]
     assert isinstance(model, Tied)
     assert model.head.weight is model.tokens.weight
     assert model.head.weight.dtype == model.table.dtype == torch.float64
+    assert model.angles.dtype == model.turns.dtype == torch.complex128
 
 
 def test_a_criterion_is_widened_with_its_class_weights() -> None:
@@ -90,17 +89,6 @@ def test_hooks_on_gradients_come_along() -> None:
         assert copied.weight.grad is not None
         assert torch.equal(copied.weight.grad, torch.full((2, 2), 2.0, dtype=torch.float64))
         assert seen[-1] is copied.weight
-
-
-def test_complex_parameters_are_widened() -> None:
-    class Rotating(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.angles = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-            self.register_buffer("table", torch.ones(2, dtype=torch.complex64))
-
-    model = Fixture(make(Rotating)).fresh()[0]
-    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.complex128}
 
 
 TEACHER = nn.Linear(3, 2)
