@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import pytest
-from planned import make_settings
+from planned import LINEAR_FILE, make_settings
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -13,25 +12,11 @@ from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB
 
-LINEAR = """
-    import os
-    import torch
-    from torch import nn
-
-    def model():
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-
-    def batch(size):
-        return torch.randn(size, 64), torch.randn(size, 64)
-
-    criterion = nn.MSELoss()
-"""
-
 
 @pytest.mark.slow
 def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
-    with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR)), share=4)) as device:
+    with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR_FILE)), share=4)) as device:
         assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
         assert (device.describe().free_bytes or 0) > device.limit_bytes
         assert device.trial((4,)).outcome == "ok"
@@ -39,14 +24,14 @@ def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workl
 
 @pytest.mark.usefixtures("warm_children")
 def test_a_budget_beyond_the_free_memory_is_refused(write_workload: Any) -> None:
-    settings = make_settings(write_workload(LINEAR), 4, 10**6 * GIB)
+    settings = make_settings(write_workload(LINEAR_FILE), 4, 10**6 * GIB)
     with CpuDevice(settings) as device, pytest.raises(UsageError, match="free"):
         device.inspect()
 
 
 @pytest.mark.usefixtures("warm_children")
 def test_a_model_that_ranks_would_shard_is_refused_and_replicated_on_request(write_workload: Any) -> None:
-    reference = write_workload(textwrap.dedent(LINEAR) + "\ndef parallelize(model, mesh):\n    1 / 0\n")
+    reference = write_workload(LINEAR_FILE + "\ndef parallelize(model, mesh):\n    1 / 0\n")
     refused = pytest.raises(UsageError, match="a device of this machine run the whole model: plan for a simulated card")
     with CpuDevice(make_settings(reference, 4, world_size=2)) as device, refused:
         device.inspect()
@@ -71,8 +56,6 @@ def test_a_model_that_ranks_would_shard_is_refused_and_replicated_on_request(wri
 def test_an_unusable_workload_is_refused_in_one_sentence(
     write_workload: Any, change: str, error: type[Exception], message: str
 ) -> None:
-    reference = write_workload(
-        textwrap.dedent(LINEAR).replace("return torch.randn(size, 64), torch.randn(size, 64)", change)
-    )
+    reference = write_workload(LINEAR_FILE.replace("return torch.randn(size, 64), torch.randn(size, 64)", change))
     with CpuDevice(TrialSettings(source=FileSource(reference), share=4)) as device, pytest.raises(error, match=message):
         device.inspect()

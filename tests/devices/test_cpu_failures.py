@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from planned import make_settings
+from planned import LINEAR_FILE, make_settings
 
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import NotMeasuredError
@@ -13,41 +13,35 @@ from autoaccum.units import MIB
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
-MISBEHAVING = """
-    import mmap, os, signal, sys, time
-    import torch
-    from torch import nn
+MISBEHAVING = f"""{LINEAR_FILE}
+import mmap
 
-    def model():
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+kept, forked = [], []
 
-    def batch(size):
-        return torch.randn(size, 64), torch.randn(size, 64)
+def take_shared_memory():
+    kept.append(mmap.mmap(-1, 48 * 2**20))
+    for _ in range(48):
+        kept[-1].write(bytes(2**20))
 
-    kept, forked = [], []
+def delicate():
+    try:
+        torch.empty(100 * 2**20, dtype=torch.uint8)
+    except RuntimeError:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
-    def take_shared_memory():
-        kept.append(mmap.mmap(-1, 48 * 2**20))
-        for _ in range(48):
-            kept[-1].write(bytes(2**20))
+DEEDS = {{
+    4: lambda: os._exit(7),
+    9: take_shared_memory,
+    12: lambda: forked or forked.append(os.fork()),
+    13: delicate,
+}}
 
-    def delicate():
-        try:
-            torch.empty(100 * 2**20, dtype=torch.uint8)
-        except RuntimeError:
-            os.kill(os.getpid(), signal.SIGSEGV)
+def loss(model, batch):
+    print("a loss of", len(batch[0]))
+    DEEDS.get(len(batch[0]), int)()
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    DEEDS = {
-        4: lambda: os._exit(7),
-        9: take_shared_memory,
-        12: lambda: forked or forked.append(os.fork()),
-        13: delicate,
-    }
-
-    def loss(model, batch):
-        print("a loss of", len(batch[0]))
-        DEEDS.get(len(batch[0]), int)()
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+del criterion
 """
 
 

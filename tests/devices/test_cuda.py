@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import LINEAR_FILE, make_settings
 
-from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.cuda import CudaDevice, InstalledCard, check_index
 from autoaccum.devices.meters import check_allocator, memory_fraction
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
 from autoaccum.errors import UsageError
-from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = InstalledCard(
@@ -94,20 +93,8 @@ def test_allocators_that_cannot_be_limited(environment: dict[str, str], backend:
 @pytest.mark.usefixtures("warm_children")
 @pytest.mark.without_gpu
 def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -> None:
-    reference = write_workload("""
-        import torch
-        from torch import nn
-
-        def model():
-            return nn.Linear(8, 8)
-
-        def batch(size):
-            return torch.randn(size, 8), torch.randn(size, 8)
-
-        criterion = nn.MSELoss()
-    """)
     with (
-        CudaDevice(TrialSettings(source=FileSource(reference), share=4), index=99) as device,
+        CudaDevice(make_settings(write_workload(LINEAR_FILE), 4), index=99) as device,
         pytest.raises(UsageError, match="^there is no cuda:99: no card is visible"),
     ):
         device.inspect()

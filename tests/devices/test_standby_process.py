@@ -9,28 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import make_settings
+from planned import LINEAR_FILE, make_settings
 from warm_children import Nurseries, warmed
 
 from autoaccum.devices import child_device
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
 
-WORKLOAD = """
-    import time
-    import torch
-    from torch import nn
+WORKLOAD = f"""{LINEAR_FILE}
+def loss(model, batch):
+    time.sleep(60 if len(batch[0]) == 5 else 0)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    def model():
-        return nn.Linear(8, 8)
-
-    def batch(size):
-        return torch.randn(size, 8), torch.randn(size, 8)
-
-    def loss(model, batch):
-        if len(batch[0]) == 5:
-            time.sleep(60)
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+del criterion
 """
 
 

@@ -23,6 +23,19 @@ from autoaccum.spec import SPEC_FIELDS
 from autoaccum.units import GIB, MemorySize
 
 CARD = find_card("rtx3090")
+LINEAR_FILE = """
+import os, signal, time
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+def batch(size):
+    return torch.randn(size, 64), torch.randn(size, 64)
+
+criterion = nn.MSELoss()
+"""
 
 
 _OPTIONS = {*SPEC_FIELDS, *(field.name for field in dataclasses.fields(Options))}
