@@ -77,8 +77,8 @@ def _probe_copy(workload: Workload) -> Coupling:
     model, is_copied = copy_workload_model(workload)
     if not is_copied:
         return Coupling(reason="the model cannot be copied")
-    each = workload.multiple_of or 1
-    half = each * -(-_HALF // each)
+    multiple_of = workload.multiple_of or 1
+    half = multiple_of * -(-_HALF // multiple_of)
     sizes, objective = [half, half], workload.objective
     batch = take_small_batch(workload, 2 * half)
     if workload.batchnorm == "frozen":
@@ -93,9 +93,9 @@ def _probe_copy(workload: Workload) -> Coupling:
         return _TOO_LARGE
     with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
         wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
-        found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
-        if found.reason is None or found.found:
-            return found
+        coupling = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
+        if coupling.reason is None or coupling.found:
+            return coupling
     return find_coupling(model, objective, narrow, sizes)
 
 
@@ -172,7 +172,7 @@ class _Runs:
 
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""
-        parameters = {id(one): one for one in self._model.parameters()}
+        parameters = {id(parameter): parameter for parameter in self._model.parameters()}
         model, objective = copy_module(self._model, parameters), copy_objective(self._objective)
         batch = cast_batch(batch, None)
         with ExitStack() as stack:
@@ -190,8 +190,9 @@ class _Runs:
 
     def _changed_parameters(self) -> Iterator[None]:
         """Yield under each change of the parameters, of which the first is none, and restore them at the end."""
-        parameters = [one for one in self._model.parameters() if one.is_floating_point() and one.numel()]
-        originals = [one.detach().clone() for one in parameters]
+        floating = [parameter for parameter in self._model.parameters() if parameter.is_floating_point()]
+        parameters = [parameter for parameter in floating if parameter.numel()]
+        originals = [parameter.detach().clone() for parameter in parameters]
         try:
             for seed, strength in enumerate(_CHANGES):
                 generator = torch.Generator().manual_seed(seed)
@@ -214,8 +215,8 @@ class _Runs:
     def _mixes(self, runs: Sequence[Sequence[Mapping[str, float]]]) -> bool | None:
         """Return whether, for some term, no two weights give the whole's loss from the halves'; None if unknown."""
         tolerance = _TOLERANCE.get(self._dtype, _HALF_TOLERANCE)
-        found = [_has_residual([[one[name] for one in run] for run in runs], tolerance) for name in runs[0][0]]
-        return True if True in found else False if False in found else None
+        mixed = [_has_residual([[terms[name] for terms in run] for run in runs], tolerance) for name in runs[0][0]]
+        return True if True in mixed else False if False in mixed else None
 
 
 def _has_residual(rows: Sequence[Sequence[float]], tolerance: float) -> bool | None:
@@ -339,7 +340,9 @@ class ModuleCalls:
         if _is_close(rows, part):
             return None
         if total <= _MOST_ROWS:  # Some models sort by length, or flatten with time first.
-            wholes, parts = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
+            wholes, parts = (
+                tensor.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for tensor in (whole, part)
+            )
             nearest = torch.cdist(parts, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
             if _is_close(whole.index_select(dim, nearest), part):
                 return None
