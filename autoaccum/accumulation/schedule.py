@@ -128,8 +128,8 @@ def make_schedule(
             f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
             hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal or --for)",
         )
-    part = part_sizes(rank_units[0], most, equal=True)[-1] if equal else most
-    iter_size = -(-rank_units[0] // part)
+    largest = part_sizes(rank_units[0], most, equal=True)[-1] if equal else most
+    iter_size = -(-rank_units[0] // largest)
     return Schedule(tuple(tuple(part * multiple_of for part in even_parts(units, iter_size)) for units in rank_units))
 
 

@@ -30,8 +30,8 @@ step needs no device memory for them."""
 class TensorCopy:
     """A copy of the values of one tensor, in host memory or on the tensor's device.
 
-    `restore` also works after the tensor's `.data` was replaced, and restores whether a parameter requires a gradient
-    and has one. Sparse tensors are not copied.
+    `restore` also works after the tensor's `.data` was replaced. A parameter gets its `requires_grad` and its `.grad`
+    back, too. Sparse tensors are not copied.
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
