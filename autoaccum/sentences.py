@@ -466,7 +466,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "compare_or_lock_anew": "compare with a revision by --baseline REV, or lock anew on a branch that is right",
     # Studies.
     "held_out_loss_not_finite": "the loss on held-out data is {loss} after update {update}",
-    "trial_warning": "trial {number}: {text}",
+    "trial_warning": "trial {number}: {warning}",
     "study_out_of_time": "its time of {seconds:g} s is over",
     "rate_near_end": "the best learning rate lies near the end of the range, {end:.3g}: search beyond it",
 }

@@ -162,7 +162,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "largest_changed": [{"gpu": "rtx3090", "before": 22, "now": 0}],
     "summary_not_written": [{"error": "No such file or directory"}],
     "held_out_loss_not_finite": [{"loss": "nan", "update": 3}],
-    "trial_warning": [{"number": 3, "text": "the last 2 samples of an epoch are left out"}],
+    "trial_warning": [{"number": 3, "warning": Message("not_verified")}],
     "study_out_of_time": [{"seconds": 60.0}],
     "rate_near_end": [{"end": 0.1}],
 }

@@ -231,8 +231,8 @@ class Search:
 
         training = Train(**setting, **common, evaluation_batch=self.plan.largest_fit)
         outcome = self.processes.train(training, should_continue)
-        for text in outcome.warnings:
-            self.notify(message("trial_warning", number=trial.number, text=text))
+        for warning in outcome.warnings:
+            self.notify(message("trial_warning", number=trial.number, warning=warning))
         trial.set_user_attr(_OUTCOME, to_plain(outcome))
         if outcome.state == "failed":
             if self.study.finished():

@@ -62,8 +62,8 @@ def train_setting(workload: Workload, training: Train, device: str, should_conti
         )
         with blame_exit("training"), warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
-            notices = train(request).warnings
-        return dataclasses.replace(monitor.outcome, warnings=tuple(map(str, notices)))
+            result = train(request)
+        return dataclasses.replace(monitor.outcome, warnings=result.warnings)
     except NonFiniteError as error:
         ended: dict[str, Any] = {"state": "diverged", "reason": message("error", error=error.code, text=error.message)}
     except DoesNotFitError as error:

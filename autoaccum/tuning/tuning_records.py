@@ -141,7 +141,7 @@ class Outcome:
         oom_retries: How many times an update was repeated after running out of memory.
         reason: Why it ended early.
         user_traceback: The user's own frames, if their code failed.
-        warnings: What training warned of, as sentences.
+        warnings: What training warned of.
     """
 
     state: State
@@ -151,7 +151,7 @@ class Outcome:
     oom_retries: int = 0
     reason: Message | None = None
     user_traceback: str | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
 
     @classmethod
     def of_failure(cls, failure: Failure) -> Outcome:
