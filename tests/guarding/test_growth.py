@@ -55,12 +55,12 @@ def test_modules_are_named_by_the_numbers_of_those_that_grew(which: range, name:
 
 def test_many_modules_are_named_by_those_that_contain_them() -> None:
     weights = [row("parameters", f"blocks.{n}.{name}", 4) for n in range(4) for name in ("up", "down", "qkv", "out")]
-    state = [dataclasses.replace(each, category="optimizer_state", bytes=2 * each.bytes) for each in weights]
+    state = [dataclasses.replace(weight, category="optimizer_state", bytes=2 * weight.bytes) for weight in weights]
     assert told(measured(*weights), measured(*weights, *state)) == [("optimizer_state", "blocks.{0..3}", 128, "new")]
     assert told(measured(*weights, *state), measured(*weights)) == [("optimizer_state", "blocks.{0..3}", -128, "gone")]
-    kept = [dataclasses.replace(each, category="activations") for each in weights]
-    more = [dataclasses.replace(each, bytes=2 * each.bytes) for each in kept]
-    assert told(measured(*kept), measured(*more)) == [("activations", "blocks.{0..3}", 64, "")]
+    outputs = [dataclasses.replace(weight, category="activations") for weight in weights]
+    larger = [dataclasses.replace(output, bytes=2 * output.bytes) for output in outputs]
+    assert told(measured(*outputs), measured(*larger)) == [("activations", "blocks.{0..3}", 64, "")]
     wide = [row("activations", name, 8) for name in ("a", "b", "c", "d")]
     assert told(measured(row("activations", "a", 1)), measured(*wide)) == [
         ("activations", "", 31, "in several modules")
@@ -98,7 +98,7 @@ def test_what_a_model_keeps_between_updates_is_reported() -> None:
 
 def test_a_module_with_another_name_is_another_module() -> None:
     before = [row("parameters", "h.mlp", 4, op=""), row("activations", "h.mlp", 8)]
-    now = [dataclasses.replace(each, module=f"net.{each.module}") for each in before]
+    now = [dataclasses.replace(holding, module=f"net.{holding.module}") for holding in before]
     assert told(measured(*before), measured(*now)) == [
         ("activations", "net.h.mlp", 8, "new, aten.mm in bf16"),
         ("activations", "h.mlp", -8, "gone"),

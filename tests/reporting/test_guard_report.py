@@ -118,8 +118,8 @@ def test_what_a_workload_prints_is_made_harmless_and_passed_on_if_quiet() -> Non
 
 
 def undone(text: str, *escapes: str) -> str:
-    for one in (*escapes, "%0D", "%0A", "%25"):
-        text = text.replace(one, bytes.fromhex(one[1:]).decode())
+    for escape in (*escapes, "%0D", "%0A", "%25"):
+        text = text.replace(escape, bytes.fromhex(escape[1:]).decode())
     return text
 
 
