@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from guard_reports import ALL, CASE, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
+from small_locks import WHOLE
 
 from autoaccum.cli import main
 from autoaccum.errors import MissingLockError
@@ -80,22 +82,12 @@ def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report,
 
 
 def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:
-    words = "train.py --gpu rtx3090 --target-batch 256 --micro-batch 8 --optimizer SGD --precision bf16 --ema"
-    more = "--batchnorm frozen --evaluation-batch 4 --longest-of 9 --memory 80% --reserve 1GiB --world-size 2 --equal"
-    rest = "--gpu a100-80gb --tolerance 2% --update --time-limit 60 --force"
-    assert invoke(*f"{words} {more} {rest}".split()).exit_code == 0
-    case, other = guard.asked["wanted"]
-    assert sorted(case_name(case).split()) == sorted(f"{words} {more}".split())
-    assert other == make_case(**{**case.to_record(), "gpu": "a100-80gb"})
-    assert guard.asked["folder"] == folder.resolve()
-    asked = {name: guard.asked[name] for name in ("update", "baseline", "tolerance", "time_limit", "force")}
-    assert asked == {
-        "update": True,
-        "baseline": None,
-        "tolerance": MemorySize(fraction=0.02),
-        "time_limit": 60.0,
-        "force": True,
-    }
+    rest = "--gpu t4 --tolerance 2% --update --time-limit 60 --force"
+    assert invoke(*shlex.split(case_name(WHOLE)), *rest.split()).exit_code == 0
+    assert guard.asked["wanted"] == [WHOLE, make_case(**{**WHOLE.to_record(), "gpu": "t4"})]
+    expected = {"folder": folder.resolve(), "update": True, "baseline": None, "time_limit": 60.0, "force": True}
+    assert {name: guard.asked[name] for name in expected} == expected
+    assert guard.asked["tolerance"] == MemorySize(fraction=0.02)
 
 
 @pytest.mark.parametrize("env", [{}, {"GITHUB_ACTIONS": "true"}], ids=["shell", "github"])

@@ -19,6 +19,28 @@ COUNTS = st.integers(1, 10**6)
 Lock = dict[Case, Measurement]
 HELD = tuple(category for category in CATEGORIES if category != "unused")
 
+WHOLE = make_case(
+    workload="train.py",
+    gpu="rtx3090",
+    target_batch=256,
+    micro_batch=8,
+    precision="bf16",
+    optimizer="SGD",
+    memory="20GiB",
+    reserve="5%",
+    world_size=2,
+    parallel="fsdp2",
+    mesh=(1, 2),
+    equal=True,
+    ema=True,
+    hold_outputs=True,
+    evaluation_batch=64,
+    longest_of=1000,
+    batchnorm="frozen",
+    coupled=True,
+)
+"""A case that has nearly every option."""
+
 
 def a_case(workload: str = "train.py", **fields: Any) -> Case:
     fields = {"gpu": "rtx3090", "target_batch": 256, **fields}
