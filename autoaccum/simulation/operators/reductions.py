@@ -235,15 +235,12 @@ def _dims(call: OperatorCall) -> Sequence[int]:
 
 def _embedding_gradient(call: OperatorCall) -> list[MemoryStep]:
     """Sort the indices, allocate the gradient, then add up each run of equal indices in parts."""
-    grad, indices, rows = call["grad_output"], call["indices"], call["num_weights"]
-    copies, least = [], 1
-    if grad is None:  # Of an `nn.EmbeddingBag`.
-        grad = call["grad"]
-        if call["mode"] == _BAG_OF_MAXIMA:
-            return []
-    else:
-        copies = layout_copies(grad, indices)
-        least = 1 if call["scale_grad_by_freq"] else _MANY_INDICES
+    of_bag = "grad" in call.signature  # Of an `nn.EmbeddingBag`.
+    if of_bag and call["mode"] == _BAG_OF_MAXIMA:
+        return []
+    grad, indices, rows = call["grad" if of_bag else "grad_output"], call["indices"], call["num_weights"]
+    copies = [] if of_bag else layout_copies(grad, indices)
+    least = 1 if of_bag or call["scale_grad_by_freq"] else _MANY_INDICES
     count, index_bytes = indices.numel(), indices.dtype.itemsize
     sums = Workspace("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
     names = ("indices", "segments", "partials")

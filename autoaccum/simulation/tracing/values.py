@@ -80,7 +80,7 @@ class Values:
             if self.computed or _is_followed(func, args, kwargs, written, out):
                 results = self.compute(func, args, kwargs)
         except NotMaterialisedError:
-            for tensor in written or _fakes([out]):
+            for tensor in written or [tensor for tensor in _fakes([out]) if _contents(tensor) is None]:
                 mark_not_materialised(tensor)
             return
         if results is None:
