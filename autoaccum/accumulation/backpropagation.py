@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from autoaccum.sharded_tensors import is_sharded
 from autoaccum.sources.batches import batch_size, join_batches, move_batch
 from autoaccum.sources.objective import Objective, Reduction, Weights, match_weights
 from autoaccum.sources.pytree import tensors
-
-if TYPE_CHECKING:
-    from autoaccum.accumulation.ranks.sharded import ShardedParts
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,6 +139,20 @@ PartsRunner: TypeAlias = "Callable[[Backpropagation, UpdateParts], None]"
 """Runs forward and backward of all parts, so that they can need each other; records their losses."""
 
 
+class RunsParts(Protocol):
+    """Runs the parts of an update in its own way, as `ranks.sharded.ShardedParts` does."""
+
+    is_running: bool
+
+    def deal(
+        self, ranks: Ranks, update: UpdateParts, factors: Sequence[Sequence[Weights]], trained: Sequence[Tensor]
+    ) -> None:
+        """Prepare the parts of this rank, before they run."""
+
+    def run(self, backpropagation: Backpropagation, update: UpdateParts) -> None:
+        """Run them."""
+
+
 class Backpropagation:
     """Runs forward and backward of each part, so that the gradients add up to the effective batch's.
 
@@ -164,7 +175,7 @@ class Backpropagation:
         scaler: GradScaler | None,
         on_phase: Callable[[StepPhase], None],
         ranks: Ranks = ONE_RANK,
-        sharded: ShardedParts | None = None,
+        sharded: RunsParts | None = None,
     ) -> None:
         self.model, self.objective, self.criterion = model, objective, objective.criterion_module
         self.ranks, self.sharded, self.on_phase = ranks, sharded, on_phase
