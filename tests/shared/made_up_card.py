@@ -45,5 +45,5 @@ def held_bytes(events: Sequence[int], sizes: Sequence[Any]) -> list[int]:
 
 
 def most_held(events: Sequence[int], sizes: Sequence[Any]) -> int:
-    """The most of them."""
-    return max(held_bytes(events, sizes))
+    """The most of them; 0 if nothing happens."""
+    return max(held_bytes(events, sizes), default=0)
