@@ -92,17 +92,16 @@ class InstalledCard:
 
     def describe(self, device: str, limit_bytes: int) -> DeviceFacts:
         """Return what a plan records of the card, as `device`, and of how its trials are limited and measured."""
-        names = {"name": None, "reserved_bytes": None, "allowed_bytes": None, "others": None}
-        record = {name: value for field, value in asdict(self).items() if (name := names.get(field, field))}
+        same = ("index", "multiprocessors", "uuid", "driver", "nvml_missing", "context_bytes")
         return DeviceFacts(
             name=device,
             kind="cuda",
             card=self.name,
-            total_bytes=record.pop("total_bytes"),
-            free_bytes=record.pop("free_bytes"),
+            total_bytes=self.total_bytes,
+            free_bytes=self.free_bytes,
             used_by_others_bytes=self.used_by_others_bytes,
             properties={
-                **record,
+                **{name: getattr(self, name) for name in same},
                 "other_processes": None if self.others is None else [asdict(process) for process in self.others],
                 "capability": list(self.capability),
                 "limit_bytes": limit_bytes,
