@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 from autoaccum.checks import check_flag, check_word, read_count, read_seconds
 from autoaccum.errors import UsageError
-from autoaccum.spec import AUTO, SPEC_FIELDS, Precision, SpecArguments, read_spec
+from autoaccum.spec import AUTO, SPEC_FIELDS, Precision, SpecArguments, TrainingSpec, read_spec
 from autoaccum.units import MemorySize, parse_size
 
 Parallel = Literal["ddp", "fsdp2"]
@@ -175,6 +175,25 @@ class Options:
                 f"both --device {self.device} and --gpu {self.gpu} are given",
                 hint="choose one: --device measures on this machine, --gpu predicts for a card that need not be here",
             )
+
+
+def resolve_spec(*specs: Mapping[str, Any] | TrainingSpec | None) -> TrainingSpec:
+    """Return the complete spec of partial ones, the strongest first: as given, of a plan, of the workload.
+
+    A value of None is not given; an empty tuple is: `savers=()` takes away those of a plan.
+
+    >>> resolve_spec({"savers": (), "precision": None}, TrainingSpec(savers=("recompute",), precision="bf16"))
+    TrainingSpec(optimizer=None, precision='bf16', batchnorm='micro', coupled=False, accumulate_in='fp32', savers=(), \
+ema=False, hold_outputs=False, evaluation_batch=None, longest_of=None, multiple_of=None)
+
+    Raises:
+        UsageError: A value cannot be used.
+    """
+    merged: dict[str, Any] = {}
+    for spec in reversed(specs):
+        given = spec.arguments() if isinstance(spec, TrainingSpec) else spec or {}
+        merged |= {name: value for name, value in given.items() if value is not None}
+    return TrainingSpec(**merged)
 
 
 def taken_by(command: Command) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """`TrainingSpec`: how an update is run, the one record of it that every part of autoaccum passes on.
 
 A workload has a complete one, the options of a command are a partial one, and a plan holds the one that was tried.
-`resolve_spec` decides which value wins; `sources.samples.apply_spec` puts given values into a workload, by the same
-rule: None is not given. To add an option, add a field to `TrainingSpec` and to `SpecArguments`, a
-check to `read_spec` if its type is not enough, a flag to `cli/flags.py`, and the code that honours it.
+`options.resolve_spec` decides which value wins; `sources.samples.apply_spec` puts given values into a workload, by the
+same rule: None is not given. To add an option, add a field to `TrainingSpec` and to `SpecArguments`, a check to
+`read_spec` if its type is not enough, a flag to `cli/flags.py`, and the code that honours it.
 """
 
 from __future__ import annotations
@@ -117,25 +117,6 @@ class TrainingSpec:
 SPEC_FIELDS: Final = tuple(field.name for field in dataclasses.fields(TrainingSpec))
 FLAGS: Final = ("coupled", "ema", "hold_outputs")
 """The fields that are True or False: `--ema` and `--no-ema` on the command line."""
-
-
-def resolve_spec(*specs: Mapping[str, Any] | TrainingSpec | None) -> TrainingSpec:
-    """Return the complete spec of partial ones, the strongest first: as given, of a plan, of the workload.
-
-    A value of None is not given; an empty tuple is: `savers=()` takes away those of a plan.
-
-    >>> resolve_spec({"savers": (), "precision": None}, TrainingSpec(savers=("recompute",), precision="bf16"))
-    TrainingSpec(optimizer=None, precision='bf16', batchnorm='micro', coupled=False, accumulate_in='fp32', savers=(), \
-ema=False, hold_outputs=False, evaluation_batch=None, longest_of=None, multiple_of=None)
-
-    Raises:
-        UsageError: A value cannot be used.
-    """
-    merged: dict[str, Any] = {}
-    for spec in reversed(specs):
-        given = spec.arguments() if isinstance(spec, TrainingSpec) else spec or {}
-        merged |= {name: value for name, value in given.items() if value is not None}
-    return TrainingSpec(**merged)
 
 
 def read_spec(

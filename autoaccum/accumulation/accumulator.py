@@ -42,10 +42,10 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
-from autoaccum.options import CHECKS, GradSync
+from autoaccum.options import CHECKS, GradSync, resolve_spec
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
-from autoaccum.spec import AccumulateIn, BatchNormMode, TrainingSpec, WholeBatchMode, resolve_spec
+from autoaccum.spec import AccumulateIn, BatchNormMode, TrainingSpec, WholeBatchMode
 
 
 class Accumulator:

@@ -15,8 +15,7 @@ from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import PlanFiles, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
-from autoaccum.options import Options, taken_by
-from autoaccum.spec import resolve_spec
+from autoaccum.options import Options, resolve_spec, taken_by
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event

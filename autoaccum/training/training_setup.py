@@ -40,7 +40,7 @@ from autoaccum.devices.live_objects import workload_of_objects
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import message
-from autoaccum.options import check_mesh
+from autoaccum.options import check_mesh, resolve_spec
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
@@ -50,7 +50,7 @@ from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
 from autoaccum.sources.source import FileSource
 from autoaccum.sources.workload import Workload, no_batch
-from autoaccum.spec import TrainingSpec, resolve_spec
+from autoaccum.spec import TrainingSpec
 from autoaccum.training.fit_events import Notice, WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.windows import WindowReader
