@@ -145,16 +145,10 @@ def _next_command(result: Verification, again: Sequence[str]) -> tuple[str, Sequ
 
 def _how_equal(result: Verification) -> str:
     """Write the largest gradient error of all comparisons, with the batch, the precision and its tolerance."""
-    gradients = [
-        difference
-        for comparison in result.comparisons
-        for difference in comparison.differences
-        if difference.quantity == "gradients"
-    ]
-    error = max(difference.error for difference in gradients)
+    error = max(comparison.gradients.error for comparison in result.comparisons)
     rough = "" if result.precision == "fp64" else f", tolerance {_tolerance(result.tolerance)}"
     precision = {"fp64": "float64", "fp32": "float32"}[result.precision]
-    tensors = counted(gradients[0].compared, "tensor")
+    tensors = counted(result.comparisons[0].gradients.compared, "tensor")
     batch = f"{tensors}, {result.target_batch} samples as {format_parts(result.comparisons[0].micro_batches)}"
     if result.world_size > 1:
         batch += f" over {result.world_size} ranks"

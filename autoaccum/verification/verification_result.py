@@ -77,6 +77,11 @@ class Comparison:
         """True if all quantities are the full batch's."""
         return all(difference.equal for difference in self.differences)
 
+    @property
+    def gradients(self) -> Difference:
+        """The difference of the gradients."""
+        return next(difference for difference in self.differences if difference.quantity == "gradients")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
