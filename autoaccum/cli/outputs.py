@@ -102,7 +102,7 @@ class PlanFiles:
 
     def listen(self, event: Event) -> None:
         """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be given out."""
-        from autoaccum.integrations.framework_arguments import check_framework
+        from autoaccum.integrations.arguments_from_plan import check_framework
         from autoaccum.planning.plan_events import Explained, Inspected
         from autoaccum.reporting.emit import check_emittable
 

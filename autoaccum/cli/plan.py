@@ -14,7 +14,7 @@ from autoaccum.checks import is_one_of_ranks, join_words
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import PlanFiles, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
-from autoaccum.integrations.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
+from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 from autoaccum.options import Options, resolve_spec, taken_by
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from transformers import Trainer
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import check_plan, model_facts, read_micro_batch, unwrap_optimizer
 from autoaccum.errors import UsageError
-from autoaccum.integrations.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
+from autoaccum.integrations.transformers_workload import PRECISIONS, TrainerLoss, check_supported, counts_rows
 from autoaccum.planning.plan_record import Plan
 from autoaccum.spec import RECOMPUTE
 

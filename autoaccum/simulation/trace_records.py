@@ -38,7 +38,7 @@ class Workspace(NamedTuple):
     """Memory that a kernel allocates besides its tensors, as a rule for its size and the rule's arguments.
 
     Attributes:
-        rule: A name in `workspace_rules.RULES`.
+        rule: A name in `workspace_sizes.RULES`.
         numbers: Arguments of the rule (rows, columns, heads, bytes of an element): whole numbers that are affine in
             the batch like a tensor's size. The rule does the rounding, so it can be applied at any batch.
     """

@@ -52,9 +52,9 @@ SAMPLES = 256
 """Samples of the dataset of which the longest make the batches, unless `longest_of` says otherwise."""
 
 _ADAPTERS = {
-    "transformers.trainer": "transformers_trainer",
-    "lightning.pytorch.trainer.trainer": "lightning_trainer",
-    "pytorch_lightning.trainer.trainer": "lightning_trainer",
+    "transformers.trainer": "transformers_workload",
+    "lightning.pytorch.trainer.trainer": "lightning_workload",
+    "pytorch_lightning.trainer.trainer": "lightning_workload",
 }
 """The module of a class named Trainer, and the adapter: a module with `PARTS` and `make_workload`."""
 

@@ -11,7 +11,7 @@ from factories import codes
 from small_blocks import blocks_source
 from small_classifier import LONG, MODEL
 
-from autoaccum.integrations.framework_arguments import arguments_for
+from autoaccum.integrations.arguments_from_plan import arguments_for
 from autoaccum.planning.plan_record import Plan
 
 SLOW = """

@@ -19,7 +19,7 @@ import torch
 
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.operators.workspace_rules import estimate
+from autoaccum.simulation.operators.workspace_sizes import estimate
 from autoaccum.simulation.torch_patches import torch_release
 from autoaccum.simulation.trace_records import Workspace
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
@@ -36,7 +36,7 @@ class Expected:
     """A block of a simulation.
 
     Attributes:
-        rule: A rule of `workspace_rules.RULES`; `tensor` for an output of an operator.
+        rule: A rule of `workspace_sizes.RULES`; `tensor` for an output of an operator.
         numbers: The arguments of the rule; none for a tensor.
         bytes: The predicted size; 0 if the rule predicts no block.
         uncertainty_bytes: The uncertainty of the prediction.

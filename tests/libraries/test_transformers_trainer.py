@@ -24,7 +24,7 @@ import autoaccum
 from autoaccum import Plan
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
 from autoaccum.integrations.transformers import AccumulatorTrainer
-from autoaccum.integrations.transformers_trainer import free_card
+from autoaccum.integrations.transformers_workload import free_card
 from autoaccum.simulation.tracing.placement import REPLACED_BY
 from autoaccum.sources.loading import workload_of
 

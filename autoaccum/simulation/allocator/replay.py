@@ -18,7 +18,7 @@ from autoaccum.simulation.allocator.caching_allocator import (
     CudaOutOfMemoryError,
 )
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.operators.workspace_rules import Estimate, estimate
+from autoaccum.simulation.operators.workspace_sizes import Estimate, estimate
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
 
 _MAX_REPEATS = 8

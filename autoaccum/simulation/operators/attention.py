@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.simulation.cards import Card, CardInUse
-from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, before_outputs, bytes_of
+from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, before_outputs, bytes_of
 from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
 from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
 

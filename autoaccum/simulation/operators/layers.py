@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from autoaccum.simulation.operators.reductions import reduction_workspaces
-from autoaccum.simulation.operators.workspaces import (
+from autoaccum.simulation.operators.operator_call import (
     Handler,
     OperatorCall,
     accumulator_bytes,
@@ -26,6 +25,7 @@ from autoaccum.simulation.operators.workspaces import (
     bytes_of,
     layout_copies,
 )
+from autoaccum.simulation.operators.reductions import reduction_workspaces
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
 
 _cudnn: Any = torch.backends.cudnn

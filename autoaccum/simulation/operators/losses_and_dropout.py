@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.simulation.operators.reductions import reduction_workspaces
-from autoaccum.simulation.operators.workspaces import (
+from autoaccum.simulation.operators.operator_call import (
     Handler,
     OperatorCall,
     accumulator_bytes,
     bytes_of,
     layout_copies,
 )
+from autoaccum.simulation.operators.reductions import reduction_workspaces
 from autoaccum.simulation.trace_records import Kept, MemoryStep, OutputAllocated, Workspace
 
 _aten: Any = torch.ops.aten

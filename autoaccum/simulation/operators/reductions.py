@@ -13,7 +13,7 @@ from itertools import zip_longest
 from math import prod
 
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.operators.workspaces import (
+from autoaccum.simulation.operators.operator_call import (
     Handler,
     OperatorCall,
     Tensor,

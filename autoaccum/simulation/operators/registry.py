@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoaccum.simulation.cards import CardInUse
 from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn, sparse_gradients
-from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, Signature
+from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, Signature
 from autoaccum.simulation.torch_patches import patch, patch_optimizers, register_missing, torch_release
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
 

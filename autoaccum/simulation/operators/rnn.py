@@ -1,6 +1,6 @@
 """LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences.
 
-The size of cuDNN's workspace is in workspace_rules.py.
+The size of cuDNN's workspace is in workspace_sizes.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.simulation.operators.workspaces import Handler, OperatorCall, bytes_of
+from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, bytes_of
 from autoaccum.simulation.trace_records import Kept, MemoryStep, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 

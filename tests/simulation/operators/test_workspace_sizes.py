@@ -7,7 +7,7 @@ from made_up_card import make_card
 
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.reductions import Layout, reduction_layout, reduction_numbers
-from autoaccum.simulation.operators.workspace_rules import estimate
+from autoaccum.simulation.operators.workspace_sizes import estimate
 from autoaccum.simulation.trace_records import Workspace
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import UsageError
-from autoaccum.integrations.framework_arguments import FRAMEWORKS, arguments_for, for_framework, framework_notes
+from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, arguments_for, for_framework, framework_notes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import code_lines
 from autoaccum.spec import DeviceFacts

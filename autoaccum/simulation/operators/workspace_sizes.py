@@ -24,8 +24,8 @@ from math import prod
 from typing import NamedTuple
 
 from autoaccum.simulation.cards import Card
+from autoaccum.simulation.operators.operator_call import ceil_div, power_below, round_up
 from autoaccum.simulation.operators.reductions import reduction_layout, reduction_numbers, staging_and_flags
-from autoaccum.simulation.operators.workspaces import ceil_div, power_below, round_up
 from autoaccum.simulation.trace_records import Workspace
 
 

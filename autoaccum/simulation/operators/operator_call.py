@@ -1,4 +1,4 @@
-"""Calls of operators, and the workspaces that they take; sizes are in workspace_rules.py."""
+"""Calls of operators, and the workspaces that they take; sizes are in workspace_sizes.py."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
 from autoaccum import Plan, Workload
-from autoaccum.integrations.framework_arguments import arguments_for
+from autoaccum.integrations.arguments_from_plan import arguments_for
 from autoaccum.reporting.plan_report import code_lines
 
 TARGET, MICRO_BATCH = 12, 4
