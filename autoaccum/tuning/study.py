@@ -112,6 +112,7 @@ class Study:
             _check_config(stored, config, name)
         # With the seed, the sampler of a second process would repeat earlier draws.
         self.optuna.sampler = optuna.samplers.TPESampler(seed=config["seed"] if is_new else None)
+        self.optuna.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
 
     def rows(self) -> tuple[Row, ...]:
         """Return all trials."""
@@ -223,11 +224,8 @@ class Search:
         common = {"budget": self.budget, "seed": self.processes.request.seed}
 
         def should_continue(percent: int, loss: float) -> bool:
-            """Successive halving: go on in the better half of those that got here; lost trials do not count."""
             trial.report(loss, percent)
-            earlier = [dict(row.losses) for row in self.study.finished()]
-            losses = sorted([loss, *(milestones[percent] for milestones in earlier if percent in milestones)])
-            return loss <= losses[max(len(losses) // 2, 1) - 1]
+            return not trial.should_prune()
 
         training = Train(**setting, **common, evaluation_batch=self.plan.largest_fit)
         outcome = self.processes.train(training, should_continue)
