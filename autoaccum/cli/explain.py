@@ -53,6 +53,7 @@ def command(
       2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
       3  the workload cannot be simulated
     """
+    from autoaccum.devices.device_choice import make_simulated
     from autoaccum.devices.simulated.recorded_update import compare_snapshot
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
@@ -66,9 +67,8 @@ def command(
     with Progress(stderr, quiet=quiet) as progress:
         progress.show("tracing the update ...")
         setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
-        with setup.running() as device:
-            assert device.predictor is not None  # `--gpu` is required.
-            update = compare_snapshot(snapshot, device.predictor, request.target_batch, micro_batch)
+        with setup.running(), make_simulated(setup.settings, asked["gpu"]) as device:
+            update = compare_snapshot(snapshot, device, request.target_batch, micro_batch)
     if as_json:
         click.echo(snapshot_json(update), nl=False)
     else:

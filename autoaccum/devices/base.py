@@ -14,8 +14,9 @@ from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.failures import Failure, Outcome
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.messages import Message
-from autoaccum.options import Options, Parallel
-from autoaccum.simulation.trace_records import Phase
+from autoaccum.options import GradSync, Options, Parallel
+from autoaccum.simulation.cards import CardRates
+from autoaccum.simulation.trace_records import Phase, UpdateCost
 from autoaccum.sources.source import Source
 from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from autoaccum.devices.explanation import MemoryReport
-    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""
@@ -210,7 +210,7 @@ class Device(ABC):
     explains: bool = False
 
     @property
-    def predictor(self) -> SimulatedDevice | None:
+    def predictor(self) -> Predictor | None:
         """The device itself, if its trials are predictions, which can do more; None if they run."""
         return None
 
@@ -284,11 +284,17 @@ class Device(ABC):
         return Forecast()
 
     def explain(
-        self, parts: tuple[int, ...], *, limit_seconds: float | None = None, changes: bool = True, curve: bool = False
+        self,
+        parts: tuple[int, ...],
+        *,
+        limit_seconds: float | None = None,
+        changes: bool = True,
+        curve: bool = False,
+        repeatable: bool = False,
     ) -> MemoryReport:
         """Report the memory of `parts`, after their trial ran; also simulate `changes` and the `curve` of the peak.
 
-        Only a device that `explains` is asked.
+        Only a device that `explains` is asked. `repeatable` refuses parts that take other memory when they run again.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.
@@ -318,3 +324,34 @@ class Device(ABC):
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+
+class Predictor(Device):
+    """A device whose trials are predictions: it can also predict, count and choose what a real one cannot."""
+
+    @property
+    def predictor(self) -> Predictor:
+        """The device itself."""
+        return self
+
+    @property
+    @abstractmethod
+    def allocator_settings(self) -> dict[str, Any]:
+        """The allocator's settings that differ from PyTorch's defaults."""
+
+    @property
+    @abstractmethod
+    def rates(self) -> CardRates:
+        """How fast the card computes and moves bytes."""
+
+    @abstractmethod
+    def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
+        """Count the work of an update; raise WorkloadError or NotMeasuredError where it cannot be counted."""
+
+    @abstractmethod
+    def predict(self, parts: tuple[int, ...]) -> Prediction:
+        """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
+
+    @abstractmethod
+    def use_grad_sync(self, grad_sync: GradSync | None) -> None:
+        """Sum the gradients of a sharded model so in all that follows; None: as the Accumulator does by default."""

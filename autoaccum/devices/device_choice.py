@@ -15,6 +15,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 if TYPE_CHECKING:
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.simulation.cards import Card
 
 _Result = TypeVar("_Result")
@@ -33,14 +34,7 @@ def make_device(settings: TrialSettings) -> Device:
     """
     options = settings.options
     if options.gpu is not None:
-        from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-        from autoaccum.devices.simulated.simulation_requests import Tracer
-        from autoaccum.devices.simulated.trace_cache import TraceCache
-        from autoaccum.simulation.cards import find_card
-
-        card = find_card(options.gpu)
-        traces = TraceCache(partial(Tracer, settings, card), settings.share)
-        return SimulatedDevice(card, traces, **_simulated_fields(settings))
+        return make_simulated(settings, options.gpu)
     if options.values is not None:
         raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
     check_device(options.device)
@@ -52,6 +46,18 @@ def make_device(settings: TrialSettings) -> Device:
     from autoaccum.devices.cuda import CudaDevice
 
     return CudaDevice(settings, index=index)
+
+
+def make_simulated(settings: TrialSettings, gpu: str) -> SimulatedDevice:
+    """Make the simulated card of this name or size; raise UsageError if there is none."""
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.devices.simulated.trace_cache import TraceCache
+    from autoaccum.simulation.cards import find_card
+
+    card = find_card(gpu)
+    traces = TraceCache(partial(Tracer, settings, card), settings.share)
+    return SimulatedDevice(card, traces, **_simulated_fields(settings))
 
 
 def run_on_cards(

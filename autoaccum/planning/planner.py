@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.devices.base import Forecast, Inspection, Trial
+from autoaccum.devices.base import Forecast, Inspection, Predictor, Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.messages import Message, message
@@ -38,7 +38,6 @@ from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
-    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.sources.workload import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
@@ -351,7 +350,7 @@ class _Planner:
             notes=larger.notes,
         )
 
-    def _estimate_speeds(self, device: SimulatedDevice, sizes: Sequence[int]) -> Throughput:
+    def _estimate_speeds(self, device: Predictor, sizes: Sequence[int]) -> Throughput:
         """Estimate the speed of updates in micro-batches of `sizes`; raise SearchStopped where the limit ends it."""
         try:
             cost = device.count_cost(limit_seconds=self.limits.seconds_left())

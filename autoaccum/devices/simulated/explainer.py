@@ -12,10 +12,11 @@ from operator import itemgetter
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.explanation import Change, CurvePoint, MemoryReport, Timeline
 from autoaccum.devices.simulated.breakdown import MemoryBreakdown
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, LabelParts, SuggestChanges, TraceParts
+from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.messages import Message, message
+from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer
 from autoaccum.simulation.trace_records import LabelledTrace, Phase, Trace
 from autoaccum.units import format_bytes
@@ -37,12 +38,20 @@ class Explainer:
     """Explains schedules of a workload on a simulated card.
 
     Attributes:
-        device: The card, with the traces of the workload.
+        traces: The traces of the workload.
+        replayer: Replays them as the card's allocator.
+        replayer_with: Returns a replayer of the card under other settings of the allocator.
+        card: The name of the card.
+        limit_bytes: The budget.
         context_bytes: What the process holds outside of the allocator.
         deadline: The time limit of all further traces.
     """
 
-    device: SimulatedDevice
+    traces: TraceCache
+    replayer: Replayer
+    replayer_with: Callable[[AllocatorSettings], Replayer]
+    card: str
+    limit_bytes: int
     context_bytes: int
     deadline: Deadline
 
@@ -60,16 +69,14 @@ class Explainer:
         Raises:
             WorkloadError, NotMeasuredError: The schedule cannot be traced again, or not repeatably.
         """
-        trace = max(self.device.traces.traces_of(parts, self.deadline, fresh=True), key=self.device.replayer.peak_bytes)
-        labelled = self.device.traces.ask(LabelParts, trace.parts, self.deadline)
+        trace = max(self.traces.traces_of(parts, self.deadline, fresh=True), key=self.replayer.peak_bytes)
+        labelled = self.traces.ask(LabelParts, trace.parts, self.deadline)
         if repeatable and labelled.trace != trace:
             labelled = self._repeat(labelled)
-        breakdown = MemoryBreakdown(labelled, self.device.replayer)
+        breakdown = MemoryBreakdown(labelled, self.replayer)
         effects, notes = self._changes(trace, labelled) if changes else ((), ())
         return MemoryReport(
-            explanation=breakdown.explain_peak(
-                card=self.device.name, context_bytes=self.context_bytes, changes=effects
-            ),
+            explanation=breakdown.explain_peak(card=self.card, context_bytes=self.context_bytes, changes=effects),
             timeline=make_timeline(breakdown),
             curve=self._curve(max(trace.parts)) if curve else (),
             notes=notes,
@@ -82,32 +89,28 @@ class Explainer:
         Raises:
             NotMeasuredError: Each trace differs from the one before.
         """
-        second = self.device.traces.ask(LabelParts, first.trace.parts, self.deadline)
+        second = self.traces.ask(LabelParts, first.trace.parts, self.deadline)
         if second.trace != first.trace:
-            once, twice = (
-                format_bytes(self.device.replayer.peak_bytes(labelled.trace)) for labelled in (first, second)
-            )
+            once, twice = (format_bytes(self.replayer.peak_bytes(labelled.trace)) for labelled in (first, second))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
             raise NotMeasuredError(
                 f"the same micro-batches, traced twice, took {took}",
                 hint="seed what is random, and keep nothing from call to call",
             )
-        self.device.traces.keep(second.trace)
+        self.traces.keep(second.trace)
         return second
 
     def _curve(self, size: int) -> tuple[CurvePoint, ...]:
         """Return no points if the traces of other sizes do not follow from small ones."""
 
         def peak_bytes(size: int) -> int:
-            trace = self.device.traces.extrapolate((size,), self.deadline)
+            trace = self.traces.extrapolate((size,), self.deadline)
             if trace is None:
                 raise NotMeasuredError(f"the trace of {size} samples cannot be extrapolated")
-            return self.device.replayer.peak_bytes(trace)
+            return self.replayer.peak_bytes(trace)
 
         with suppress(AutoaccumError):
-            return curve_points(
-                peak_bytes, size=size, most=max(self.device.traces.share, size), limit_bytes=self.device.limit_bytes
-            )
+            return curve_points(peak_bytes, size=size, most=max(self.traces.share, size), limit_bytes=self.limit_bytes)
         return ()
 
     def _changes(self, trace: Trace, labelled: LabelledTrace) -> tuple[tuple[Change, ...], tuple[Message, ...]]:
@@ -116,10 +119,10 @@ class Explainer:
             return (), (message("changes_vary"),)
         effects: list[Change] = []
         notes: tuple[Message, ...] = ()
-        if expanding := self.device.replayer.expanding():
+        if expanding := self.replayer.expanding():
             effects.append(self._effect(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
         try:
-            suggestions = self.device.traces.call(SuggestChanges(), self.deadline)
+            suggestions = self.traces.call(SuggestChanges(), self.deadline)
         except AutoaccumError as error:
             suggestions, notes = (), (message("changes_unknown", error=first_line(error)),)
         is_checkpointed = any(origin.role == "recomputed" for origin in labelled.origins)
@@ -130,8 +133,8 @@ class Explainer:
                 notes = (message("change_not_simulated", change=change.name),)
                 break
             try:
-                changed = self.device.traces.ask(TraceParts, trace.parts, self.deadline, change=change.name)
-                effects.append(self._effect(change, trace, changed, self.device.replayer))
+                changed = self.traces.ask(TraceParts, trace.parts, self.deadline, change=change.name)
+                effects.append(self._effect(change, trace, changed, self.replayer))
             except AutoaccumError as error:
                 effects.append(dataclasses.replace(change, message=first_line(error)))
         return tuple(sorted(effects, key=_by_saving)), notes
@@ -141,8 +144,8 @@ class Explainer:
         return dataclasses.replace(
             change,
             peak_bytes=peak_bytes,
-            saved_bytes=self.device.replayer.peak_bytes(trace) - peak_bytes,
-            min_budget_bytes=replayer.min_budget_bytes([changed], self.device.limit_bytes),
+            saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
+            min_budget_bytes=replayer.min_budget_bytes([changed], self.limit_bytes),
         )
 
 

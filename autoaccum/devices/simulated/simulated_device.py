@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import (
     ChooseParts,
-    Device,
     Forecast,
     Inspection,
     Prediction,
+    Predictor,
     Trial,
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
@@ -40,7 +40,7 @@ NVLink (NVIDIA/nccl#964). It grows with the number of channels, and not with tha
 (NVIDIA/nccl#864)."""
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(Predictor):
     """Predicts trials on a card that does not have to be present.
 
     The budget limits the segments that PyTorch's caching allocator would get from the driver. A trial replays the trace
@@ -86,11 +86,6 @@ class SimulatedDevice(Device):
         self.traces, self._torch_version = traces, torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
-
-    @property
-    def predictor(self) -> SimulatedDevice:
-        """As `Device`."""
-        return self
 
     @property
     def name(self) -> str:
@@ -266,7 +261,16 @@ class SimulatedDevice(Device):
         from autoaccum.devices.simulated.explainer import Explainer
 
         outside_bytes = self._context.bytes if context_bytes is None else context_bytes
-        return Explainer(self, outside_bytes, Deadline(limit_seconds)).explain(parts, **options)
+        explainer = Explainer(
+            self.traces,
+            self.replayer,
+            self.replayer_with,
+            self.name,
+            self.limit_bytes,
+            outside_bytes,
+            Deadline(limit_seconds),
+        )
+        return explainer.explain(parts, **options)
 
     def replayer_with(self, settings: AllocatorSettings) -> Replayer:
         """Return a replayer of this card under other settings of the allocator."""
