@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,13 @@ def test_imports_run_one_way() -> None:
             if head == "autoaccum" and rest and rest[0] in LEVEL and rest[0] != room and LEVEL[rest[0]] >= LEVEL[room]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}: {rest[0]} does not lie below {room}")
     assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not even where types alone need it, or within a function."""
+    files = {".".join(("autoaccum", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in MODULES}
+    imported = {name: set(modules_imported(path)) & files.keys() - {name} for name, path in files.items()}
+    TopologicalSorter(imported).prepare()  # Raises CycleError, which names them.
 
 
 def test_simulation_could_be_a_library_of_its_own() -> None:

@@ -24,9 +24,8 @@ from torch import nn
 
 from autoaccum.checks import describe_type, join_words
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
-from autoaccum.sources.module_names import module_files
+from autoaccum.sources.module_names import module_files, package_root
 from autoaccum.sources.samples import take_longest
-from autoaccum.sources.source import FileSource, package_root
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
 
@@ -59,27 +58,28 @@ _ADAPTERS = {
 """The module of a class named Trainer, and the adapter: a module with `PARTS` and `make_workload`."""
 
 
-def load_workload(source: FileSource) -> Workload:
-    """Load the workload of a file.
+def load_workload(file: str, variable: str | None = None) -> Workload:
+    """Load the workload of a file, without its digest.
 
-    The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. The source's
-    variable is a Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place
-    of `model`. `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and
-    `criterion` the first counts, where one of them calls the other. A `batchnorm` that is not a string is ignored, and
-    so is one of `split` and `size`, or of `outputs` and `coupled_loss`, without the other.
+    The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. The variable is a
+    Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of `model`.
+    `batch` may be missing if there is a `dataset` (see `samples`). Of `coupled_loss`, `loss` and `criterion` the first
+    counts, where one of them calls the other. A `batchnorm` that is not a string is ignored, and so is one of `split`
+    and `size`, or of `outputs` and `coupled_loss`, without the other.
 
     Raises:
         WorkloadError: There is no such file or variable; its code raises; or it defines no usable workload.
     """
-    is_name = source.variable is None or source.variable.isidentifier()
-    if not source.file.strip() or not is_name or "\0" in source.file:
+    is_name = variable is None or variable.isidentifier()
+    if not file.strip() or not is_name or "\0" in file:
+        reference = file if variable is None else f"{file}:{variable}"
         raise WorkloadError(
-            f"{reprlib.repr(source.name)} is not a reference to a workload",
+            f"{reprlib.repr(reference)} is not a reference to a workload",
             hint="write model.py or model.py:name",
         )
-    path, name = _find_file(source.file), source.variable or ""
+    path, name = _find_file(file), variable or ""
     check_import(path, name)
-    return dataclasses.replace(_read(import_file(path), name, path), path=path, digest=source.at(path).digest)
+    return dataclasses.replace(_read(import_file(path), name, path), path=path)
 
 
 def workload_of(

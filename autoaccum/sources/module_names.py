@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby, product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
@@ -114,3 +115,11 @@ def module_files(module: Any) -> list[str]:
             value = getattr(module, name, ())
             files += [file for file in ([value] if isinstance(value, str) else value) if isinstance(file, str)]
     return files
+
+
+def package_root(path: Path) -> Path | None:
+    """Return the directory above the outermost package of `path`; None if it belongs to no package."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return None if folder == path.parent else folder

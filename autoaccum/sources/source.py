@@ -6,6 +6,7 @@ A further kind of source is one more class here; everything behind it knows only
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from autoaccum.sources.module_names import package_root
 
 if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
@@ -78,7 +81,8 @@ class FileSource(Source):
         """Import the file; see `loading.load_workload`."""
         from autoaccum.sources.loading import load_workload
 
-        return load_workload(self)
+        workload = load_workload(self.file, self.variable)
+        return dataclasses.replace(workload, digest=self.at(workload.path or self.file).digest)
 
     @property
     def digest(self) -> str:
@@ -123,14 +127,6 @@ def read_source(record: Mapping[str, str]) -> Source:
     """Return the source that `Source.to_record` gave."""
     fields = dict(record)
     return _KINDS[fields.pop("kind")](**fields)
-
-
-def package_root(path: Path) -> Path | None:
-    """Return the directory above the outermost package of `path`; None if it belongs to no package."""
-    folder = path.parent
-    while (folder / "__init__.py").is_file() and folder != folder.parent:
-        folder = folder.parent
-    return None if folder == path.parent else folder
 
 
 def _imported(content: bytes, file: Path, top: Path) -> Iterator[Path]:
