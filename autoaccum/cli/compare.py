@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, options
-from autoaccum.cli.outputs import check_files
+from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import DoesNotFitError
+from autoaccum.reporting.console import make_console
 
 if TYPE_CHECKING:
     from autoaccum.planning.comparison import Comparison, ComparisonRow
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 @click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
 @click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
-def command(
-    workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **request: Any
-) -> None:
+def command(workload: str, **request: Any) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
@@ -54,45 +52,39 @@ def command(
       3  the trials gave no answer
     """
     from autoaccum.api import compare
-    from autoaccum.files import write_bytes, write_text
     from autoaccum.planning.comparison import Comparison
-    from autoaccum.reporting.comparison_table import comparison_warnings, row_line
-    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings, row_line
     from autoaccum.reporting.progress import PlanProgress
 
-    check_files({"-o": output, "--plot": plot}, force=force, workload=workload)
+    outputs = Outputs(request, workload)
     rows: list[ComparisonRow] = []
-    table: Comparison | None = None
 
     def listen(row: ComparisonRow) -> None:
         rows.append(row)
         progress.say(row_line(row), "dim")
 
     try:
-        with PlanProgress(make_console(stderr=True), quiet=quiet) as progress:
+        with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
             told: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
             table = compare(workload, on_row=listen, **told, **request)
             for text in comparison_warnings(table.rows):
                 progress.warn(text)
-    finally:  # The rows took their time. If some are missing, the least number of ranks is not known.
-        if rows:
-            _show(table or Comparison(tuple(rows), None), as_json=as_json)
-    if output is not None:
-        write_text(Path(output), table.to_json(), force=force)
-    if plot is not None:
-        from autoaccum.reporting.figures import draw_comparison, picture_format
-
-        write_bytes(Path(plot), draw_comparison(table, picture_format(plot)), force=force)
+    except BaseException:
+        if rows:  # They took their time. As some are missing, the least number of ranks is not known.
+            some = Comparison(tuple(rows), None)
+            outputs.show(some.to_json, lambda: comparison_blocks(some))
+        raise
+    outputs.show(
+        table.to_json,
+        lambda: comparison_blocks(table),
+        files={"-o": lambda _: table.to_json(), "--plot": lambda file: _picture(table, file)},
+    )
     if not any(row.fits for row in table.rows):
         closest = max(table.rows, key=lambda row: (row.limit_bytes, row.world_size))
         raise DoesNotFitError(f"no row fits: {row_line(closest)}, since {closest.message}")
 
 
-def _show(table: Comparison, *, as_json: bool) -> None:
-    from autoaccum.reporting.comparison_table import print_comparison
-    from autoaccum.reporting.console import make_console
+def _picture(table: Comparison, file: str) -> bytes:
+    from autoaccum.reporting.figures import draw_comparison, picture_format
 
-    if as_json:
-        click.echo(table.to_json(), nl=False)
-    else:
-        print_comparison(make_console(), table)
+    return draw_comparison(table, picture_format(file))

@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, options
+from autoaccum.cli.outputs import Outputs
+from autoaccum.reporting.console import make_console
 
 _CODE_DIFFERENT = 1
 
@@ -21,15 +23,7 @@ _CODE_DIFFERENT = 1
     micro_batch={"required": True, "help": "The most samples that ran at once."},
     gpu={"required": True, "help": "The card that recorded it: a name of `autoaccum gpus`, or a size such as 24GiB."},
 )
-def command(
-    snapshot: str,
-    workload: str,
-    micro_batch: int,
-    target_batch: int | None,
-    as_json: bool,
-    quiet: bool,
-    **asked: Any,
-) -> None:
+def command(snapshot: str, workload: str, micro_batch: int, target_batch: int | None, **asked: Any) -> None:
     """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.
 
     Its last update is compared with that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the
@@ -58,20 +52,17 @@ def command(
     from autoaccum.options import Options
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.plan_setup import make_setup
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.explain_report import print_snapshot, snapshot_json
+    from autoaccum.reporting.explain_report import snapshot_blocks
     from autoaccum.reporting.progress import Progress
+    from autoaccum.serialization import to_plain
 
+    outputs = Outputs(asked)
     request = PlanRequest(target_batch or micro_batch, Options.of("explain", asked))
-    stderr = make_console(stderr=True)
-    with Progress(stderr, quiet=quiet) as progress:
+    with Progress(make_console(stderr=True), quiet=outputs.quiet) as progress:
         progress.show("tracing the update ...")
         setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
         with setup.running(), make_simulated(setup.settings, asked["gpu"]) as device:
             update = compare_snapshot(snapshot, device, request.target_batch, micro_batch)
-    if as_json:
-        click.echo(snapshot_json(update), nl=False)
-    else:
-        print_snapshot(make_console(), update)
+    outputs.show(lambda: {"agrees": update.agrees, **to_plain(update)}, lambda: snapshot_blocks(update))
     if not update.agrees:
         raise click.exceptions.Exit(_CODE_DIFFERENT)

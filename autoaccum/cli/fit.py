@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from contextlib import ExitStack
@@ -12,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, positive
-from autoaccum.cli.outputs import running_words, stdout_kept
+from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings, count, natural, options, positive
+from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
 from autoaccum.options import CHECKS
-from autoaccum.reporting.console import relative_path
+from autoaccum.reporting.console import make_console, relative_path
 
 if TYPE_CHECKING:
     from autoaccum.training.fit_events import FitResult
 
-_OUTPUTS = ("as_json", "quiet", "resume")
 _SIGNALLED = (129, 143)
 """Exit codes of SIGHUP and SIGTERM; any other SystemExit is of the user's code."""
-_CODE_INTERRUPTED = 130
 
 
 @click.command("fit", cls=HelpWithHeadings, short_help="Train by the plan; resume an interrupted run.")
@@ -89,7 +86,7 @@ _CODE_INTERRUPTED = 130
     show_default=True,
     help="If the first updates show a wrong `weight`: warn, end the run (strict), or do not check it (off).",
 )
-def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
+def command(workload: str, **asked: Any) -> None:
     """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`; optional are `evaluation_dataset`,
@@ -122,6 +119,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
       3    could not be planned, checkpoints could not be written or read, or another rank failed or ended
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
+    outputs = Outputs(asked)
     run_dir = Path(asked["run_dir"]).absolute()  # A workload may change the working directory.
     # Of several ranks, only the first shows anything but errors.
     shows = not is_one_of_ranks() or os.environ.get("RANK") == "0"
@@ -129,9 +127,9 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
         from autoaccum.accumulation.ranks.launch import launched_ranks
 
         with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
-            result = _train(workload, asked, run_dir, quiet=quiet or not shows)
+            result = _train(workload, asked, run_dir, quiet=outputs.quiet or not shows)
             if shows:
-                _show(result, asked, ranks.size, as_json=as_json, quiet=quiet)
+                _show(result, asked, ranks.size, outputs)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise
@@ -142,7 +140,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
             _say(f"{how} before training began" if kept is None else f"{how}; {kept}; {same} goes on from there")
         if isinstance(leaving, SystemExit):
             raise
-        raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
+        raise click.exceptions.Exit(CODE_INTERRUPTED) from None
     except AutoaccumError as error:
         # The first rank tells of it, by its own error or as told by this rank, unless it is gone itself.
         if shows or isinstance(error, RankLostError) or getattr(error, "user_traceback", None):
@@ -152,7 +150,6 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
 
 def _train(workload: str, asked: dict[str, Any], run_dir: Path, *, quiet: bool) -> FitResult:
     from autoaccum.devices.child.failures import describe_failure, failure_error
-    from autoaccum.reporting.console import make_console
     from autoaccum.reporting.fit_report import TrainingProgress
     from autoaccum.training.fit_request import FitRequest
     from autoaccum.training.trainer import train
@@ -181,22 +178,19 @@ def _is_signal(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in _SIGNALLED)
 
 
-def _show(result: FitResult, asked: dict[str, Any], ranks: int, *, as_json: bool, quiet: bool) -> None:
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.fit_report import fit_record, print_fit
+def _show(result: FitResult, asked: dict[str, Any], ranks: int, outputs: Outputs) -> None:
+    from autoaccum.reporting.fit_report import fit_blocks, fit_record
 
-    if as_json:
-        record = fit_record(result, target_batch=asked["target_batch"])
-        click.echo(json.dumps(record, indent=2, allow_nan=False))
-    else:
-        if not quiet:
-            make_console(stderr=True).print()
-        longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
-        command = running_words(without=_OUTPUTS, instead=longer)
-        if ranks > 1:
-            started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
-            command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
-        print_fit(make_console(), result, command=command)
+    longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
+    command = running_words(without=(*OUTPUT_FLAGS, "resume"), instead=longer)
+    if ranks > 1:
+        started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
+        command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
+    outputs.show(
+        lambda: fit_record(result, target_batch=asked["target_batch"]),
+        lambda: fit_blocks(result, command=command),
+        apart=True,
+    )
     if result.unsaved is not None:
         raise CheckpointError(f"the end of the training is not on disk: {result.unsaved}")
 
@@ -210,6 +204,4 @@ def _state_kept(run_dir: Path) -> str | None:
 
 
 def _say(text: str) -> None:
-    from autoaccum.reporting.console import make_console
-
     make_console(stderr=True).print(text, soft_wrap=True)

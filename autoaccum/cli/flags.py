@@ -112,24 +112,18 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
 }
 
+OUTPUT_FLAGS: Final = ("as_json", "output", "emit", "plot", "report", "force", "verbose", "quiet")
+"""The parameters of commands that concern only the output of a run."""
+
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
-        *(
-            "max_micro_batch",
-            "fit_micro_batch",
-            "micro_batch",
-            "prefer",
-            "multiple_of",
-            "equal",
-            "exact_max",
-            "reserve",
-        ),
-        *("max_trials", "time_limit", "trial_limit", "values"),
+        *("max_micro_batch", "fit_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "exact_max"),
+        *("reserve", "max_trials", "time_limit", "trial_limit", "values"),
     ),
     "The training loop": ("optimizer", "batchnorm", "coupled", "ema", "hold_outputs", "evaluation_batch", "longest_of"),
     "Memory savers": ("savers", "accumulate_in"),
     "Ranks": ("world_size", "parallel", "mesh"),
-    "Output": ("as_json", "form", "output", "emit", "plot", "report", "force", "verbose", "quiet"),
+    "Output": OUTPUT_FLAGS,
 }
 """Headings in the help of every command, and the options below each; all others come first."""
 

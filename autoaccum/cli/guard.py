@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, options
-from autoaccum.cli.outputs import check_files, write_page
+from autoaccum.cli.outputs import Contents, Outputs, page
 from autoaccum.errors import AutoaccumError
+from autoaccum.reporting.console import make_console, print_labelled
 
 if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
@@ -51,11 +52,6 @@ def command(
     update: bool,
     baseline: str | None,
     time_limit: float | None,
-    as_json: bool,
-    output: str | None,
-    report: str | None,
-    force: bool,
-    quiet: bool,
     **asked: Any,
 ) -> None:
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
@@ -81,29 +77,19 @@ def command(
       2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """
-    from autoaccum.files import write_text
     from autoaccum.guarding.cases import make_case
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import LOCK_NAME, find_folder
-    from autoaccum.reporting.console import make_console, show
-    from autoaccum.reporting.guard_report import (
-        GuardProgress,
-        describe_counts,
-        harmless,
-        report_blocks,
-        report_text,
-    )
+    from autoaccum.reporting.guard_report import GuardProgress, describe_counts, harmless, report_blocks, report_text
 
-    stderr = make_console(stderr=True)
-    annotates = _on_github() and not as_json
+    annotates = _on_github() and not asked["as_json"]
     with _annotating() if annotates else nullcontext():
-        allowed = parse_tolerance(tolerance)
+        allowed, folder = parse_tolerance(tolerance), find_folder(Path.cwd())
+        outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
-        folder = find_folder(Path.cwd())
-        others = {"the lock itself": folder / LOCK_NAME}
-        check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
-        with GuardProgress(stderr, quiet=quiet, harmless=harmless if _on_github() else None) as progress:
+        safe = harmless if _on_github() else None
+        with GuardProgress(make_console(stderr=True), quiet=outputs.quiet, harmless=safe) as progress:
             result = guard(
                 wanted,
                 folder,
@@ -111,29 +97,25 @@ def command(
                 baseline=baseline,
                 tolerance=allowed,
                 time_limit=time_limit,
-                force=force,
+                force=outputs.force,
                 on_event=progress.notify,
                 on_output=progress.print_output,
             )
+        files: Contents = {
+            "-o": lambda _: result.to_json() if outputs.as_json else report_text(result),
+            "--report": lambda _: page(describe_counts(result), {"Report": list(report_blocks(result))}),
+        }
         if annotates:
             _show_on_github(result, folder)
-        elif as_json:
-            click.echo(result.to_json(), nl=False)
+            outputs.write(files)
         else:
-            if not quiet:
-                stderr.print()
-            show(make_console(), *report_blocks(result))
-        if output is not None:
-            write_text(Path(output), result.to_json() if as_json else report_text(result), force=force)
-        if report is not None:
-            write_page(report, describe_counts(result), {"Report": list(report_blocks(result))}, force=force)
+            outputs.show(result.to_json, lambda: report_blocks(result), files=files, apart=True)
     if result.exit_code:
         raise click.exceptions.Exit(result.exit_code)
 
 
 def _show_on_github(report: Report, folder: Path) -> None:
     """Print the report with annotations, and add it to the summary of the step."""
-    from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.guard_report import annotation_lines, harmless, report_text, write_summary
 
     click.echo(harmless(report_text(report)), nl=False)

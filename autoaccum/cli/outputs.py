@@ -1,163 +1,147 @@
-"""The outputs of a command: files that are checked before any trial, an own stdout, and commands to suggest."""
+"""What becomes of the result of a command: shown, or JSON on stdout, and in files; and commands to suggest."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 from click.core import ParameterSource
 
+from autoaccum.cli.flags import OUTPUT_FLAGS
 from autoaccum.errors import UsageError
+from autoaccum.reporting.console import make_console, show, written_lines
 
 if TYPE_CHECKING:
-    from autoaccum.devices.explanation import MemoryReport
-    from autoaccum.planning.plan_events import Event
-    from autoaccum.planning.plan_record import Plan
     from autoaccum.reporting.console import Block
+    from autoaccum.reporting.page import Picture
 
-_WAYS_OUT = {
-    "-o": "for the result on stdout, use --json",
-    "--emit": "give a name that ends in .py",
-    "--plot": "give a name that ends in .svg or .png",
-    "--report": "give a name that ends in .html",
+CODE_INTERRUPTED = 130
+
+Contents: TypeAlias = "Mapping[str, Callable[[str], str | bytes]]"
+
+_FILES: Final = {
+    "-o": ("output", "for the result on stdout, use --json"),
+    "--emit": ("emit", "give a name that ends in .py"),
+    "--plot": ("plot", "give a name that ends in .svg or .png"),
+    "--report": ("report", "give a name that ends in .html"),
 }
+"""The parameter of each option that names a file, and what to do where that is none."""
 
 
-def check_files(
-    files: Mapping[str, str | None],
-    *,
-    force: bool,
-    workload: str | None = None,
-    others: Mapping[str, Path] | None = None,
-) -> None:
-    """Refuse now files that could not be written later, or must not be.
+class Outputs:
+    """What becomes of the result of a command; made before any trial, as it refuses files that cannot be written.
 
     Args:
-        files: The file of each option; None: none.
-        force: Overwrite what is there, but never the workload or `others`.
+        asked: The parameters of the command; those on its output are taken out.
         workload: The reference of the workload.
-        others: Other files, by what they are.
-
-    Raises:
-        UsageError: One is there or cannot be written, or is the workload or another of these files.
-    """
-    from autoaccum.files import check_output
-    from autoaccum.sources.source import FileSource
-
-    taken = dict(others or {})
-    if workload is not None:
-        taken["the workload itself"] = Path(FileSource(workload).file)
-    for option, file in files.items():
-        if file is None:
-            continue
-        for what, path in taken.items():
-            if Path(file).resolve() == path.resolve():
-                raise UsageError(f"{option} names {what}, {file}", hint="choose another name")
-        check_output(file, force=force, hint=_WAYS_OUT[option])
-        if option == "--plot":
-            from autoaccum.reporting.figures import picture_format  # With matplotlib.
-
-            picture_format(file)
-        taken[f"the file of {option}"] = Path(file)
-
-
-class PlanFiles:
-    """The files that `autoaccum plan` writes.
-
-    Args:
-        files: The file of each option; None: none.
-        framework: The framework whose arguments the plan is to have; None: none.
-        force: Overwrite what is there.
+        others: Other files that are never overwritten, by what they are.
 
     Attributes:
-        written: The files that are there now, by option.
+        files: The file of each option that was given.
+        written: Those that are there now.
+        force: Overwrite what is there, but never the workload or `others`.
+
+    Raises:
+        UsageError: A file is there or cannot be written, or is the workload or another of these files.
     """
 
-    def __init__(self, files: Mapping[str, str | None], *, framework: str | None = None, force: bool) -> None:
-        self._asked = {option: file for option, file in files.items() if file is not None}
-        self._framework, self._force = framework, force
-        self._memory: MemoryReport | None = None
+    def __init__(
+        self, asked: dict[str, Any], workload: str | None = None, others: Mapping[str, Path] | None = None
+    ) -> None:
+        given = {name: asked.pop(name, None) for name in OUTPUT_FLAGS}
+        self.as_json, self.quiet, self.verbose = bool(given["as_json"]), bool(given["quiet"]), bool(given["verbose"])
+        self.force = bool(given["force"])
+        self.files: dict[str, str] = {
+            option: given[name] for option, (name, _) in _FILES.items() if given[name] is not None
+        }
         self.written: dict[str, Path] = {}
+        if self.files:
+            self._check(workload, dict(others or {}))
 
-    def check(self, workload: str, world_size: int) -> None:
-        """Refuse now what could not be written later, as `check_files`, or of a plan for so many ranks.
+    def _check(self, workload: str | None, taken: dict[str, Path]) -> None:
+        from autoaccum.files import check_output
+        from autoaccum.sources.source import FileSource
 
-        Raises:
-            UsageError: As from `check_files`, or the name of a file does not go together with what it is to hold.
+        if workload is not None:
+            taken["the workload itself"] = Path(FileSource(workload).file)
+        for option, file in self.files.items():
+            for what, path in taken.items():
+                if Path(file).resolve() == path.resolve():
+                    raise UsageError(f"{option} names {what}, {file}", hint="choose another name")
+            check_output(file, force=self.force, hint=_FILES[option][1])
+            if option == "--plot":
+                from autoaccum.reporting.figures import picture_format  # With matplotlib.
+
+                picture_format(file)
+            taken[f"the file of {option}"] = Path(file)
+
+    def write(self, files: Contents) -> None:
+        """Write the files that were asked for, also where one fails; then raise the first error.
+
+        Args:
+            files: By option, what makes the content of its file, from the name of that.
         """
-        from autoaccum.reporting.emit import check_emittable, module_name
-        from autoaccum.spec import TrainingSpec
+        from autoaccum.files import write_bytes
 
-        check_files(self._asked, force=self._force, workload=workload)
-        if "--emit" in self._asked:
-            module_name(self._asked["--emit"])
-            check_emittable(TrainingSpec(), world_size=world_size)
-
-    def listen(self, event: Event) -> None:
-        """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be given out."""
-        from autoaccum.integrations.arguments_from_plan import check_framework
-        from autoaccum.planning.plan_events import Explained, Inspected
-        from autoaccum.reporting.emit import check_emittable
-
-        if isinstance(event, Explained):
-            self._memory = event.report
-        if not isinstance(event, Inspected):
-            return
-        seen = event.inspection
-        if self._framework is not None:
-            check_framework(self._framework, seen.spec, seen.workload, parallel=seen.parallel)
-        if "--emit" in self._asked:
-            check_emittable(seen.spec, seen.workload)
-
-    def write(self, plan: Plan, seconds: float | None = None) -> None:
-        """Write all of a plan, which took so many seconds, also where one fails; then raise the first error."""
         failed: list[Exception] = []
-        for option, name in self._asked.items():
+        for option, make in files.items():
+            if option not in self.files:
+                continue
+            path = Path(self.files[option])
             try:
-                self._write(option, plan, Path(name), seconds)
-                self.written[option] = Path(name)
+                content = make(self.files[option])
+                write_bytes(path, content.encode() if isinstance(content, str) else content, force=self.force)
+                self.written[option] = path
             except Exception as error:
                 failed.append(error)
         if failed:
             raise failed[0]
 
-    def _write(self, option: str, plan: Plan, file: Path, seconds: float | None) -> None:
-        from autoaccum.files import write_bytes
+    def show(
+        self,
+        record: Callable[[], Any],
+        blocks: Callable[[], Iterable[Block]],
+        *,
+        files: Contents | None = None,
+        apart: bool = False,
+    ) -> None:
+        """Write files and show a result, also where it cannot be kept: it took its time.
 
-        if option == "-o":
-            content = plan.to_json().encode()
-        elif option == "--emit":
-            from autoaccum.reporting.emit import emit_wrapper, module_name
+        Args:
+            record: Makes the JSON, or the plain values for it.
+            blocks: Makes what a person reads, once the files are written.
+            files: As for `write`.
+            apart: Leave a line between the progress and the result.
+        """
+        try:
+            self.write(files or {})
+        finally:
+            if self.as_json:
+                text = record()
+                text = text if isinstance(text, str) else json.dumps(text, indent=2, allow_nan=False) + "\n"
+                click.echo(text, nl=False)
+            else:
+                if apart and not self.quiet:
+                    make_console(stderr=True).print()
+                show(make_console(), *blocks(), *written_lines(self.written))
 
-            content = emit_wrapper(plan, module=module_name(str(file))).encode()
-        elif option == "--plot":
-            from autoaccum.reporting.figures import draw_memory, picture_format
 
-            content = draw_memory(plan, self._memory, picture_format(str(file)))
-        else:
-            from autoaccum.reporting.page import plan_page
-
-            content = plan_page(plan, self._memory, seconds, shlex.join(running_words())).encode()
-        write_bytes(file, content, force=self._force)
-
-
-def write_page(
-    file: str, title: str, sections: Mapping[str, Sequence[Block]], *, made_of: Sequence[Any] = (), force: bool
-) -> None:
-    """Write what a command shows as a page, with the words and numbers of the records that it is made of."""
-    from autoaccum.files import write_text
+def page(
+    title: str, sections: Mapping[str, Sequence[Block | Picture]], made_of: Sequence[Any] = (), *, about: str = ""
+) -> str:
+    """Return what a command shows as a page, with the words and numbers of the records that it is made of."""
     from autoaccum.reporting.page import made_with, render_page
 
-    kind = click.get_current_context().command.name or ""
-    sections = {**sections, "Made with": [made_with(*made_of)]}
-    write_text(Path(file), render_page(kind, title, sections, shlex.join(running_words())), force=force)
+    kind = f"{click.get_current_context().command.name}{about}"
+    return render_page(kind, title, {**sections, "Made with": [made_with(*made_of)]}, shlex.join(running_words()))
 
 
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:

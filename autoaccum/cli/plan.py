@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,18 @@ import click
 from click.core import ParameterSource
 
 from autoaccum.checks import is_one_of_ranks, join_words
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
-from autoaccum.cli.outputs import PlanFiles, running_words
+from autoaccum.cli.flags import OUTPUT_FLAGS, CountOrRange, HelpWithHeadings, count, options
+from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, page, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 from autoaccum.options import Options, resolve_spec, taken_by
+from autoaccum.reporting.console import make_console
+from autoaccum.spec import TrainingSpec
 
 if TYPE_CHECKING:
+    from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
-
-_CODE_INTERRUPTED = 128 + signal.SIGINT
-_OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "verbose")
-"""The flags that concern only the output of this run."""
+    from autoaccum.planning.plan_record import Plan
 
 
 @click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
@@ -55,19 +54,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "ve
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
-def command(
-    workload: str,
-    as_json: bool,
-    output: str | None,
-    emit: str | None,
-    plot: str | None,
-    report: str | None,
-    framework: str | None,
-    force: bool,
-    verbose: bool,
-    quiet: bool,
-    **request: Any,
-) -> None:
+def command(workload: str, framework: str | None, **request: Any) -> None:
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
     WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
@@ -96,55 +83,84 @@ def command(
       3  the trials gave no answer
     """
     from autoaccum.api import plan
-    from autoaccum.reporting.console import make_console, print_labelled
-    from autoaccum.reporting.plan_report import print_plan
+    from autoaccum.planning.plan_events import Explained, Inspected
+    from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
+    from autoaccum.reporting.plan_report import plan_blocks
     from autoaccum.reporting.progress import PlanProgress
 
     _check_is_one_plan(request)
-    files = {"-o": output, "--emit": emit, "--plot": plot, "--report": report}
     of_ranks = is_one_of_ranks()
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
         raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
+    outputs = Outputs(request, workload)
     if framework is not None:
         request["equal"] = True
         options = _read_options(request)
         asked: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "mesh", "chooses_savers")}
         check_framework(framework, resolve_spec(options.spec), **asked)
         request["exact_max"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
-    outputs = PlanFiles(files, framework=framework, force=force)
-    request |= {"picture": plot is not None, "report": report is not None}
-    outputs.check(workload, 2 if of_ranks else request["world_size"])
+    if "--emit" in outputs.files:
+        module_name(outputs.files["--emit"])
+        check_emittable(TrainingSpec(), world_size=2 if of_ranks else request["world_size"])
+    request |= {"picture": "--plot" in outputs.files, "report": "--report" in outputs.files}
     if of_ranks and os.environ.get("RANK", "0") != "0":
         _plan_silently(workload, **request)
         return
     if request["world_size"] > 1 and not of_ranks and _run_ranks(request):
         return
-    stderr = make_console(stderr=True)
-    with PlanProgress(stderr, quiet=quiet) as progress:
+    memory: MemoryReport | None = None
 
-        def listen(event: Event) -> None:
-            progress.notify(event)
-            outputs.listen(event)
+    def listen(event: Event) -> None:
+        """Show an event, keep what is drawn, and refuse before any trial a step that cannot be given out."""
+        nonlocal memory
+        progress.notify(event)
+        if isinstance(event, Explained):
+            memory = event.report
+        elif isinstance(event, Inspected):
+            seen = event.inspection
+            if framework is not None:
+                check_framework(framework, seen.spec, seen.workload, parallel=seen.parallel)
+            if "--emit" in outputs.files:
+                check_emittable(seen.spec, seen.workload)
 
+    with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
         began = time.monotonic()
         found = plan(workload, on_event=listen, on_output=progress.print_output, **request)
+        seconds = time.monotonic() - began
     if framework is not None:
         found = for_framework(found, framework)
-    seconds = time.monotonic() - began
-    try:
-        outputs.write(found, seconds)
-    finally:  # The trials took their time: what they found is shown even where it cannot be kept.
-        if as_json:
-            for warning in found.warnings:
-                print_labelled(stderr, "warning", str(warning), "yellow")
-            click.echo(found.to_json(), nl=False)
-        else:
-            if not quiet:
-                stderr.print()
-            again = running_words(without=_OUTPUTS)
-            about: dict[str, Any] = {"seconds": seconds, "verbose": verbose}
-            print_plan(make_console(), found, command=again, written=outputs.written, **about)
+    again = running_words(without=OUTPUT_FLAGS)
+    if outputs.as_json:
+        for warning in found.warnings:
+            progress.warn(str(warning))
+    outputs.show(
+        found.to_json,
+        lambda: plan_blocks(
+            found, again=again, kept=outputs.written.get("-o"), seconds=seconds, verbose=outputs.verbose
+        ),
+        files={
+            "-o": lambda _: found.to_json(),
+            "--emit": lambda file: emit_wrapper(found, module=module_name(file)),
+            "--plot": lambda file: _picture(found, memory, file),
+            "--report": lambda _: _page(found, memory, seconds),
+        },
+        apart=True,
+    )
+
+
+def _picture(plan: Plan, memory: MemoryReport | None, file: str) -> bytes:
+    from autoaccum.reporting.figures import draw_memory, picture_format
+
+    return draw_memory(plan, memory, picture_format(file))
+
+
+def _page(plan: Plan, memory: MemoryReport | None, seconds: float) -> str:
+    from autoaccum.reporting.figures import plan_title
+    from autoaccum.reporting.page import plan_sections
+
+    made_of = (plan.workload, plan.spec, plan.environment)
+    return page(plan_title(plan), plan_sections(plan, memory, seconds), made_of, about=f", {plan.kind}")
 
 
 def _check_is_one_plan(request: dict[str, Any]) -> None:
@@ -185,4 +201,4 @@ def _plan_silently(workload: str, **request: Any) -> None:
     except AutoaccumError:
         return
     except KeyboardInterrupt:
-        raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
+        raise click.exceptions.Exit(CODE_INTERRUPTED) from None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, natural, options
-from autoaccum.cli.outputs import check_files, running_words, write_page
+from autoaccum.cli.flags import OUTPUT_FLAGS, CountOrRange, HelpWithHeadings, count, natural, options
+from autoaccum.cli.outputs import CODE_INTERRUPTED, Contents, Outputs, page, running_words
+from autoaccum.reporting.console import make_console
 
 if TYPE_CHECKING:
+    from autoaccum.reporting.console import Block
     from autoaccum.tuning.tuning_records import Tuning
 
 _CODE_NOTHING_FOUND = 1
-_CODE_INTERRUPTED = 130
-_OUTPUTS = ("as_json", "output", "report", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "storage", "study"),
     *("memory", "reserve", "time_limit"),
@@ -64,15 +63,7 @@ _OF_THE_STUDY = (
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
     force="Overwrite files that are there; never the study.",
 )
-def command(
-    workload: str,
-    as_json: bool,
-    output: str | None,
-    report: str | None,
-    force: bool,
-    quiet: bool,
-    **asked: Any,
-) -> None:
+def command(workload: str, **asked: Any) -> None:
     """Search the learning rate, effective batch and micro-batch that train WORKLOAD best.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
@@ -101,57 +92,39 @@ def command(
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; finished trials are kept
     """
     from autoaccum.api import tune
+    from autoaccum.reporting.tune_report import tuning_blocks, tuning_record
 
-    others = {"the study itself": Path(asked["storage"])}
-    check_files({"-o": output, "--report": report}, force=force, workload=workload, others=others)
+    outputs = Outputs(asked, workload, {"the study itself": Path(asked["storage"])})
+
+    def blocks() -> list[Block]:
+        return tuning_blocks(tuning, _offers(tuning, outputs.written.get("-o")))
+
     try:
-        tuning = tune(workload, progress=not quiet, **asked)
-        _show(tuning, output, force=force, as_json=as_json, quiet=quiet)
-        if report is not None:
-            from autoaccum.reporting.tune_report import tuning_blocks
-
-            blocks = {"Study": tuning_blocks(tuning, _offers(tuning, output))}
-            write_page(report, tuning.study, blocks, made_of=(tuning.workload,), force=force)
-            if not as_json:
-                click.echo(f"report in {report}")
+        tuning = tune(workload, progress=not outputs.quiet, **asked)
+        files: Contents = {"--report": lambda _: page(tuning.study, {"Study": blocks()}, (tuning.workload,))}
+        if (plan := tuning.plan) is not None:
+            files = {"-o": lambda _: plan.to_json(), **files}
+        outputs.show(lambda: tuning_record(tuning), blocks, files=files, apart=True)
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
-        raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
+        raise click.exceptions.Exit(CODE_INTERRUPTED) from None
+    if "-o" in outputs.files and tuning.plan is None:
+        note = f"note: {outputs.files['-o']} was not written: there is no best setting"
+        make_console(stderr=True).print(note, soft_wrap=True)
     if tuning.best is None:
         raise click.exceptions.Exit(_CODE_NOTHING_FOUND)
 
 
-def _show(tuning: Tuning, output: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
-    """Keep the plan, and print what was found, also where the plan cannot be kept: it took its time."""
-    from autoaccum.reporting.console import make_console, show
-    from autoaccum.reporting.tune_report import tuning_blocks, tuning_record
-
-    stderr, kept = make_console(stderr=True), False
-    try:
-        if output is not None and tuning.plan is not None:
-            tuning.plan.save(Path(output), force=force)
-            kept = True
-    finally:
-        if as_json:
-            click.echo(json.dumps(tuning_record(tuning), indent=2, allow_nan=False))
-        else:
-            if not quiet:
-                stderr.print()
-            show(make_console(), *tuning_blocks(tuning, _offers(tuning, output if kept else None)))
-    if output is not None and not kept:
-        stderr.print(f"note: {output} was not written: there is no best setting", soft_wrap=True)
-
-
-def _offers(tuning: Tuning, kept: str | None) -> dict[str, list[str]]:
+def _offers(tuning: Tuning, kept: Path | None) -> dict[str, list[str]]:
     """Return the words of commands that are offered, by what they do."""
     params = click.get_current_context().params
     offers: dict[str, list[str]] = {}
     if kept is not None and tuning.best is not None:
-        words = running_words(without=(*_OUTPUTS, *_OF_THE_STUDY))
+        words = running_words(without=(*OUTPUT_FLAGS, *_OF_THE_STUDY))
         words[words.index("tune")] = "fit"
         words += ["--target-batch", str(tuning.best.target_batch), "--epochs", "3"]
-        offers[f"train by its plan, {kept}"] = [*words, "--plan", kept, "--run-dir", f"runs/{Path(kept).stem}"]
+        offers[f"train by its plan, {kept}"] = [*words, "--plan", str(kept), "--run-dir", f"runs/{kept.stem}"]
     elif tuning.best is not None:
-        offers["keep its plan"] = [*running_words(without=_OUTPUTS), "-o", "best.json"]
-    more = running_words(without=(*_OUTPUTS, "trials"))
+        offers["keep its plan"] = [*running_words(without=OUTPUT_FLAGS), "-o", "best.json"]
+    more = running_words(without=(*OUTPUT_FLAGS, "trials"))
     return offers | {"go on with more trials": [*more, "--trials", str(2 * params["trials"])]}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, options
-from autoaccum.cli.outputs import check_files, running_words, stdout_kept, write_page
+from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings, options
+from autoaccum.cli.outputs import Outputs, page, running_words, stdout_kept
+from autoaccum.reporting.console import make_console, show
 
 _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
-_OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
 
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
@@ -30,16 +30,7 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
     time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
     verbose="Show everything that was compared, and every note.",
 )
-def command(
-    workload: str,
-    as_json: bool,
-    output: str | None,
-    report: str | None,
-    force: bool,
-    verbose: bool,
-    quiet: bool,
-    **asked: Any,
-) -> None:
+def command(workload: str, **asked: Any) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
     WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,
@@ -68,18 +59,15 @@ def command(
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
-    from autoaccum.files import write_text
-    from autoaccum.reporting.console import make_console, show
     from autoaccum.reporting.verify_report import VerificationProgress, difference_line, verification_blocks
     from autoaccum.verification.verification_result import Diagnosing
 
-    check_files({"-o": output, "--report": report}, force=force, workload=workload)
-    stderr = make_console(stderr=True)
+    outputs = Outputs(asked, workload)
     answers: list[Diagnosing] = []
 
     def listen(event: Any) -> None:
         """Print the answer before the search for its causes."""
-        if isinstance(event, Diagnosing) and not as_json:
+        if isinstance(event, Diagnosing) and not outputs.as_json:
             if not answers:
                 progress.stop()
                 with own_stdout():
@@ -87,21 +75,20 @@ def command(
             answers.append(event)
         progress.notify(event)
 
-    with stdout_kept() as own_stdout, VerificationProgress(stderr, quiet=quiet) as progress:
+    with (
+        stdout_kept() as own_stdout,
+        VerificationProgress(make_console(stderr=True), quiet=outputs.quiet) as progress,
+    ):
         found = verify(workload, on_event=listen, **asked)
-    again = running_words(without=_OUTPUTS)
-    if as_json:
-        click.echo(found.to_json(), nl=False)
-    else:
-        show(make_console(), *verification_blocks(found, again=again, verbose=verbose, answered=bool(answers)))
-    if output is not None:
-        write_text(Path(output), found.to_json(), force=force)
-    if report is not None:
-        sections = {"Verification": verification_blocks(found, again=again, verbose=True)}
-        made_of = (found.workload, found.environment)
-        write_page(report, str(found.workload["name"]), sections, made_of=made_of, force=force)
-    for what, file in (("kept", output), ("report", report)):
-        if file is not None and not as_json:
-            make_console().print(f"{what} in {file}", soft_wrap=True)
+    blocks = partial(verification_blocks, found, again=running_words(without=OUTPUT_FLAGS))
+    made_of = (found.workload, found.environment)
+    outputs.show(
+        found.to_json,
+        lambda: blocks(verbose=outputs.verbose, answered=bool(answers)),
+        files={
+            "-o": lambda _: found.to_json(),
+            "--report": lambda _: page(str(found.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),
+        },
+    )
     if not found.equivalent:
         raise click.exceptions.Exit(_CODE_UNTESTED if found.untested else _CODE_DIFFERENT)

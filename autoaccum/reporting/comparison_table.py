@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted, join_words
@@ -14,7 +13,7 @@ from autoaccum.messages import Message
 from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.planning.throughput import RATIO_BAND
-from autoaccum.reporting.console import Block, Table, show
+from autoaccum.reporting.console import Block, Table, offer
 from autoaccum.serialization import to_plain
 from autoaccum.simulation.cards import Card, card_rates, context_memory
 from autoaccum.units import GIB, MIB, format_bytes
@@ -35,8 +34,8 @@ def shown_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     return [row for row in rows if row.world_size == least.get(row.card, most)]
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print a row for each plan, and what the numbers mean; columns that do not apply are left out."""
+def comparison_blocks(comparison: Comparison) -> list[Block]:
+    """Return a row for each plan, and what the numbers mean; columns that do not apply are left out."""
     rows = shown_rows(comparison.rows)
     cells = [_cells(row, rows) for row in rows]
     names = cells[0] if cells else ()
@@ -44,7 +43,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     table = Table(*columns, whole=True)
     for row, cell in zip(rows, cells, strict=True):
         table.add(*(cell[name] or "-" for name in columns), style="" if row.fits else "magenta")
-    show(console, table, *_notes(comparison, rows))
+    return [table, *_notes(comparison, rows)]
 
 
 def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str | None]:
@@ -131,8 +130,8 @@ def _names(some: Sequence[ComparisonRow], rows: Sequence[ComparisonRow]) -> str:
     return join_words(few)
 
 
-def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = False) -> None:
-    """Print cards, a section for each architecture; with `sources` also where the numbers of each card come from."""
+def card_blocks(cards: Sequence[Card], *, sources: bool = False) -> list[Block]:
+    """Return cards, a section for each architecture; with `sources` also where the numbers of each card come from."""
     table = Table("name", "card", ">GiB", ">CC", ">SMs")
     for architecture, group in groupby(cards, key=lambda card: card.architecture):
         table.add(Text(architecture, "bold cyan"))
@@ -149,8 +148,8 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
             f"rates: {speeds}, {rates.memory_bytes / 1e9:.4g} GB/s; {rates.source}",
             *([f"also: {', '.join(card.aliases)}"] if card.aliases else []),
         ]
-    command = Text("  autoaccum plan WORKLOAD --target-batch N --gpu NAME", "cyan")
-    show(console, *blocks, "", _LEGEND, "plan for one, or for any size (--gpu 24GiB):", command)
+    command = "autoaccum plan WORKLOAD --target-batch N --gpu NAME"
+    return [*blocks, "", _LEGEND, *offer("plan for one, or for any size (--gpu 24GiB)", command)]
 
 
 def card_record(card: Card) -> dict[str, Any]:

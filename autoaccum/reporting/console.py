@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeAlias
@@ -148,6 +149,25 @@ def first_messages(messages: Facts, *, verbose: bool) -> list[Block]:
     rows = messages.rows if verbose else messages.rows[:_MOST_MESSAGES]
     left = len(messages.rows) - len(rows)
     return [Facts(rows), *([Text(f"-v shows {left} more", "dim")] if left else [])]
+
+
+_WRITTEN = {
+    "-o": "kept in {}",
+    "--emit": "train without autoaccum: {} is the step in plain PyTorch",
+    "--plot": "picture in {}",
+    "--report": "report in {}",
+}
+
+
+def written_lines(files: Mapping[str, Path]) -> list[Block]:
+    """Return a line for each file that was written, by the option that names it."""
+    return [Text(_WRITTEN[option].format(file)) for option, file in files.items()]
+
+
+def offer(what: str, words: str | Sequence[str]) -> list[Block]:
+    """Return a line of code, or the words of a command, to be pasted, below what it does."""
+    code = words if isinstance(words, str) else shlex.join(words)
+    return [Text(f"{what}:"), Text(f"  {code}", "cyan")]
 
 
 def copied(text: object, style: str = "") -> Text:

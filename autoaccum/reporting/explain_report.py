@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
-from autoaccum.reporting.console import Block, Table, show
-from autoaccum.serialization import to_plain
+from autoaccum.reporting.console import Block, Table
 from autoaccum.units import format_bytes, format_parts, percent, precise_bytes, signed_bytes
 
 if TYPE_CHECKING:
@@ -80,8 +77,8 @@ def _saved_words(saved_bytes: int | None) -> str:
     return signed_bytes(-saved_bytes) if saved_bytes else "no change"
 
 
-def print_snapshot(console: Console, update: UpdateComparison) -> None:
-    """Print the figures of both updates, and what differs at their peaks."""
+def snapshot_blocks(update: UpdateComparison) -> list[Block]:
+    """Return the figures of both updates, and what differs at their peaks."""
     last = f"the last update of {update.snapshot} ({update.events:,} events)"
     parts = format_parts(update.parts)
     blocks: list[Block] = [
@@ -92,12 +89,7 @@ def print_snapshot(console: Console, update: UpdateComparison) -> None:
         blocks.append(Text(f"the first request that differs: {_request_words(update.first_difference)}"))
     if update.differences:
         blocks += ["", _differences(update.differences)]
-    show(console, *blocks, "", _verdict(update))
-
-
-def snapshot_json(update: UpdateComparison) -> str:
-    """Return the comparison as JSON."""
-    return json.dumps({"agrees": update.agrees, **to_plain(update)}, indent=2, allow_nan=False) + "\n"
+    return [*blocks, "", _verdict(update)]
 
 
 def _peaks(update: UpdateComparison) -> dict[str, Figure]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted
-from autoaccum.reporting.console import Block, Facts, PlainConsole, copied, one_line, relative_path, show
+from autoaccum.reporting.console import Block, Facts, PlainConsole, copied, offer, one_line, relative_path
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
@@ -25,14 +23,13 @@ _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 10.0
 
 
-def print_fit(console: Console, result: FitResult, *, command: Sequence[str]) -> None:
-    """Print the result of a training, and the exact next commands; `command` continues the training."""
-    blocks: list[Block] = [Facts(list(_rows(result))), ""]
-    blocks += ["continue the training:", Text(f"  {shlex.join(command)}", "cyan")]
+def fit_blocks(result: FitResult, *, command: Sequence[str]) -> list[Block]:
+    """Return the result of a training, and the exact next commands; `command` continues the training."""
+    blocks: list[Block] = [Facts(list(_rows(result))), "", *offer("continue the training", command)]
     if result.model_path is not None:
         weights = f"torch.load({relative_path(result.model_path)!r}, weights_only=True)"
-        blocks += ["use the weights:", Text(f"  model.load_state_dict({weights})", "cyan")]
-    show(console, *blocks)
+        blocks += offer("use the weights", f"model.load_state_dict({weights})")
+    return blocks
 
 
 def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:

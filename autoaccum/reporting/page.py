@@ -17,8 +17,8 @@ from autoaccum.messages import message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import Block, Facts, Table, clean
 from autoaccum.reporting.explain_report import explanation_blocks
-from autoaccum.reporting.figures import COLOURS, draw_curve, draw_panels, draw_timeline, plan_title
-from autoaccum.reporting.plan_report import answer_rows, detail_rows, speeds_table
+from autoaccum.reporting.figures import COLOURS, draw_curve, draw_panels, draw_timeline
+from autoaccum.reporting.plan_report import answer_rows, detail_rows, measured_peak, speeds_table
 from autoaccum.reporting.progress import trials_table
 from autoaccum.serialization import to_plain
 
@@ -63,16 +63,15 @@ def render_page(kind: str, title: str, sections: Mapping[str, Sequence[Block | P
     )
 
 
-def plan_page(
-    plan: Plan, report: MemoryReport | None, seconds: float | None = None, command: str = "autoaccum plan"
-) -> str:
-    """Return the page of a plan as an HTML file.
+def plan_sections(
+    plan: Plan, report: MemoryReport | None, seconds: float | None = None
+) -> dict[str, Sequence[Block | Picture]]:
+    """Return what the page of a plan shows, by its titles.
 
     Args:
         plan: The plan.
         report: Where its memory goes, if that is known.
         seconds: The time that planning took.
-        command: The command that made it.
     """
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
     if report is None and plan.device.kind == "cpu":
@@ -82,19 +81,16 @@ def plan_page(
     if report is not None:
         drawn = partial(draw_timeline, plan=plan, report=report)
         timeline = [_picture("the memory of an update over time, by purpose", drawn)]
-        memory = explanation_blocks(report.explanation, plan.peak_bytes if plan.kind == "measured" else None)
+        memory = explanation_blocks(report.explanation, measured_peak(plan))
     curve = partial(draw_curve, plan=plan, curve=() if report is None else report.curve)
-    rows = [*answer_rows(plan), *detail_rows(plan, seconds)]
-    sections: dict[str, Sequence[Block | Picture]] = {
-        "Plan": [Facts(rows), Facts.of_messages(plan.warnings, notes)],
+    return {
+        "Plan": [Facts([*answer_rows(plan), *detail_rows(plan, seconds)]), Facts.of_messages(plan.warnings, notes)],
         "Memory over one update": timeline,
         "Where the memory goes": memory,
         "Peak over the micro-batch": [_picture("the peak over the micro-batch", curve)],
         "Throughput": [] if plan.throughput is None else [speeds_table(plan.throughput)],
         "Trials": [trials_table(plan)],
-        "Made with": [made_with(plan.workload, plan.spec, plan.environment)],
     }
-    return render_page(f"plan, {plan.kind}", plan_title(plan), sections, command)
 
 
 def _picture(name: str, draw: Any) -> Picture:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from autoaccum.checks import counted
 from autoaccum.options import mesh_word
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, show
+from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, offer
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
 from autoaccum.spec import OFFLOADS
@@ -29,46 +27,35 @@ _MODES = {
     "exact": "exact: normalises by the whole effective batch",
 }
 _MICRO_BATCHES = {"each": "each micro-batch", "last": "the last micro-batch"}
-_WRITTEN = {
-    "-o": "kept in {}",
-    "--emit": "train without autoaccum: {} is the step in plain PyTorch",
-    "--plot": "picture in {}",
-    "--report": "report in {}",
-}
 
 
-def print_plan(
-    console: Console,
-    plan: Plan,
-    *,
-    command: Sequence[str],
-    written: Mapping[str, Path],
-    seconds: float | None = None,
-    verbose: bool = False,
-) -> None:
-    """Print a plan: the answer, the first warnings and notes, the files written, and where memory goes.
+def plan_blocks(
+    plan: Plan, *, again: Sequence[str], kept: Path | None = None, seconds: float | None = None, verbose: bool = False
+) -> list[Block]:
+    """Return a plan: the answer, the first warnings and notes, and where memory goes.
 
     Args:
-        console: The console.
         plan: The plan.
-        command: The command that made it, to be suggested again with `-o`.
-        written: The files that were written, by the flags that name them.
+        again: The command that made it, to be suggested with `-o`.
+        kept: The file of the plan, if it was written.
         seconds: The time that planning took, if it was just made.
-        verbose: Print everything.
+        verbose: Return everything.
     """
-    kept = written.get("-o")
     blocks: list[Block] = [Facts([*answer_rows(plan, kept), *(detail_rows(plan, seconds) if verbose else ())])]
     if verbose and plan.throughput is not None:
         blocks.append(speeds_table(plan.throughput))
     blocks += first_messages(Facts.of_messages(plan.warnings, plan.notes), verbose=verbose)
-    blocks += [Text(_WRITTEN[flag].format(file)) for flag, file in written.items()]
     if plan.explanation is not None:
-        measured = plan.peak_bytes if plan.kind == "measured" else None
-        blocks += ["", Text("where the memory goes", "bold"), *explanation_blocks(plan.explanation, measured)]
+        title = Text("where the memory goes", "bold")
+        blocks += ["", title, *explanation_blocks(plan.explanation, measured_peak(plan))]
     if verbose and kept is None:
-        again = shlex.join([*command, "-o", "plan.json"])
-        blocks += ["", "keep the plan:", Text(f"  {again}", "cyan")]
-    show(console, *blocks)
+        blocks += ["", *offer("keep the plan", [*again, "-o", "plan.json"])]
+    return blocks
+
+
+def measured_peak(plan: Plan) -> int | None:
+    """Return the peak of real trials, if there were any."""
+    return plan.peak_bytes if plan.kind == "measured" else None
 
 
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str | Text]]:

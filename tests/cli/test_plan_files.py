@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from command_line import Command
 from factories import change_facts
-from pictured_plans import usual
 from small_classifier import LONG, MODEL
 from synthetic_traces import INSPECTION
 
+from autoaccum import api
 from autoaccum.cli import main
-from autoaccum.cli.outputs import PlanFiles
+from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_events import Inspected
 from autoaccum.planning.plan_record import Plan
@@ -60,31 +61,26 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Comm
 
 
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
-    planned, _ = usual()
-    names = {"-o": "plan.json", "--emit": "step.py", "--plot": "memory.svg"}
+    names = {"output": "plan.json", "emit": "step.py", "plot": "memory.svg"}
     paths = {name: tmp_path / name for name in names.values()}
-    files = PlanFiles({option: str(paths[name]) for option, name in names.items()}, force=False)
-    files.check("model.py", world_size=1)
+    outputs = Outputs({name: str(paths[file]) for name, file in names.items()}, "model.py")
     for name in ("plan.json", "step.py"):
         paths[name].write_text("came meanwhile")
     with pytest.raises(UsageError, match=r"plan\.json exists already"):
-        files.write(planned)
-    assert files.written == {"--plot": paths["memory.svg"]}
-    assert any(text.startswith("limit") for text in texts(paths["memory.svg"]))
+        outputs.write(dict.fromkeys(("-o", "--emit", "--plot"), lambda file: f"content of {file}"))
+    assert outputs.written == {"--plot": paths["memory.svg"]}
+    assert paths["memory.svg"].read_text() == f"content of {paths['memory.svg']}"
     assert paths["plan.json"].read_text() == "came meanwhile"
 
 
-def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
-    files = PlanFiles({"--emit": str(tmp_path / "step.py")}, force=False)
-    running = change_facts(INSPECTION, batchnorm="running")
-    for seen, text in (
-        (change_facts(INSPECTION, coupled=True), "micro-batches need something of each other"),
-        (change_facts(INSPECTION, whole_batch="lockstep"), "micro-batches need something of each other"),
-        (running, 'batchnorm is "running"'),
-    ):
-        with pytest.raises(UsageError, match=text):
-            files.listen(Inspected(seen, "cpu", 1, 8, False))
-    PlanFiles({}, force=False).listen(Inspected(running, "cpu", 1, 8, False))
+def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*_: object, on_event: Callable[[Inspected], None], **__: object) -> None:
+        on_event(Inspected(change_facts(INSPECTION, whole_batch="lockstep"), "cpu", 1, 8, False))
+
+    monkeypatch.setattr(api, "plan", plan)
+    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "8", "--emit", "step.py"])
+    assert result.exit_code == 2
+    assert "micro-batches need something of each other" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from autoaccum.planning.comparison import (
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import add_costs
-from autoaccum.reporting.comparison_table import comparison_warnings, print_comparison
-from autoaccum.reporting.console import make_console
+from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings
+from autoaccum.reporting.console import make_console, show
 from autoaccum.simulation.cards import Card, find_card
 from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import GIB, MIB, MemorySize
@@ -60,7 +60,7 @@ def find(cards: Sequence[str], sizes: Sequence[int]) -> tuple[Comparison, list[t
 
 
 def printed(table: Comparison) -> list[str]:
-    print_comparison(make_console(file=(file := io.StringIO()), width=200), table)
+    show(make_console(file=(file := io.StringIO()), width=200), *comparison_blocks(table))
     return file.getvalue().splitlines()
 
 

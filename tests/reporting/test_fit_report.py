@@ -10,8 +10,8 @@ from factories import make_plan
 from torch import nn
 
 from autoaccum.messages import Message
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.fit_report import fit_record, print_fit
+from autoaccum.reporting.console import make_console, show
+from autoaccum.reporting.fit_report import fit_blocks, fit_record
 from autoaccum.training.fit_events import FitResult
 
 MODEL = nn.Linear(2, 1)
@@ -30,9 +30,9 @@ PLAN = make_plan(256, 86)
 COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
 
 
-def draw(result: FitResult, width: int = 100) -> str:
+def draw(result: FitResult) -> str:
     file = io.StringIO()
-    print_fit(make_console(file=file, width=width), result, command=COMMAND)
+    show(make_console(file=file, width=100), *fit_blocks(result, command=COMMAND))
     return file.getvalue()
 
 
@@ -49,7 +49,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         model_path=Path("a/model.pt"),
         stopped="callback",
     )
-    text = draw(told, width=40 + 60)
+    text = draw(told)
     for row in (
         "updates      3000 in 3 epochs, 768,000 samples\n",
         "evaluation   loss 0.25, accuracy 0.97\n",

@@ -11,8 +11,8 @@ from factories import change_facts, message_at
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.plan_report import accumulator_line, print_plan
+from autoaccum.reporting.console import make_console, show
+from autoaccum.reporting.plan_report import accumulator_line, plan_blocks
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
 
@@ -35,11 +35,9 @@ def predicted(**changes: Any) -> Plan:
     return make_plan(**known, **{"device": DeviceFacts(name="rtx3090 (simulated)", **card), **changes})
 
 
-def draw(plan: Plan, *, width: int = 100, kept: str | None = None, color: bool = False, **options: Any) -> str:
+def draw(plan: Plan, *, width: int = 100, **options: Any) -> str:
     file = io.StringIO()
-    console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
-    written = ({} if kept is None else {"-o": Path(kept)}) | options.pop("written", {})
-    print_plan(console, plan, command=COMMAND, written=written, **options)
+    show(make_console(file=file, width=width), *plan_blocks(plan, again=COMMAND, **options))
     return file.getvalue()
 
 
@@ -107,13 +105,6 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
 )
 def test_says_how_it_is(plan: Plan, text: str) -> None:
     assert text in draw(plan, verbose=True)
-
-
-def test_names_what_was_written() -> None:
-    text = draw(make_plan(), kept="plan.json", written={"--emit": "train_step.py", "--plot": "memory.svg"})
-    assert "kept in plan.json\n" in text
-    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
-    assert "\npicture in memory.svg\n" in text
 
 
 def test_shows_what_was_planned_along() -> None:
