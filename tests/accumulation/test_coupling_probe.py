@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import coupled_models as small
 import numpy as np
+import planted_causes as planted
 import pytest
-import small_verified as verified
+import small_verified as small
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import spectral_norm
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import find_coupling, probe_workload
@@ -22,35 +24,46 @@ from autoaccum.sources.workload import Workload
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[[int], Any]]
 
+
+def packed_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["input_ids"])  # As long as the longest text of the batch.
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, : logits.shape[1]].flatten())
+
+
+def two_views_loss(model: nn.Module, batch: Any) -> Tensor:
+    outputs: Tensor = model(torch.cat([batch[0], batch[0] + 1]))
+    return functional.cross_entropy(outputs, batch[1].repeat(2))
+
+
 WELL: dict[str, Case] = {
-    "MLP": (small.mlp, small.mean_square, small.rows),
-    "GroupNorm": (verified.grouped, verified.class_loss, verified.images),
-    "GPT with dropout": (verified.Gpt, verified.token_loss, verified.texts),
-    "its own loss": (verified.HuggingFace, verified.huggingface_loss, verified.texts),
-    "state": (small.Stateful, small.mean_square, small.sequences),
-    "sorted and packed": (small.Packed, small.packed_loss, small.text),
-    "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
-    "experts": (small.Experts, small.mean_square, small.sequences),
-    "spectral norm": (small.spectral_mlp, small.mean_square, small.rows),
-    "regulariser": (small.mlp, small.regularised_loss, small.rows),
-    "dropout of two views": (lambda: small.normed_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
+    "MLP": (lambda: small.between(nn.ReLU(inplace=True)), small.class_loss, small.pairs),
+    "GroupNorm": (small.grouped, small.class_loss, small.images),
+    "GPT with dropout": (small.Gpt, small.token_loss, small.texts),
+    "its own loss": (small.HuggingFace, small.huggingface_loss, small.texts),
+    "state": (small.Stateful, small.class_loss, small.sequences),
+    "sorted and packed": (small.Packed, packed_loss, small.texts),
+    "time times batch": (small.TimeFirst, small.class_loss, small.sequences),
+    "experts": (small.Experts, small.class_loss, small.sequences),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(small.FEATURES, small.CLASSES)), small.class_loss, small.pairs),
+    "regulariser": (small.Mlp, small.penalised_loss, small.pairs),
+    "dropout of two views": (small.dropped, two_views_loss, small.pairs),
 }
 
 COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
-    "BatchNorm2d": ((verified.Residual, verified.class_loss, verified.images), ("norm1", "norm2"), False),
-    "one of its own": ((lambda: small.normed_mlp(small.Normaliser()), small.mean_square, small.rows), ("1",), False),
-    "in the model's forward": ((small.Centring, small.mean_square, small.rows), (WHOLE_MODEL,), False),
-    "experts with a capacity": ((lambda: small.Experts(2), small.mean_square, small.sequences), (WHOLE_MODEL,), False),
-    "similarities": ((small.Towers, small.clip_loss, small.pairs), (WHOLE_MODEL,), None),
-    "in-batch negatives": (
-        (lambda: small.Towers(similarities=False), small.negatives_loss, small.pairs),
-        (),
-        True,
+    "BatchNorm2d": ((small.Residual, small.class_loss, small.images), ("norm1", "norm2"), False),
+    "one of its own": (
+        (lambda: small.between(planted.Standardise()), small.class_loss, small.pairs),
+        ("1",),
+        False,
     ),
-    "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
-    "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
-    "normalised advantages": ((small.mlp, small.advantage_loss, small.advantages), (), True),
-    "broadcast targets": ((small.mlp, small.spread_loss, small.rows), (), True),
+    "in the model's forward": ((planted.Standardising, small.class_loss, small.pairs), (WHOLE_MODEL,), False),
+    "experts with a capacity": ((lambda: small.Experts(2), small.class_loss, small.sequences), (WHOLE_MODEL,), False),
+    "similarities": ((planted.Similarities, planted.similarity_loss, small.captions), (WHOLE_MODEL,), None),
+    "in-batch negatives": ((small.Clip, planted.contrastive_loss, small.captions), (), True),
+    "root of the mean": ((small.Mlp, planted.root_loss, small.pairs), (), True),
+    "hardest samples": ((small.Mlp, planted.hardest_loss, small.pairs), (), True),
+    "normalised advantages": ((small.Mlp, planted.advantage_loss, small.pairs), (), True),
+    "broadcast targets": ((small.Mlp, planted.broadcast_loss, small.pairs), (), True),
 }
 
 
@@ -84,11 +97,11 @@ def test_unequal_parts_and_single_precision_give_the_same(name: str, how: Any) -
 
 
 def test_leaves_model_batch_and_generators_as_they_are() -> None:
-    model = small.normed_mlp(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
-    state, batch = copy.deepcopy(model.state_dict()), small.rows(4)
+    model = small.between(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    state, batch = copy.deepcopy(model.state_dict()), small.pairs(4)
     copies = tuple(tensor.clone() for tensor in batch)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    assert find_coupling(model, resolve_objective(small.mean_square), batch, (2, 2)).modules == ("1.0",)
+    assert find_coupling(model, resolve_objective(small.class_loss), batch, (2, 2)).modules == ("1.0",)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(one, other) for one, other in zip(batch, copies, strict=True))
     assert random.getstate() == states[0]
@@ -101,13 +114,13 @@ def test_an_error_of_the_model_is_the_reason() -> None:
     def raising(model: nn.Module, batch: Any) -> Tensor:
         raise ValueError("no such thing\nat all")
 
-    found = probe((small.mlp, raising, small.rows))
+    found = probe((small.Mlp, raising, small.pairs))
     assert found == Coupling(reason="ValueError: no such thing")
     assert not found.found
 
 
 def test_random_mixing_of_samples_is_no_finding() -> None:
-    found = probe((small.mlp, small.mixup_loss, small.rows))
+    found = probe((planted.Mixing, small.class_loss, small.pairs))
     assert (found.modules, found.loss) == ((), None)
     assert found.reason is not None
     assert "draws indices whose range grows with the batch" in found.reason
@@ -116,53 +129,48 @@ def test_random_mixing_of_samples_is_no_finding() -> None:
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_mixup_is_to_be_made_before_the_step(joint: bool) -> None:
     def opposite(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = (0.7 * tensor + 0.3 * tensor.flip(0) for tensor in batch)
-        return nn.functional.mse_loss(model(inputs), targets)
+        return small.class_loss(model, (0.7 * batch[0] + 0.3 * batch[0].flip(0), batch[1]))
 
-    found = probe((small.mlp, opposite, small.rows))
+    found = probe((small.Mlp, opposite, small.pairs))
     assert (found.modules, found.loss, found.inputs) == ((), True, True)
     (message,) = found.warnings(is_joint=joint)
     assert message.code == "loss_mixes_inputs"
-    assert not probe((small.mlp, small.root_loss, small.rows)).inputs
+    assert not probe((small.Mlp, planted.root_loss, small.pairs)).inputs
 
 
 def test_a_python_generator_used_for_each_sample_is_no_finding() -> None:
     def jittered(model: nn.Module, batch: Any) -> Tensor:
         factors = torch.tensor([random.random() for _ in batch[0]], dtype=batch[0].dtype)
-        return small.mean_square(model, (batch[0] * factors[:, None], batch[1]))
+        return small.class_loss(model, (batch[0] * factors[:, None], batch[1]))
 
-    found = probe((small.mlp, jittered, small.rows))
+    found = probe((small.Mlp, jittered, small.pairs))
     assert found.reason == "forward draws from Python's or NumPy's generator once for each sample"
 
 
 def test_the_warning_fits_a_summed_loss_with_weight_decay() -> None:
-    def summed(model: nn.Module, batch: Any) -> Tensor:
-        decay = sum(parameter.square().sum() for parameter in model.parameters())
-        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
-
-    (message,) = probe((small.mlp, summed, small.rows)).warnings()
+    (message,) = probe((small.Mlp, planted.penalised_sum, small.pairs)).warnings()
     assert message.code == "loss_mixes_samples"
-    assert probe((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
+    assert probe((small.Mlp, small.penalised_loss, small.pairs)).loss is False  # As of a mean.
 
 
 def test_a_loss_that_is_never_the_same_gives_no_finding() -> None:
     count = iter(range(1000))
 
     def counting(model: nn.Module, batch: Any) -> Tensor:
-        return small.mean_square(model, batch) * (1 + next(count))
+        return small.class_loss(model, batch) * (1 + next(count))
 
-    assert probe((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
+    assert probe((small.Mlp, counting, small.pairs)).reason == "the loss differs from run to run"
 
 
 class Locked(nn.Linear):
     def __init__(self) -> None:
-        super().__init__(small.WIDTH, 3)
+        super().__init__(small.FEATURES, small.CLASSES)
         self.lock = threading.Lock()
 
 
 class NeverDouble(nn.Linear):
     def __init__(self) -> None:
-        super().__init__(small.WIDTH, 3)
+        super().__init__(small.FEATURES, small.CLASSES)
 
     def double(self) -> Any:
         raise ValueError("no double")
@@ -170,20 +178,20 @@ class NeverDouble(nn.Linear):
 
 class Leaving(nn.Linear):
     def __init__(self) -> None:
-        super().__init__(small.WIDTH, 3)
+        super().__init__(small.FEATURES, small.CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         raise SystemExit("no such batch")
 
 
 FAILING: dict[str, tuple[Callable[[], nn.Module], nn.Module, str]] = {
-    "a model class holds a lock": (Locked, nn.MSELoss(), "TypeError: cannot pickle '_thread.lock' object"),
-    "the user's code leaves": (Leaving, nn.MSELoss(), "SystemExit: no such batch"),
+    "a model class holds a lock": (Locked, nn.CrossEntropyLoss(), "TypeError: cannot pickle '_thread.lock' object"),
+    "the user's code leaves": (Leaving, nn.CrossEntropyLoss(), "SystemExit: no such batch"),
 }
 
 
 def check(model: Callable[[], nn.Module], criterion: nn.Module, **options: Any) -> Coupling:
-    return probe_workload(Workload(model=model, batch=small.rows, criterion=criterion, **options), small.mlp())
+    return probe_workload(Workload(model=model, batch=small.pairs, criterion=criterion, **options), small.Mlp())
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -201,20 +209,20 @@ class NormalisedLoss(nn.Module):
         self.norm = nn.BatchNorm1d(3, affine=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.as_tensor((self.norm(outputs) - targets).square().mean())
+        return functional.cross_entropy(self.norm(outputs), targets)
 
 
 def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
     criterion = NormalisedLoss()
-    assert check(small.mlp, criterion).found
-    assert not check(small.mlp, criterion, batchnorm="frozen").found
+    assert check(small.Mlp, criterion).found
+    assert not check(small.Mlp, criterion, batchnorm="frozen").found
     assert criterion.norm.training
 
 
 def test_a_model_that_fails_in_float64_runs_as_it_is() -> None:
-    assert check(NeverDouble, nn.MSELoss()) == Coupling(loss=False)
+    assert check(NeverDouble, nn.CrossEntropyLoss()) == Coupling(loss=False)
 
 
 def test_a_model_of_much_work_is_found_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoaccum.accumulation.coupling_probe._MOST_WORK", 10)
-    assert check(small.mlp, nn.MSELoss()).reason == "the model is too large for an experiment beside it"
+    assert check(small.Mlp, nn.CrossEntropyLoss()).reason == "the model is too large for an experiment beside it"

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import coupled_models as small
+import planted_causes as planted
 import pytest
+import small_verified as small
 import torch
 from factories import codes
 from state_digests import state_digest
@@ -49,18 +50,18 @@ criterion = nn.MSELoss()
 
 def plan(model: nn.Module, loss: Any, **more: Any) -> Plan:
     settings: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 4, "memory": MemorySize(bytes=256 * MIB)}
-    return autoaccum.plan(model=model, batch=small.rows, loss=loss, **settings | more)
+    return autoaccum.plan(model=model, batch=small.pairs, loss=loss, **settings | more)
 
 
-def inspect(model: Any, loss: Any = small.mean_square, **more: Any) -> Inspection:
-    return inspect_workload(Workload(model=model, batch=small.rows, loss=loss, **more), share=8)
+def inspect(model: Any, loss: Any = small.class_loss, **more: Any) -> Inspection:
+    return inspect_workload(Workload(model=model, batch=small.pairs, loss=loss, **more), share=8)
 
 
 def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
-    model = small.normed_mlp(small.Normaliser())
+    model = small.between(planted.Standardise())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = state_digest(model, optimizer)
-    made = plan(model, small.root_loss, optimizer=optimizer)
+    made = plan(model, planted.root_loss, optimizer=optimizer)
     assert state_digest(model, optimizer) == before
     assert made.coupling == Coupling(("1",), True, None)
     assert codes(made.warnings).count("module_mixes_samples") == 1
@@ -70,7 +71,7 @@ def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
 
 
 def test_nothing_is_said_where_all_is_well_and_plans_of_before_still_load() -> None:
-    well = plan(small.mlp(), small.mean_square)
+    well = plan(small.Mlp(), small.class_loss)
     assert well.coupling == Coupling((), False, None)
     assert not {"module_mixes_samples", "loss_mixes_samples"} & set(codes(well.warnings))
     record = json.loads(well.to_json())
@@ -81,7 +82,7 @@ def test_nothing_is_said_where_all_is_well_and_plans_of_before_still_load() -> N
 
 
 def test_a_batchnorm_and_a_loss_that_mixes_are_warned_of_once_each() -> None:
-    found = inspect(lambda: small.normed_mlp(nn.BatchNorm1d(8)), small.root_loss)
+    found = inspect(lambda: small.between(nn.BatchNorm1d(8)), planted.root_loss)
     normed, mixed = found.accumulation_warnings
     assert (normed.code, mixed.code) == ("batchnorm_of_parts", "loss_mixes_samples")
     assert found.warnings == ()
@@ -91,19 +92,21 @@ def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
     def single_only(model: nn.Module, batch: Any) -> Any:
         if batch[0].dtype == torch.float64:
             raise SystemExit("no double")
-        return small.mean_square(model, batch)
+        return small.class_loss(model, batch)
 
     class Kept(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:
             raise ValueError("do not copy me")
 
-    assert plan(small.mlp(), single_only).coupling == Coupling((), False, None)
-    assert plan(Kept(small.WIDTH, 3), small.mean_square).coupling == Coupling(reason="the model cannot be copied")
+    assert plan(small.Mlp(), single_only).coupling == Coupling((), False, None)
+    assert plan(Kept(small.FEATURES, small.CLASSES), small.class_loss).coupling == Coupling(
+        reason="the model cannot be copied"
+    )
 
 
 @pytest.mark.parametrize(("cut", "looked"), [(3, False), (3, True), (8, False)])
 def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
-    found = inspect(small.mlp)
+    found = inspect(small.Mlp)
     if not looked:
         found = dataclasses.replace(found, coupling=None)  # As where a card is simulated.
     notes = all_notes(found, make_schedule(8, cut), PlanRequest(8), cut, None, ())

@@ -5,18 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import FEATURES, Mlp, class_loss, penalty, summed_loss, token_loss
+from small_verified import FEATURES, Clip, Mlp, class_loss, penalty, summed_loss, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
 CALLS = [0]
 
 
-class Standardising(Mlp):
-    """Normalises by the batch, in eval mode too, without being a BatchNorm class."""
+def standardise(x: Tensor) -> Tensor:
+    """Normalise by the batch."""
+    return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1)
+
+
+class Standardise(nn.Module):
+    """A BatchNorm by another name, in eval mode too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward((x - x.mean(0)) / (x.std(0, unbiased=False) + 1))
+        return standardise(x)
+
+
+class Standardising(Mlp):
+    """Normalises in the forward of the model itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(standardise(x))
+
+
+class Similarities(Clip):
+    """Returns the similarities of all images with all texts."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        image, text = super().forward(image, text)
+        return self.temperature.exp() * image @ text.T
 
 
 class Mixing(Mlp):
@@ -118,6 +138,28 @@ def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
     image, text = model(batch["image"], batch["text"])
     logits = torch.as_tensor(model.temperature).exp() * image @ text.T
     return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def similarity_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["image"], batch["text"])
+    return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def hardest_loss(model: nn.Module, batch: Any) -> Tensor:
+    losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return torch.topk(losses, len(losses) // 2).values.mean()
+
+
+def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Weighs samples by their first feature, normalised over the batch."""
+    advantage = batch[0][:, 0]
+    chosen = model(batch[0]).log_softmax(-1).gather(1, batch[1][:, None])[:, 0]
+    return torch.as_tensor(-((advantage - advantage.mean()) / advantage.std() * chosen).mean())
+
+
+def broadcast_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Compares each output with the target of each sample."""
+    return functional.mse_loss(model(batch[0])[:, :1], batch[0][:, 0])
 
 
 def mixed_counts(model: nn.Module, batch: Any) -> Tensor:

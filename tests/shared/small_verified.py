@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum import Workload
 
@@ -79,8 +80,13 @@ def grouped() -> nn.Module:
     return Residual(lambda channels: nn.GroupNorm(2, channels))
 
 
+def between(layer: nn.Module) -> nn.Module:
+    """Return a perceptron with this layer after its first, as module `1`."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), layer, nn.Tanh(), nn.Linear(8, CLASSES))
+
+
 def dropped() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, CLASSES))
+    return between(nn.Dropout(0.3))
 
 
 class Gpt(nn.Module):
@@ -128,24 +134,72 @@ class Clip(nn.Module):
         return functional.normalize(self.image(image), dim=-1), functional.normalize(self.text(text), dim=-1)
 
 
-class Recurrent(nn.Module):
-    """An RNN over the words; it begins anew with each batch."""
+class Stateful(nn.Module):
+    """Keeps the state of its RNN from call to call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, 4)
-        self.cell = nn.GRU(4, 6, batch_first=True)
-        self.head = nn.Linear(6, CLASSES)
+        self.rnn, self.head = nn.GRU(FEATURES, 7, batch_first=True), nn.Linear(7, CLASSES)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.rnn(x, self.state)
+        self.state = state.detach()
+        return torch.as_tensor(self.head(out[:, -1]))
+
+
+class Packed(nn.Module):
+    """Sorts texts by length, packs them, and pads to the longest of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(WORDS, 8), nn.LSTM(8, 7, batch_first=True), nn.Linear(7, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.as_tensor(self.head(self.run(ids)[:, -1]))
+        lengths = (ids != 0).sum(1)
+        order = lengths.argsort(descending=True, stable=True)
+        out, (state, _) = self.lstm(
+            pack_padded_sequence(self.embed(ids[order]), lengths[order].cpu(), batch_first=True)
+        )
+        logits = self.head(pad_packed_sequence(out, batch_first=True)[0]) + self.head(state[-1])[:, None]
+        return torch.as_tensor(logits[order.argsort()])
 
-    def run(self, ids: Tensor) -> Tensor:
-        return torch.as_tensor(self.cell(self.embed(ids))[0])
+
+class TimeFirst(nn.Module):
+    """Flattens to (time * batch, features) on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, time = x.shape[:2]
+        hidden = self.first(x.transpose(0, 1).reshape(time * size, -1)).tanh()
+        return torch.as_tensor(self.last(hidden).view(time, size, -1).mean(0))
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert it likes best; with a capacity, to the first that come."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__()
+        self.gate, self.capacity = nn.Linear(FEATURES, 3), capacity
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights = self.gate(tokens).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = tokens.new_zeros(tokens.shape[0], CLASSES)
+        for index, expert in enumerate(self.experts):
+            taken = (chosen == index).nonzero()[: self.capacity, 0]
+            if len(taken):
+                out[taken] = expert(tokens[taken]) * weights[taken, index, None]
+        return out.view(*x.shape[:2], CLASSES).mean(1)
 
 
 def sequences(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, WORDS, (size, LENGTH)), torch.arange(size) % CLASSES
+    return torch.randn(size, LENGTH, FEATURES), torch.arange(size) % CLASSES
 
 
 def token_loss(model: nn.Module, batch: Any) -> Tensor:
