@@ -78,7 +78,7 @@ def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[st
     yield "needed: the smallest budget at which the schedule would still run; headroom: the budget less that"
     yield "peak: what the allocator would cache if it had room, so it may exceed the budget"
     if any(row.samples_per_second for row in rows):
-        several_ranks = ", and what ranks exchange is left out" if any(row.world_size > 1 for row in rows) else ""
+        several_ranks = "; communication between ranks is left out" if any(row.world_size > 1 for row in rows) else ""
         yield (
             "speed: samples per second as a share of the fastest, an estimate from FLOPs, bytes and kernels; between"
             f" cards a ratio may be off by {RATIO_BAND:g} times{several_ranks}"
@@ -90,7 +90,7 @@ def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[st
             fewer = [row for row in rows if row.world_size < least]
             below = max(fewer, key=lambda row: row.world_size, default=None)
             why = "" if below is None else f"; on {below.world_size}, {below.message}"
-            yield f"the least number of ranks that trains the model is {least}{why}"
+            yield f"the smallest number of ranks that works is {least}{why}"
 
 
 def row_line(row: ComparisonRow) -> str:

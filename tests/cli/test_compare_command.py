@@ -101,7 +101,7 @@ def test_numbers_of_ranks_of_one_card(folder: Path, command: Command) -> None:
     first, *lines = done.stdout.splitlines()
     assert first.split() == ["ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom"]
     assert [line.split()[:4] for line in lines[:2]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
-    assert lines[-1] == "the least number of ranks that trains the model is 1"
+    assert lines[-1] == "the smallest number of ranks that works is 1"
 
 
 @pytest.mark.slow

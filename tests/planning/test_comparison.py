@@ -72,7 +72,7 @@ def test_the_least_number_of_ranks_is_found_between_powers_of_two() -> None:
     lines = printed(table)
     assert lines[0].split() == ["ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom"]
     assert lines[4].split()[:4] == ["5", "no", "-", "-"]
-    assert lines[-1] == "the least number of ranks that trains the model is 6; on 5, l4 is full"
+    assert lines[-1] == "the smallest number of ranks that works is 6; on 5, l4 is full"
     partial = Comparison(table.rows, None)
     assert printed(partial) == lines[:-1], "no number of ranks is called the least"
     assert json.loads(partial.to_json())["least_world_sizes"] is None
