@@ -111,6 +111,7 @@ class Outputs:
         blocks: Callable[[], Iterable[Block]],
         *,
         files: Contents | None = None,
+        below: Callable[[], Iterable[Block]] = list,
         apart: bool = False,
     ) -> None:
         """Write files and show a result, also where it cannot be kept: it took its time.
@@ -119,6 +120,7 @@ class Outputs:
             record: Makes the JSON, or the plain values for it.
             blocks: Makes what a person reads, once the files are written.
             files: As for `write`.
+            below: Makes what stands below the lines on files.
             apart: Leave a line between the progress and the result.
         """
         try:
@@ -131,7 +133,7 @@ class Outputs:
             else:
                 if apart and not self.quiet:
                     make_console(stderr=True).print()
-                show(make_console(), *blocks(), *written_lines(self.written))
+                show(make_console(), *blocks(), *written_lines(self.written), *below())
 
 
 def page(

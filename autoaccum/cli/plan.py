@@ -15,13 +15,14 @@ from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, page, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 from autoaccum.options import Options, resolve_spec, taken_by
-from autoaccum.reporting.console import make_console
+from autoaccum.reporting.console import make_console, offer
 from autoaccum.spec import TrainingSpec
 
 if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
+    from autoaccum.reporting.console import Block
 
 
 @click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
@@ -85,7 +86,7 @@ def command(workload: str, framework: str | None, **request: Any) -> None:
     from autoaccum.api import plan
     from autoaccum.planning.plan_events import Explained, Inspected
     from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
-    from autoaccum.reporting.plan_report import plan_blocks
+    from autoaccum.reporting.plan_report import memory_blocks, plan_blocks
     from autoaccum.reporting.progress import PlanProgress
 
     _check_is_one_plan(request)
@@ -130,21 +131,26 @@ def command(workload: str, framework: str | None, **request: Any) -> None:
         seconds = time.monotonic() - began
     if framework is not None:
         found = for_framework(found, framework)
-    again = running_words(without=OUTPUT_FLAGS)
     if outputs.as_json:
         for warning in found.warnings:
             progress.warn(str(warning))
+
+    def below() -> list[Block]:
+        again = [*running_words(without=OUTPUT_FLAGS), "-o", "plan.json"]
+        offers = ["", *offer("keep the plan", again)] if outputs.verbose and "-o" not in outputs.written else []
+        return [*memory_blocks(found), *offers]
+
+    about: dict[str, Any] = {"seconds": seconds, "verbose": outputs.verbose}
     outputs.show(
         found.to_json,
-        lambda: plan_blocks(
-            found, again=again, kept=outputs.written.get("-o"), seconds=seconds, verbose=outputs.verbose
-        ),
+        lambda: plan_blocks(found, kept=outputs.written.get("-o"), **about),
         files={
             "-o": lambda _: found.to_json(),
             "--emit": lambda file: emit_wrapper(found, module=module_name(file)),
             "--plot": lambda file: _picture(found, memory, file),
             "--report": lambda _: _page(found, memory, seconds),
         },
+        below=below,
         apart=True,
     )
 

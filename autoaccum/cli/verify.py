@@ -79,6 +79,7 @@ def command(workload: str, **asked: Any) -> None:
         stdout_kept() as own_stdout,
         VerificationProgress(make_console(stderr=True), quiet=outputs.quiet) as progress,
     ):
+        progress.show("loading ...")
         found = verify(workload, on_event=listen, **asked)
     blocks = partial(verification_blocks, found, again=running_words(without=OUTPUT_FLAGS))
     made_of = (found.workload, found.environment)

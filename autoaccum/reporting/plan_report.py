@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from autoaccum.checks import counted
 from autoaccum.options import mesh_word
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, offer
+from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
 from autoaccum.spec import OFFLOADS
@@ -30,27 +30,28 @@ _MICRO_BATCHES = {"each": "each micro-batch", "last": "the last micro-batch"}
 
 
 def plan_blocks(
-    plan: Plan, *, again: Sequence[str], kept: Path | None = None, seconds: float | None = None, verbose: bool = False
+    plan: Plan, *, kept: Path | None = None, seconds: float | None = None, verbose: bool = False
 ) -> list[Block]:
-    """Return a plan: the answer, the first warnings and notes, and where memory goes.
+    """Return the answer of a plan, and the first warnings and notes.
 
     Args:
         plan: The plan.
-        again: The command that made it, to be suggested with `-o`.
         kept: The file of the plan, if it was written.
         seconds: The time that planning took, if it was just made.
-        verbose: Return everything.
+        verbose: Return all that is known, and every note.
     """
     blocks: list[Block] = [Facts([*answer_rows(plan, kept), *(detail_rows(plan, seconds) if verbose else ())])]
     if verbose and plan.throughput is not None:
         blocks.append(speeds_table(plan.throughput))
-    blocks += first_messages(Facts.of_messages(plan.warnings, plan.notes), verbose=verbose)
-    if plan.explanation is not None:
-        title = Text("where the memory goes", "bold")
-        blocks += ["", title, *explanation_blocks(plan.explanation, measured_peak(plan))]
-    if verbose and kept is None:
-        blocks += ["", *offer("keep the plan", [*again, "-o", "plan.json"])]
-    return blocks
+    return blocks + first_messages(Facts.of_messages(plan.warnings, plan.notes), verbose=verbose)
+
+
+def memory_blocks(plan: Plan) -> list[Block]:
+    """Return where the memory of a plan goes, if that was explained."""
+    if plan.explanation is None:
+        return []
+    title = Text("where the memory goes", "bold")
+    return ["", title, *explanation_blocks(plan.explanation, measured_peak(plan))]
 
 
 def measured_peak(plan: Plan) -> int | None:

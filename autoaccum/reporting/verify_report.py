@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -22,9 +22,6 @@ from autoaccum.verification.verification_result import (
     Verification,
     VerificationStarted,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _WINDOWS = {
     "whole": "whole window",
@@ -177,10 +174,6 @@ def _tolerance(tolerance: float) -> str:
 
 class VerificationProgress(Progress):
     """Shows a verification's progress: one line for the workload, and a live line for the comparison."""
-
-    def __enter__(self) -> Self:
-        self.show("loading ...")
-        return self
 
     def notify(self, event: Any) -> None:
         """Show one event."""
