@@ -1,7 +1,7 @@
 """The arguments that make a training framework train by a plan, or the reason why it cannot.
 
 The names and meanings are those of transformers 5.23, Lightning 2.6, accelerate 1.15, DeepSpeed 0.19 and torchtitan
-0.3; `tests/libraries/test_framework_arguments.py` trains with each of them.
+0.3; `tests/libraries/test_arguments_from_plan.py` trains with each of them.
 """
 
 from __future__ import annotations

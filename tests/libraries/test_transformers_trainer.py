@@ -268,7 +268,7 @@ COUNTING = """
 import json, sys
 from pathlib import Path
 import torch
-from test_framework_arguments import Rows, texts, train_with_transformers
+from test_arguments_from_plan import Rows, texts, train_with_transformers
 from tiny_transformers import llama
 from autoaccum import Plan
 

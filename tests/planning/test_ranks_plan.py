@@ -61,7 +61,7 @@ def test_the_card_where_the_least_fits_decides_and_the_others_run_its_schedule()
     assert (found.world_size, found.micro_batch, found.iter_size) == (2, 37, 7)
     assert found.ranks == ((37, 37, 37, 37, 36, 36, 36),) * 2
     assert found.device.name == "card 1"
-    assert [device["name"] for device in found.devices or ()] == ["card 0", "card 1"]
+    assert [device.name for device in found.devices or ()] == ["card 0", "card 1"]
     assert found.limit_bytes == GIB - MIB
     assert set(map(str, found.warnings)) >= {
         str(Message("compiled")),

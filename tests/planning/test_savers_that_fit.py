@@ -22,7 +22,7 @@ TIGHTNESS = 0.85
 
 
 TRAIN = """
-import gc, json, sys
+import contextlib, gc, json, sys
 import torch
 import torch._dynamo  # As torch.utils.checkpoint does: it is not the model's memory.
 from autoaccum import Accumulator
@@ -36,7 +36,7 @@ workload = FileSource(reference).load()
 limit = read_process_memory().data_bytes + budget
 
 def train(savers, limit):
-    with data_limit(limit):
+    with data_limit(limit) if limit else contextlib.nullcontext():
         torch.manual_seed(0)
         model = workload.build_model()
         optimizer = workload.build_optimizer(model)
