@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from autoaccum.simulation.trace_records import Category
 
@@ -120,19 +119,19 @@ def edited(edits: Edits, source: str = BASE) -> str:
     return source
 
 
-@dataclass(frozen=True, kw_only=True)
-class Regression:
-    """An edit that costs memory.
+class Regression(NamedTuple):
+    """An edit that costs memory: what its memory is for, of which module, what is different about it, as in `Growth`.
 
-    Attributes:
-        edits: What is replaced by what.
-        told: What its memory is for, of which module, and a part of what is different about it, as in `Growth`.
-        start: Edits that were made before.
+    `start` are edits that were made before.
     """
 
-    edits: Edits
     told: tuple[Category, str, str]
-    start: Edits = ()
+    edits: Edits
+    start: Edits
+
+
+def regression(told: tuple[Category, str, str], *edits: tuple[str, str], start: Edits = ()) -> Regression:
+    return Regression(told, edits, start)
 
 
 _MODEL = "def model():\n    return GPT()\n"
@@ -161,114 +160,87 @@ _LOSS_WITHIN = (
 """A model that computes its loss itself, so that its local variables are alive at the peak."""
 
 REGRESSIONS: Final[Mapping[str, Regression]] = {
-    "an activation kept in a list across updates": Regression(
-        edits=((_TIED, _TIED + "        self.seen = []\n"), (_HEAD, "        self.seen.append(x.detach())\n" + _HEAD)),
-        told=("parameters", "", "aten.add in fp32"),
+    "an activation kept in a list across updates": regression(
+        ("parameters", "", "aten.add in fp32"),
+        (_TIED, _TIED + "        self.seen = []\n"),
+        (_HEAD, "        self.seen.append(x.detach())\n" + _HEAD),
     ),
-    "a lost inplace": Regression(
+    "a lost inplace": regression(
+        ("temporaries", "expand", "aten.convolution in bf16"),
+        *_LOSS_WITHIN,
+        ("F.relu(wide, inplace=True)", "F.relu(wide)"),
         start=_LOSS_WITHIN,
-        edits=(*_LOSS_WITHIN, ("F.relu(wide, inplace=True)", "F.relu(wide)")),
-        told=("temporaries", "expand", "aten.convolution in bf16"),
     ),
-    "an fp32 cast under autocast": Regression(
-        edits=((_FORWARD, "        return self.down(self.act(self.up(x).float()))\n"),),
-        told=("activations", "blocks.{0,1}.mlp", "bf16 -> fp32"),
+    "an fp32 cast under autocast": regression(
+        ("activations", "blocks.{0,1}.mlp", "bf16 -> fp32"),
+        (_FORWARD, "        return self.down(self.act(self.up(x).float()))\n"),
     ),
-    "checkpointing removed": Regression(
-        edits=(("checkpoint(block, x, use_reentrant=False)", "block(x)"),),
-        told=("activations", "early.0", ""),
+    "checkpointing removed": regression(
+        ("activations", "early.0", ""), ("checkpoint(block, x, use_reentrant=False)", "block(x)")
     ),
-    "a wider layer": Regression(
-        edits=(("4 * WIDTH", "6 * WIDTH"),),
-        told=("activations", "blocks.{0,1}.mlp", ""),
-    ),
-    "momentum": Regression(
+    "a wider layer": regression(("activations", "blocks.{0,1}.mlp", ""), ("4 * WIDTH", "6 * WIDTH")),
+    "momentum": regression(
+        ("optimizer_state", "", "new"),
+        (_ADAMW, "torch.optim.SGD(params, lr=1e-3, momentum=0.9)"),
         start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"),),
-        edits=((_ADAMW, "torch.optim.SGD(params, lr=1e-3, momentum=0.9)"),),
-        told=("optimizer_state", "", "new"),
     ),
-    "an EMA": Regression(
-        edits=(('precision = "bf16"', 'precision = "bf16"\nema = True'),),
-        told=("averages", "", "new"),
-    ),
-    "a copy of the blocks kept as a teacher": Regression(
-        edits=(
-            (
-                _TIED,
-                _TIED
-                + "        import copy\n        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)\n",
-            ),
+    "an EMA": regression(("averages", "", "new"), ('precision = "bf16"', 'precision = "bf16"\nema = True')),
+    "a copy of the blocks kept as a teacher": regression(
+        ("parameters", "teacher.{0,1}", "new"),
+        (
+            _TIED,
+            _TIED + "        import copy\n        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)\n",
         ),
-        told=("parameters", "teacher.{0,1}", "new"),
     ),
-    "attention that drops in the score matrix by hand": Regression(
-        edits=(_BY_HAND,),
-        told=("activations", "blocks.{0,1}.attn", "aten._softmax in fp32"),
+    "attention that drops in the score matrix by hand": regression(
+        ("activations", "blocks.{0,1}.attn", "aten._softmax in fp32"), _BY_HAND
     ),
-    "outputs kept by the loop": Regression(
-        edits=(('precision = "bf16"', 'precision = "bf16"\nhold_outputs = True'),),
-        told=("outputs", "head", "new"),
+    "outputs kept by the loop": regression(
+        ("outputs", "head", "new"), ('precision = "bf16"', 'precision = "bf16"\nhold_outputs = True')
     ),
-    "a GELU by hand": Regression(
-        edits=(
-            (
-                _FORWARD,
-                "        h = self.up(x)\n"
-                "        return self.down(0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h * h * h))))\n",
-            ),
+    "a GELU by hand": regression(
+        ("activations", "blocks.{0,1}.mlp", "aten.mul in bf16"),
+        (
+            _FORWARD,
+            "        h = self.up(x)\n"
+            "        return self.down(0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h * h * h))))\n",
         ),
-        told=("activations", "blocks.{0,1}.mlp", "aten.mul in bf16"),
     ),
-    "weights no longer tied": Regression(
-        edits=((_TIED, ""),),
-        told=("optimizer_state", "head", "new"),
+    "weights no longer tied": regression(("optimizer_state", "head", "new"), (_TIED, "")),
+    "one more head": regression(
+        ("temporaries", "other", "new"),
+        (_TIED, _TIED + "        self.other = nn.Linear(WIDTH, VOCABULARY)\n"),
+        (_HEAD, "        x = self.norm(x)\n        return self.head(x), self.other(x)\n"),
+        (_LOGITS, "    logits, others = model(tokens, sound)\n"),
+        (_LOSS, _LOSS.rstrip() + " + F.cross_entropy(others.flatten(0, 1), targets.flatten())\n"),
     ),
-    "one more head": Regression(
-        edits=(
-            (_TIED, _TIED + "        self.other = nn.Linear(WIDTH, VOCABULARY)\n"),
-            (_HEAD, "        x = self.norm(x)\n        return self.head(x), self.other(x)\n"),
-            (_LOGITS, "    logits, others = model(tokens, sound)\n"),
-            (_LOSS, _LOSS.rstrip() + " + F.cross_entropy(others.flatten(0, 1), targets.flatten())\n"),
+    "a second forward for a metric": regression(
+        ("temporaries", "blocks.{0,1}", ""),
+        (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
+    ),
+    "one-hot targets in fp64": regression(
+        ("temporaries", "", "fp32 -> fp64, in no module"),
+        (
+            _LOSS,
+            "    wanted = F.one_hot(targets, VOCABULARY).double()\n"
+            "    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))\n",
         ),
-        told=("temporaries", "other", "new"),
     ),
-    "a second forward for a metric": Regression(
-        edits=(
-            (_LOSS, "    again = model(tokens, sound)\n" + _LOSS.rstrip() + " + 0 * again.argmax(-1).float().mean()\n"),
-        ),
-        told=("temporaries", "blocks.{0,1}", ""),
+    "longer sequences": regression(
+        ("activations", "", "in several modules"), ("4, 2048, 1024, 1024\n", "4, 2560, 1024, 1024\n")
     ),
-    "one-hot targets in fp64": Regression(
-        edits=(
-            (
-                _LOSS,
-                "    wanted = F.one_hot(targets, VOCABULARY).double()\n"
-                "    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))\n",
-            ),
-        ),
-        told=("temporaries", "", "fp32 -> fp64, in no module"),
+    "fp32 in place of bf16": regression(
+        ("activations", "blocks.{0,1}", "bf16 -> fp32"), ('precision = "bf16"', 'precision = "fp32"')
     ),
-    "longer sequences": Regression(
-        edits=(("4, 2048, 1024, 1024\n", "4, 2560, 1024, 1024\n"),),
-        told=("activations", "", "in several modules"),
+    "one more block": regression(
+        ("activations", "blocks.2.mlp", "new"),
+        ("self.blocks = nn.ModuleList([Block(), Block()])", "self.blocks = nn.ModuleList([Block(), Block(), Block()])"),
     ),
-    "fp32 in place of bf16": Regression(
-        edits=(('precision = "bf16"', 'precision = "fp32"'),),
-        told=("activations", "blocks.{0,1}", "bf16 -> fp32"),
-    ),
-    "one more block": Regression(
-        edits=(
-            (
-                "self.blocks = nn.ModuleList([Block(), Block()])",
-                "self.blocks = nn.ModuleList([Block(), Block(), Block()])",
-            ),
-        ),
-        told=("activations", "blocks.2.mlp", "new"),
-    ),
-    "an update that now decides": Regression(
+    "an update that now decides": regression(
+        ("optimizer_state", "", "new"),
+        (_ADAMW, _ADAMW),
+        ("4, 2048, 1024, 1024\n", "4, 1, 16, 1024\n"),
         start=((_ADAMW, "torch.optim.SGD(params, lr=1e-3)"), ("4, 2048, 1024, 1024\n", "4, 1, 16, 1024\n")),
-        edits=((_ADAMW, _ADAMW), ("4, 2048, 1024, 1024\n", "4, 1, 16, 1024\n")),
-        told=("optimizer_state", "", "new"),
     ),
 }
 
