@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from factories import CRITERION, Classifier, assert_close, labelled_rows, sgd
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import CRITERION, assert_close, batch_of, net, sgd
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -31,13 +31,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_trains_as_a_loop_over_full_batches_does(optimizer: str) -> None:
-    model = net()
+    model = Classifier().double()
     other = copy.deepcopy(model)
     mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](other.parameters())
     schedule, their_schedule = StepLR(mine, 2, 0.5), StepLR(theirs, 2, 0.5)
     accumulator = Accumulator(model, mine, CRITERION, micro_batch=3, clip_norm=0.1, scheduler=schedule)
     for size in (8, 8, 5, 8, 1):
-        batch = batch_of(size)
+        batch = labelled_rows(size)
         result = accumulator.step(batch)
         loss = CRITERION(other(batch[0]), batch[1])
         loss.backward()
@@ -53,9 +53,9 @@ def test_trains_as_a_loop_over_full_batches_does(optimizer: str) -> None:
 
 
 def test_an_infinite_clip_norm_only_measures() -> None:
-    model = net()
+    model = Classifier().double()
     other = copy.deepcopy(model)
-    batch = batch_of(8)
+    batch = labelled_rows(8)
     result = Accumulator(model, sgd(model), CRITERION, micro_batch=3, clip_norm=math.inf).step(batch)
     Accumulator(other, sgd(other), CRITERION, micro_batch=3).step(batch)
     assert result.grad_norm is not None
@@ -64,11 +64,11 @@ def test_an_infinite_clip_norm_only_measures() -> None:
 
 
 def test_frozen_and_foreign_parameters() -> None:
-    model = net()
+    model = Classifier().double()
     model.first.weight.requires_grad_(False)
     before = copy.deepcopy(model)
     optimizer = torch.optim.SGD([model.last.weight], lr=1.0)
-    Accumulator(model, optimizer, CRITERION, micro_batch=3).step(batch_of(8))
+    Accumulator(model, optimizer, CRITERION, micro_batch=3).step(labelled_rows(8))
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before.get_parameter(name)) == (name != "last.weight")
@@ -103,29 +103,29 @@ def test_sparse_gradients() -> None:
 
 
 def test_the_ceiling_can_be_set_and_is_checked() -> None:
-    model = net()
+    model = Classifier().double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3)
     accumulator.micro_batch = 4
-    assert accumulator.step(batch_of(8)).micro_batches == (4, 4)
+    assert accumulator.step(labelled_rows(8)).micro_batches == (4, 4)
     with pytest.raises(UsageError, match="micro_batch is 0"):
         accumulator.micro_batch = 0
 
 
 def test_inference_mode_is_refused_and_no_grad_is_not() -> None:
-    model = net()
+    model = Classifier().double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=2)
     with torch.inference_mode(), pytest.raises(UsageError, match=r"within torch\.inference_mode\(\)"):
-        accumulator.step(batch_of(4))
+        accumulator.step(labelled_rows(4))
     with torch.no_grad():
-        assert accumulator.step(batch_of(4)).updated
+        assert accumulator.step(labelled_rows(4)).updated
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32])
 def test_frozen_parameters_may_have_any_dtype(dtype: torch.dtype) -> None:
-    model = net()
+    model = Classifier().double()
     model.table = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    assert Accumulator(model, optimizer, CRITERION, micro_batch=2).step(batch_of(4)).updated
+    assert Accumulator(model, optimizer, CRITERION, micro_batch=2).step(labelled_rows(4)).updated
 
 
 class Forbidden(nn.Module):
@@ -152,13 +152,13 @@ def test_nothing_is_updated_without_any_weight() -> None:
 
 
 def test_a_term_without_weight_is_left_out_and_reported_as_such() -> None:
-    model = net()
+    model = Classifier().double()
 
     def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         return {"a": CRITERION(model(batch[0]), batch[1]), "b": model(batch[0]).sum() * math.nan}
 
     accumulator = Accumulator(model, sgd(model), loss, micro_batch=3, weight=lambda b: {"a": len(b[0]), "b": 0})
-    result = accumulator.step(batch_of(8))
+    result = accumulator.step(labelled_rows(8))
     assert result.updated
     assert result.loss == result.terms["a"]
     assert math.isfinite(result.loss)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from small_training import CRITERION, batch_of, sgd
+from factories import CRITERION, labelled_rows, sgd
 from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,7 @@ FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_resu
 
 def small(**settings: Any) -> nn.Sequential:
     """A model with a BatchNorm of the samples themselves, whose statistics do not depend on weights."""
-    return nn.Sequential(nn.BatchNorm1d(5, **settings), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    return nn.Sequential(nn.BatchNorm1d(6, **settings), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
 
 
 def trained(model: nn.Module, batch: tuple[Tensor, Tensor], mode: str, micro_batch: int = 3, **options: Any) -> None:
@@ -72,7 +72,7 @@ def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro
     model = small(**settings)
     whole = copy.deepcopy(model)
     for _ in range(3):
-        batch = batch_of(11 if micro_batch != 2 else 8)
+        batch = labelled_rows(11 if micro_batch != 2 else 8)
         trained(model, batch, "running", micro_batch)
         train_whole(whole, batch)
         assert_same_statistics(model[0], whole[0])
@@ -82,7 +82,7 @@ def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro
 
 @FORGIVING
 def test_the_gradient_of_running_is_that_of_micro() -> None:
-    model, batch = small(), batch_of(11)
+    model, batch = small(), labelled_rows(11)
     micro = copy.deepcopy(model)
     trained(model, batch, "running")
     trained(micro, batch, "micro")
@@ -126,8 +126,8 @@ def test_calls_of_a_shared_batchnorm_are_matched_in_order_and_a_checkpoint_count
 @FORGIVING
 def test_running_statistics_under_autocast_stay_in_float32() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    batch = batch_of(11, torch.float32)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    batch = labelled_rows(11, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         seen = model[0](batch[0]).double()
     trained(model, batch, "running", precision="bf16")
@@ -153,9 +153,9 @@ def test_frozen_gives_exactly_the_frozen_full_batch_s_gradient(checkpointed: boo
 
 def test_frozen_takes_a_part_of_one_sample_and_trains_weight_and_bias() -> None:
     model = small()
-    model(batch_of(9)[0])
+    model(labelled_rows(9)[0])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trained(model, batch_of(4), "frozen", micro_batch=1)
+    trained(model, labelled_rows(4), "frozen", micro_batch=1)
     after = model.state_dict()
     same = {name for name, value in before.items() if torch.equal(value, after[name])}
     assert same == {name for name, _ in model.named_buffers()}
@@ -165,10 +165,10 @@ def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
     for mode in get_args(BatchNormMode):
         model = small().eval()
         model[1].train()
-        model(batch_of(3)[0])
+        model(labelled_rows(3)[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if mode == "frozen" else "error", AccumulationWarning)
-            trained(model, batch_of(8), mode)
+            trained(model, labelled_rows(8), mode)
         assert [module.training for module in model] == [False, True, False, False]
         assert updates_of(model[0]) == 0
 
@@ -183,9 +183,9 @@ def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
 )
 def test_each_mode_has_its_warning(mode: str, message: str) -> None:
     with pytest.warns(AccumulationWarning, match=message) as caught:
-        trained(small(), batch_of(8), mode)
+        trained(small(), labelled_rows(8), mode)
     assert [warning.filename for warning in caught] == [__file__]
-    trained(nn.Linear(5, 3).double(), batch_of(8), mode)
+    trained(nn.Linear(6, 4).double(), labelled_rows(8), mode)
 
 
 def test_impossible_modes_are_refused() -> None:
@@ -230,7 +230,7 @@ def test_out_of_memory_at_any_allocation_leaves_no_trace(mode: str, out_of_memor
 
 @FORGIVING
 def test_parts_without_weight_do_not_count() -> None:
-    model, (x, targets) = small(), batch_of(6)
+    model, (x, targets) = small(), labelled_rows(6)
     targets[:3] = CRITERION.ignore_index
     whole = copy.deepcopy(model)
     trained(model, (x, targets), "running")
@@ -243,7 +243,7 @@ def test_parts_without_weight_do_not_count() -> None:
 @pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # Of torch 2.12.
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_statistics_of_a_model_compiled_before_are_recorded(fullgraph: bool) -> None:
-    model, batch = small(), batch_of(8)
+    model, batch = small(), labelled_rows(8)
     whole = copy.deepcopy(model)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
     for _ in range(2):
@@ -260,9 +260,9 @@ def test_torchscript_is_refused_and_named_in_micro(mode: str) -> None:
         warnings.simplefilter("ignore")  # TorchScript is deprecated.
         scripted = torch.jit.script(small())
     with pytest.raises(UsageError, match=f'"{mode}", and 0 and 2 are TorchScript\'s'):
-        trained(scripted, batch_of(8), mode)
+        trained(scripted, labelled_rows(8), mode)
     with pytest.warns(AccumulationWarning, match="by the micro-batch.* in 0 and 2: "):
-        trained(scripted, batch_of(8), "micro")
+        trained(scripted, labelled_rows(8), "micro")
 
 
 class NormalisedLoss(nn.Module):
@@ -270,7 +270,7 @@ class NormalisedLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(5, affine=False)
+        self.norm = nn.BatchNorm1d(6, affine=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.as_tensor((self.norm(outputs).square().mean(1) * targets).mean())
@@ -285,7 +285,7 @@ class NormalisedLoss(nn.Module):
     ],
 )
 def test_batchnorms_of_the_criterion_count_and_are_named(mode: str, updates: int, message: str) -> None:
-    model, criterion, batch = nn.Linear(5, 5).double(), NormalisedLoss().double(), batch_of(8)
+    model, criterion, batch = nn.Linear(6, 6).double(), NormalisedLoss().double(), labelled_rows(8)
     whole = copy.deepcopy(criterion)
     whole(model(batch[0]), batch[1])
     with pytest.warns(AccumulationWarning, match=message):

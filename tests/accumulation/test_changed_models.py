@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import CRITERION, Net, assert_close, batch_of, net, sgd
+from factories import CRITERION, Classifier, assert_close, labelled_rows, sgd
 from state_digests import state_digest
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ class Counted(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.scale = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.full((4,), 0.5, dtype=torch.float64))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,25 +29,25 @@ class Counted(nn.Module):
         return torch.as_tensor(self.inner(x) * self.scale)
 
 
-def unfreeze(model: Net, optimizer: torch.optim.Optimizer) -> None:
+def unfreeze(model: Classifier, optimizer: torch.optim.Optimizer) -> None:
     model.first.weight.requires_grad_(True)
 
 
-def freeze(model: Net, optimizer: torch.optim.Optimizer) -> None:
+def freeze(model: Classifier, optimizer: torch.optim.Optimizer) -> None:
     model.last.weight.requires_grad_(False)
 
 
-def add_module(model: Net, optimizer: torch.optim.Optimizer) -> None:
+def add_module(model: Classifier, optimizer: torch.optim.Optimizer) -> None:
     model.last = Counted(model.last)  # type: ignore[assignment]
     optimizer.add_param_group({"params": [model.last.scale]})
 
 
-def replace_parameter(model: Net, optimizer: torch.optim.Optimizer) -> None:
+def replace_parameter(model: Classifier, optimizer: torch.optim.Optimizer) -> None:
     new = nn.Parameter(torch.randn_like(model.last.weight))
     optimizer.param_groups[0]["params"][2] = model.last.weight = new
 
 
-def remove_bias(model: Net, optimizer: torch.optim.Optimizer) -> None:
+def remove_bias(model: Classifier, optimizer: torch.optim.Optimizer) -> None:
     model.last.bias = None  # type: ignore[assignment]
     del optimizer.param_groups[0]["params"][3]
 
@@ -55,13 +55,15 @@ def remove_bias(model: Net, optimizer: torch.optim.Optimizer) -> None:
 CHANGES = pytest.mark.parametrize("change", [unfreeze, freeze, add_module, replace_parameter, remove_bias])
 
 
-def changed_after_two_updates(change: Callable[[Any, Any], None]) -> tuple[Net, torch.optim.Optimizer, Accumulator]:
-    model = net()
+def changed_after_two_updates(
+    change: Callable[[Any, Any], None],
+) -> tuple[Classifier, torch.optim.Optimizer, Accumulator]:
+    model = Classifier().double()
     model.first.weight.requires_grad_(False)
     optimizer = sgd(model)
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=3)
     for _ in range(2):
-        accumulator.step(batch_of(8))
+        accumulator.step(labelled_rows(8))
     change(model, optimizer)
     return model, optimizer, accumulator
 
@@ -69,7 +71,7 @@ def changed_after_two_updates(change: Callable[[Any, Any], None]) -> tuple[Net, 
 @CHANGES
 def test_a_model_changed_between_updates_is_trained_as_it_is(change: Callable[[Any, Any], None]) -> None:
     model, optimizer, accumulator = changed_after_two_updates(change)
-    other, batch = copy.deepcopy(model), batch_of(8)
+    other, batch = copy.deepcopy(model), labelled_rows(8)
     accumulator.step(batch)
     CRITERION(other(batch[0]), batch[1]).backward()
     sgd(other).step()
@@ -90,7 +92,7 @@ def test_a_model_changed_between_updates_is_restored_as_it_was(change: Callable[
     model.register_forward_hook(fail)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    batch = batch_of(8)
+    batch = labelled_rows(8)
     before = state_digest(model, optimizer)
     with pytest.raises(ValueError, match="enough"):
         accumulator.step(batch)

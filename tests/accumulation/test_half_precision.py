@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import CRITERION, batch_of, sgd
+from factories import CRITERION, labelled_rows, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -117,10 +117,10 @@ class Tied(nn.Module):
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
-        self.layer = nn.Linear(5, 5)
-        self.twin = nn.Linear(5, 5)
+        self.layer = nn.Linear(6, 6)
+        self.twin = nn.Linear(6, 6)
         self.twin.weight = self.layer.weight
-        self.out = nn.Linear(5, 3)
+        self.out = nn.Linear(6, 4)
 
     def block(self, x: Tensor) -> Tensor:
         return torch.tanh(self.twin(torch.tanh(self.layer(x))))
@@ -140,7 +140,7 @@ def test_tied_weights_and_checkpoints(dtype: torch.dtype, use_reentrant: bool | 
     model = Tied(use_reentrant).to(dtype)
     exact = copy.deepcopy(model).double()
     exact.use_reentrant = None
-    x, y = batch_of(8, dtype)
+    x, y = labelled_rows(8, dtype)
     x.requires_grad_(use_reentrant is True)  # the reentrant kind needs an input that requires a gradient
     optimizer = sgd(model, 0.0)
     mine = gradient_of(model, optimizer)

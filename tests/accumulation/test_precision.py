@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import CRITERION, assert_close, batch_of, net, sgd
+from factories import CRITERION, Classifier, assert_close, labelled_rows, sgd
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
@@ -17,9 +17,9 @@ from autoaccum.accumulation.gradients import choose_scaler, restore_scaler
 
 
 def test_bf16_autocast_equals_the_full_batch_to_its_precision() -> None:
-    model = net(torch.float32)
+    model = Classifier()
     other = copy.deepcopy(model)
-    batch = batch_of(8, torch.float32)
+    batch = labelled_rows(8, torch.float32)
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3, precision="bf16")
     dtypes = []
     model.last.register_forward_hook(lambda *arguments: dtypes.append(arguments[-1].dtype))
@@ -31,7 +31,7 @@ def test_bf16_autocast_equals_the_full_batch_to_its_precision() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_update_is_reported_and_steps_no_scheduler(fused: bool) -> None:
-    model = net(torch.float32)
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scheduler = StepLR(optimizer, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -40,7 +40,7 @@ def test_a_skipped_update_is_reported_and_steps_no_scheduler(fused: bool) -> Non
     )
     before = copy.deepcopy(model)
     skipped = 0
-    while not accumulator.step(batch_of(8, torch.float32)).updated:
+    while not accumulator.step(labelled_rows(8, torch.float32)).updated:
         skipped += 1
         assert scaler.get_scale() == 2.0 ** (40 - skipped)
         assert scheduler.last_epoch == 0
@@ -51,9 +51,9 @@ def test_a_skipped_update_is_reported_and_steps_no_scheduler(fused: bool) -> Non
 
 
 def test_fp16_makes_a_scaler_and_unscales_once() -> None:
-    model = net(torch.float32)
+    model = Classifier()
     other = copy.deepcopy(model)
-    batch = batch_of(8, torch.float32)
+    batch = labelled_rows(8, torch.float32)
     result = Accumulator(model, sgd(model), CRITERION, micro_batch=3, precision="fp16", clip_norm=0.1).step(batch)
     expected = Accumulator(other, sgd(other), CRITERION, micro_batch=3, clip_norm=0.1).step(batch)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
@@ -63,9 +63,9 @@ def test_fp16_makes_a_scaler_and_unscales_once() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_users_autocast_around_the_whole_loop_does_not_train_on_stale_weights(precision: Any) -> None:
     torch.manual_seed(0)
-    model = net(torch.float32)
+    model = Classifier()
     twin = copy.deepcopy(model)
-    batch = batch_of(6, torch.float32)
+    batch = labelled_rows(6, torch.float32)
     mine = Accumulator(model, sgd(model), CRITERION, micro_batch=2, precision=precision)
     theirs = Accumulator(twin, sgd(twin), CRITERION, micro_batch=2, precision="bf16")
     with torch.autocast("cpu", torch.bfloat16):

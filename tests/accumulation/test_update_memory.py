@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from factories import CRITERION, Classifier, labelled_rows, sgd
 from memory_errors import OutOfMemoryAt
-from small_training import CRITERION, batch_of, net, sgd
 from state_digests import state_digest
 from torch import nn
 
@@ -32,11 +32,11 @@ def test_each_graph_is_freed_by_its_own_backward() -> None:
 
 @pytest.mark.parametrize("joins", [True, False], ids=["a parameter joins", "state is dropped"])
 def test_an_update_is_protected_again_when(joins: bool) -> None:
-    model = net()
+    model = Classifier().double()
     model.first.weight.requires_grad_(not joins)
     optimizer = torch.optim.AdamW(model.parameters())
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=4)
-    accumulator.step(batch_of(8))
+    accumulator.step(labelled_rows(8))
     model.first.weight.requires_grad_(True)
     if not joins:
         optimizer.state.clear()
@@ -47,18 +47,18 @@ def test_an_update_is_protected_again_when(joins: bool) -> None:
     before = state_digest(model, optimizer)
     handle = optimizer.register_step_post_hook(fail)
     with pytest.raises(ValueError, match="not now"):
-        accumulator.step(batch_of(8))
+        accumulator.step(labelled_rows(8))
     handle.remove()
     torch.manual_seed(0)
     assert len(optimizer.state) == (3 if joins else 0)
-    assert accumulator.step(batch_of(8)).updated
+    assert accumulator.step(labelled_rows(8)).updated
     assert before != state_digest(model, optimizer)
 
 
 def test_the_memory_of_a_later_update_is_taken_before_anything_changes() -> None:
-    model = net()
+    model = Classifier().double()
     accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), CRITERION, micro_batch=4)
-    batch, seen = batch_of(8), set[str]()
+    batch, seen = labelled_rows(8), set[str]()
     accumulator.step(batch)
 
     def in_update() -> bool:  # Of the second step: until that begins, the phase is the first one's.

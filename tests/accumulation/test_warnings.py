@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import CRITERION, batch_of, sgd
+from factories import CRITERION, labelled_rows, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -18,29 +18,29 @@ from autoaccum.accumulation.accumulator import Accumulator
 
 
 def test_batchnorm_is_named_once_and_only_for_several_parts() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
-    accumulator.step(batch_of(4))
+    accumulator.step(labelled_rows(4))
     with pytest.warns(UserWarning, match="BatchNorm normalises by the micro-batch.* in 1: ") as caught:
-        accumulator.step(batch_of(8))
+        accumulator.step(labelled_rows(8))
     assert caught[0].filename == __file__
-    accumulator.step(batch_of(8))
+    accumulator.step(labelled_rows(8))
     model.eval()
-    Accumulator(model, sgd(model), CRITERION, micro_batch=4).step(batch_of(8))
+    Accumulator(model, sgd(model), CRITERION, micro_batch=4).step(labelled_rows(8))
 
 
 def test_a_batchnorm_that_is_added_or_put_into_training_mode_later_is_named() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 3)).double()
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 4)).double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
-    accumulator.step(batch_of(8))
+    accumulator.step(labelled_rows(8))
     model[1].train()
     with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in 1: "):
-        accumulator.step(batch_of(8))
+        accumulator.step(labelled_rows(8))
     accumulator = Accumulator(model.eval(), sgd(model), CRITERION, micro_batch=4)
-    accumulator.step(batch_of(8))
-    model.append(nn.BatchNorm1d(3).double())
+    accumulator.step(labelled_rows(8))
+    model.append(nn.BatchNorm1d(4).double())
     with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in 3: "):
-        accumulator.step(batch_of(8))
+        accumulator.step(labelled_rows(8))
 
 
 def make(model: nn.Module, micro_batch: int) -> Accumulator:

@@ -21,6 +21,7 @@ FEATURES, CLASSES = 6, 4
 SIDE = 8
 WORDS, LENGTH = 13, 7
 IGNORED = -100
+CRITERION = nn.CrossEntropyLoss()
 
 
 class Classifier(nn.Module):
@@ -93,9 +94,9 @@ def labelled_rows(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
     return torch.randn(samples, FEATURES, dtype=dtype), torch.randint(0, CLASSES, (samples,))
 
 
-def labelled_images(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def labelled_images(samples: int, dtype: torch.dtype = torch.float64, side: int = SIDE) -> tuple[Tensor, Tensor]:
     """Return a batch of `ImageClassifier`."""
-    return torch.randn(samples, 3, SIDE, SIDE, dtype=dtype), torch.randint(0, CLASSES, (samples,))
+    return torch.randn(samples, 3, side, side, dtype=dtype), torch.randint(0, CLASSES, (samples,))
 
 
 def tokens(samples: int) -> tuple[Tensor, Tensor]:
@@ -128,6 +129,12 @@ def contrastive_loss(similarities: Tensor) -> Tensor:
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
     """Return an optimizer whose update is the gradient times `lr`."""
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def assert_close(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
+    """Check that parameters are equal to a tolerance, relative and absolute."""
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def recorded(facts: Mapping[str, Any], of: Plan | Inspection | None = None) -> dict[str, Any]:

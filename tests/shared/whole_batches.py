@@ -53,19 +53,6 @@ def check_buffers(mine: nn.Module, theirs: nn.Module, tolerance: float = 1e-12) 
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance, msg=name)
 
 
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def images(size: int, *, side: int = 8) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 3, side, side, dtype=torch.float64), torch.randint(0, 5, (size,))
-
-
-def rows(samples: int) -> Any:
-    """Return rows of six numbers in five classes."""
-    return torch.randn(samples, 6).double(), torch.arange(samples) % 5
-
-
 class Pairs(nn.Module):
     """A criterion of all pairs, with a running mean."""
 

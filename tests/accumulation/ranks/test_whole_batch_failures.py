@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from factories import class_loss, labelled_rows
 from memory_errors import OutOfMemoryAt
 from on_ranks import Died, on_ranks
 from torch import Tensor, nn
-from whole_batches import Failing, Pairs, Recorded, centred, check_equal, check_nothing_left, cross_entropy, rows
+from whole_batches import Failing, Pairs, Recorded, centred, check_equal, check_nothing_left
 
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
@@ -25,7 +26,7 @@ SAMPLES = 11
 def failing(mode: str) -> tuple[Recorded, Any, Callable[[Any, Any], Tensor], Any, Any]:
     """Return an update, the model, the loss of the whole batch, that, and this rank's share."""
     torch.manual_seed(5)
-    model, batch = cast(Any, Failing().double()), rows(SAMPLES)
+    model, batch = cast(Any, Failing().double()), labelled_rows(SAMPLES)
     share = slice(8) if dist.get_rank() == 0 else slice(8, None)
     mine, criterion = (batch[0][share], batch[1][share]), Pairs(5)
     if mode == "exact":
@@ -119,8 +120,8 @@ def other_layers(case: str) -> Any:
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Linear(8, 5)).double()
         mode: Any = case
-        recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm=mode)
-        mine = rows(3 + 3 * dist.get_rank())
+        recorded = Recorded(model, class_loss, micro_batch=2, batchnorm=mode)
+        mine = labelled_rows(3 + 3 * dist.get_rank())
     with pytest.raises((WorkloadError, UsageError)) as error:
         recorded.step(mine)
     check_nothing_left(recorded.model)
@@ -181,7 +182,7 @@ def with_a_constant(samples: int) -> str:
         nn.Linear(6, 4).double(), outputs=outputs, coupled_loss=lambda out, _: (out[0] @ out[1].T).mean(), micro_batch=2
     )
     with pytest.raises(WorkloadError) as error:
-        recorded.step(rows(samples))
+        recorded.step(labelled_rows(samples))
     return str(error.value)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from factories import class_loss, labelled_rows
 from on_ranks import on_ranks
 from rank_updates import dealt
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_batches import Experts, Pairs, Recorded, centred, cross_entropy, rows
+from whole_batches import Experts, Pairs, Recorded, centred
 
 import autoaccum
 from autoaccum import Accumulator
@@ -94,11 +95,11 @@ def mlp() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
-    "exact": (Norms, images, {"loss": cross_entropy, "batchnorm": "exact"}),
-    "whole_batch": (Experts, rows, {"loss": balanced}),
+    "exact": (Norms, images, {"loss": class_loss, "batchnorm": "exact"}),
+    "whole_batch": (Experts, labelled_rows, {"loss": balanced}),
     "recompute": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast}),
     "recompute, of the batch": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast_of_batch}),
-    "recompute, criterion": (mlp, rows, {"criterion": Pairs, "coupled": True}),
+    "recompute, criterion": (mlp, labelled_rows, {"criterion": Pairs, "coupled": True}),
     "exact and coupled": (
         lambda: Towers(True),
         pairs,
@@ -137,7 +138,7 @@ def scaled_and_clipped(case: str, rank_samples: list[int] | None) -> Values:
 def running(rank_samples: list[int] | None) -> Values:
     torch.manual_seed(5)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.BatchNorm1d(75, momentum=None), nn.Linear(75, 5)).double()
-    recorded = Recorded(model, cross_entropy, micro_batch=3 if rank_samples else SAMPLES, batchnorm="running")
+    recorded = Recorded(model, class_loss, micro_batch=3 if rank_samples else SAMPLES, batchnorm="running")
     recorded.accumulator.step_parts(dealt(images(SAMPLES), rank_samples))
     return dict(recorded.model[0].named_buffers())
 
@@ -147,7 +148,7 @@ def ignored(rank_samples: list[int] | None) -> Values:
     torch.manual_seed(5)
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5), nn.BatchNorm1d(5)]
     model = nn.Sequential(*layers).double()
-    inputs, targets = rows(SAMPLES)
+    inputs, targets = labelled_rows(SAMPLES)
     targets[5:] = -100
     loss = nn.CrossEntropyLoss(ignore_index=-100)
     recorded = Recorded(model, loss, micro_batch=2 if rank_samples else SAMPLES, batchnorm="exact")
@@ -175,7 +176,7 @@ def tempered(rank_samples: list[int] | None) -> Values:
     accumulator = Accumulator(
         model, optimizer, criterion=criterion, coupled=True, micro_batch=2 if rank_samples else SAMPLES
     )
-    accumulator.step_parts(dealt((rows(SAMPLES)[0], torch.arange(SAMPLES)), rank_samples))
+    accumulator.step_parts(dealt((labelled_rows(SAMPLES)[0], torch.arange(SAMPLES)), rank_samples))
     return {f"gradient {number}": one for number, one in enumerate(seen)}
 
 
@@ -217,7 +218,7 @@ def trained(case: str) -> Any:
     """Train for two epochs of two windows and a last one of two samples, of which a third rank has nothing."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    data = torch.utils.data.TensorDataset(*(rows(14) if case == "exact" else pairs(14)))
+    data = torch.utils.data.TensorDataset(*(labelled_rows(14) if case == "exact" else pairs(14)))
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)]
     model = (nn.Sequential(*layers) if case == "exact" else Towers(norm=True)).double()
     options: dict[str, Any] = {"loss": centred} if case == "exact" else CASES["recompute"][2]
@@ -239,7 +240,7 @@ def test_several_ranks_train_as_one() -> None:
 
 def warned_of(samples: int) -> list[str]:
     model = nn.Linear(6, 4).double()
-    batch = rows(samples)[0], torch.arange(samples)
+    batch = labelled_rows(samples)[0], torch.arange(samples)
     loss = nn.CrossEntropyLoss()
     accumulator = Accumulator(
         model,

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from factories import class_loss, labelled_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from whole_batches import Recorded, check_buffers, check_equal, cross_entropy, images
+from whole_batches import Recorded, check_buffers, check_equal
 
 from autoaccum.errors import UsageError, WorkloadError
 
@@ -62,13 +63,13 @@ def shaped(norm: Any, convolution: Any, *shape: int) -> tuple[nn.Module, Any]:
 
 
 NORMS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "no momentum": lambda: (net(nn.BatchNorm2d(6, momentum=None)), images(7)),
-    "no statistics": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False)), images(7)),
-    "no statistics in eval": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False).eval()), images(7)),
-    "not affine": lambda: (net(nn.BatchNorm2d(6, affine=False, eps=0.1)), images(7)),
-    "frozen": lambda: (net(nn.BatchNorm2d(6).eval()), images(7)),
-    "frozen weight": lambda: (net(nn.BatchNorm2d(6).requires_grad_(False)), images(7)),
-    "a forward of its own": lambda: (net(OwnForward(6, momentum=None)), images(7)),
+    "no momentum": lambda: (net(nn.BatchNorm2d(6, momentum=None)), labelled_images(7)),
+    "no statistics": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False)), labelled_images(7)),
+    "no statistics in eval": lambda: (net(nn.BatchNorm2d(6, track_running_stats=False).eval()), labelled_images(7)),
+    "not affine": lambda: (net(nn.BatchNorm2d(6, affine=False, eps=0.1)), labelled_images(7)),
+    "frozen": lambda: (net(nn.BatchNorm2d(6).eval()), labelled_images(7)),
+    "frozen weight": lambda: (net(nn.BatchNorm2d(6).requires_grad_(False)), labelled_images(7)),
+    "a forward of its own": lambda: (net(OwnForward(6, momentum=None)), labelled_images(7)),
     "one dimension": lambda: shaped(nn.BatchNorm1d, nn.Conv1d, 5, 4),
     "three dimensions": lambda: shaped(nn.BatchNorm3d, nn.Conv3d, 5, 2, 3, 2),
 }
@@ -78,23 +79,23 @@ NORMS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 @given(cuts=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_every_split_gives_the_full_batch_s_gradients_and_statistics(cuts: list[int], seed: int) -> None:
     torch.manual_seed(seed)
-    model, batch = net(), images(max(sum(cuts), 2))
+    model, batch = net(), labelled_images(max(sum(cuts), 2))
     cuts[-1] += len(batch[1]) - sum(cuts)
-    recorded = Recorded(model, cross_entropy, micro_batch=99, batchnorm="exact")
+    recorded = Recorded(model, class_loss, micro_batch=99, batchnorm="exact")
     parts = zip(torch.split(batch[0], cuts), torch.split(batch[1], cuts), strict=True)
     assert recorded.accumulator.step_parts(list(parts)).micro_batches == tuple(cuts)
-    check_equal(recorded, model, cross_entropy, batch)
+    check_equal(recorded, model, class_loss, batch)
 
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_a_norm_of_any_kind(name: str, micro_batch: int) -> None:
     model, batch = NORMS[name]()
-    recorded = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="exact")
+    recorded = Recorded(model, class_loss, micro_batch=micro_batch, batchnorm="exact")
     for _ in range(2):
         recorded.step(batch)
-        check_equal(recorded, model, cross_entropy, batch)
-        cross_entropy(model, batch)  # The second update begins with the statistics after the first.
+        check_equal(recorded, model, class_loss, batch)
+        class_loss(model, batch)  # The second update begins with the statistics after the first.
 
 
 class Siamese(nn.Module):
@@ -142,7 +143,7 @@ def test_the_criterion_s_batchnorm() -> None:
         def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
             return functional.cross_entropy(self.norm(outputs), targets)
 
-    model, batch, criterion = net(), images(6), Criterion()
+    model, batch, criterion = net(), labelled_images(6), Criterion()
     whole = copy.deepcopy(criterion)
     recorded = Recorded(model, criterion=criterion, micro_batch=2, batchnorm="exact", clip_norm=1e9)
     assert recorded.step(batch).grad_norm
@@ -153,17 +154,17 @@ def test_the_criterion_s_batchnorm() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_under_autocast_only_rounding_differs(precision: Any) -> None:
     model = net().float()
-    batch = images(8)[0].float(), torch.randint(0, 5, (8,))
+    batch = labelled_images(8)[0].float(), torch.randint(0, 5, (8,))
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype):
-            return cross_entropy(model, batch)
+            return class_loss(model, batch)
 
-    recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact", precision=precision)
+    recorded = Recorded(model, class_loss, micro_batch=2, batchnorm="exact", precision=precision)
     assert recorded.step(batch).updated
     check_equal(recorded, model, loss, batch, tolerance=0.01)
-    exact = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact")
+    exact = Recorded(model, class_loss, micro_batch=2, batchnorm="exact")
     exact.step(batch)
     assert any(not torch.equal(exact.gradients[name], one) for name, one in recorded.gradients.items())
 
@@ -228,9 +229,9 @@ def test_parts_without_rows() -> None:
     model = Masked().double()
     batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 5, (6,))
     batch[0][:, 0] = torch.tensor([1.0, 2, -1, -1, -1, 1])
-    recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact")
+    recorded = Recorded(model, class_loss, micro_batch=2, batchnorm="exact")
     recorded.step(batch)
-    check_equal(recorded, model, cross_entropy, batch)
+    check_equal(recorded, model, class_loss, batch)
     batch[0][1:, 0] = -1
     with pytest.raises(WorkloadError, match="the whole batch has 1 value per channel, and BatchNorm needs more: take"):
         recorded.step(batch)
@@ -239,17 +240,17 @@ def test_parts_without_rows() -> None:
 def test_half_precision_parameters_need_sums_in_their_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
     with pytest.raises(UsageError, match="in lock step, which sums gradients of half-precision parameters in their dt"):
-        Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact")
-    recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm="exact", accumulate_in="parameters")
+        Recorded(model, class_loss, micro_batch=2, batchnorm="exact")
+    recorded = Recorded(model, class_loss, micro_batch=2, batchnorm="exact", accumulate_in="parameters")
     batch = torch.randn(7, 4, dtype=torch.bfloat16), torch.randint(0, 4, (7,))
     with pytest.warns(UserWarning, match="gradients are summed in bfloat16"):
         recorded.step(batch)
-    check_equal(recorded, model, cross_entropy, batch, tolerance=0.02)
+    check_equal(recorded, model, class_loss, batch, tolerance=0.02)
 
 
 def test_a_batchnorm_that_only_the_loss_uses_normalises_by_the_whole_batch() -> None:
     teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5)).double()
-    model, batch = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double(), images(7)
+    model, batch = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double(), labelled_images(7)
     teacher(batch[0])
     before = copy.deepcopy(teacher.state_dict())
 

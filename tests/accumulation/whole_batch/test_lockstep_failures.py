@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from factories import class_loss, labelled_rows
 from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from whole_batches import Failing, Pairs, Recorded, centred, check_equal, check_nothing_left, cross_entropy, rows
+from whole_batches import Failing, Pairs, Recorded, centred, check_equal, check_nothing_left
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.step_result import StepObserver
@@ -65,7 +66,7 @@ def nothing_left_behind(recorded: Recorded) -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_may_run_out_anywhere(mode: str) -> None:
     """At many of the storages that an update in parts of 2 makes, until one is over without a failure."""
-    batch, phases, number = rows(SAMPLES), set(), 0
+    batch, phases, number = labelled_rows(SAMPLES), set(), 0
     while True:
         recorded, model, loss = make(mode)
         with OutOfMemoryAt(number) as failing, warnings.catch_warnings(record=True) as caught:
@@ -110,9 +111,9 @@ def test_a_part_that_fails_ends_all(part: int, place: int, act: Callable[[], Non
     recorded, model, loss = make("exact")
     recorded.model.fail = at(part, place, act)
     with nothing_left_behind(recorded), pytest.raises(error):
-        recorded.step(rows(SAMPLES))
+        recorded.step(labelled_rows(SAMPLES))
     recorded.model.fail = lambda number: None
-    batch = rows(SAMPLES)
+    batch = labelled_rows(SAMPLES)
     recorded.step(batch)
     check_equal(recorded, model, loss, batch)
 
@@ -129,7 +130,7 @@ def test_ctrl_c_arrives_where_a_part_goes_on(index: int) -> None:
 
     recorded, _, _ = make("exact", Interrupting())
     with nothing_left_behind(recorded), pytest.raises(KeyboardInterrupt):
-        recorded.step(rows(SAMPLES))
+        recorded.step(labelled_rows(SAMPLES))
     assert seen == (list(range(PARTS)) * 4)[: index + 1] + ([seen[-1] + 1] if len(seen) > index + 1 else [])
 
 
@@ -140,7 +141,7 @@ def test_code_that_catches_exceptions_does_not_keep_a_part_alive() -> None:
         try:
             if len(batch[0]) == 1:
                 refuse()
-            return torch.as_tensor(cross_entropy(model, batch))
+            return torch.as_tensor(class_loss(model, batch))
         except Exception as error:
             caught.append(str(error))
             raise
@@ -158,7 +159,7 @@ def test_code_that_catches_exceptions_does_not_keep_a_part_alive() -> None:
         model = Failing().double()
         recorded = Recorded(model, loss, micro_batch=MICRO_BATCH, batchnorm="exact")
         with nothing_left_behind(recorded), pytest.raises((RuntimeError, ValueError), match="a layer fails|gives up"):
-            recorded.step(rows(5))
+            recorded.step(labelled_rows(5))
         assert caught.count("a layer fails") in (1, 3)
 
 
@@ -204,9 +205,9 @@ def test_random_numbers_may_be_forked_between_layers_that_wait() -> None:
             torch.manual_seed(0)
             noise = torch.randn(6, dtype=torch.float64)
         with torch.random.fork_rng(enabled=False):
-            return torch.as_tensor(cross_entropy(model, (batch[0] + noise, batch[1])))
+            return torch.as_tensor(class_loss(model, (batch[0] + noise, batch[1])))
 
-    model, batch = Failing().double(), rows(SAMPLES)
+    model, batch = Failing().double(), labelled_rows(SAMPLES)
     recorded, state = Recorded(model, noisy, **EXACT), torch.get_rng_state()
     recorded.step(batch)
     check_equal(recorded, model, noisy, batch)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from factories import class_loss, labelled_images
 from torch import Tensor, nn
-from whole_batches import Recorded, check_equal, cross_entropy, images
+from whole_batches import Recorded, check_equal
 
 from autoaccum import whole_batch
 from autoaccum.accumulation import host_storage
@@ -68,11 +69,11 @@ def net(kind: str) -> nn.Module:
 @pytest.mark.parametrize("coupled", [False, True])
 def test_the_gradient_is_the_full_batch_s(kind: str, coupled: bool) -> None:
     BANK.clear()
-    model, batch = net(kind), images(SAMPLES, side=4)
-    options = {"criterion": nn.CrossEntropyLoss(), "coupled": True} if coupled else {"loss": cross_entropy}
+    model, batch = net(kind), labelled_images(SAMPLES, side=4)
+    options = {"criterion": nn.CrossEntropyLoss(), "coupled": True} if coupled else {"loss": class_loss}
     recorded = Recorded(model, **options, **EXACT)
     recorded.step(batch)
-    check_equal(recorded, model, cross_entropy, batch)
+    check_equal(recorded, model, class_loss, batch)
 
 
 class Watching(StepObserver):
@@ -96,9 +97,9 @@ class Watching(StepObserver):
 
 def test_what_waits_is_empty() -> None:
     watching = Watching()
-    recorded = Recorded(net("skip"), cross_entropy, **EXACT, observer=watching)
+    recorded = Recorded(net("skip"), class_loss, **EXACT, observer=watching)
     watching.watch(recorded.model)
-    recorded.step(images(SAMPLES, side=4))
+    recorded.step(labelled_images(SAMPLES, side=4))
     assert len(watching.waiting) > 20
     assert {held for _, held in watching.waiting} == {0}
 
@@ -118,7 +119,7 @@ def test_parts_that_wait_when_another_fails_find_their_inputs_again() -> None:
                 found.append(torch.equal(before, x))
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Looking("skip"), nn.Flatten(), nn.Linear(64, 5)).double()
-    recorded = Recorded(model, cross_entropy, **EXACT)
+    recorded = Recorded(model, class_loss, **EXACT)
     with pytest.raises(ValueError, match="the third part fails"):
-        recorded.step(images(SAMPLES, side=4))
+        recorded.step(labelled_images(SAMPLES, side=4))
     assert found == [True] * 3
