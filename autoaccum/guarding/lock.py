@@ -20,7 +20,7 @@ from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, read_record, to_plain
 from autoaccum.sources.module_names import compact_names, expand_name
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 _SCHEMA: Final = re.compile(r'\{"autoaccum-lock": (\d{1,9})\b', re.ASCII)
 
 _NOTES: Final = (
