@@ -59,7 +59,7 @@ class TestSound:
     def test_it_is_made_to_be_read(self, tmp_path: Path) -> None:
         lines = written(tmp_path, {a_case(precision="bf16"): a_measurement()}).splitlines()
         assert all(json.loads(line) for line in lines)
-        assert json.loads(lines[0])["autoaccum-lock"] == 4
+        assert json.loads(lines[0])["autoaccum-lock"] == 5
         for line in (
             '{"asked": {"workload": "train.py", "gpu": "rtx3090", "target_batch": 256, "precision": "bf16"}}',
             '{"micro_batches": [[8, 32]]}',
@@ -96,9 +96,9 @@ class TestDamaged:
         ("old", "new", "told"),
         [
             (
-                '-lock": 4',
                 '-lock": 5',
-                "LOCK is no lock in the format 4, which this autoaccum reads: use the autoaccum",
+                '-lock": 5',
+                "LOCK is no lock in the format 5, which this autoaccum reads: use the autoaccum",
             ),
             ('"largest": 32', '"largest": 33', "the entry that ends in line 17 of the lock LOCK does not match its"),
             ('"target_batch": 256', '"target_batch": 512', "does not match its digest, as after an edit by"),
