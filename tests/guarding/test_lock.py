@@ -97,7 +97,7 @@ class TestDamaged:
         [
             (
                 '-lock": 5',
-                '-lock": 5',
+                '-lock": 6',
                 "LOCK is no lock in the format 5, which this autoaccum reads: use the autoaccum",
             ),
             ('"largest": 32', '"largest": 33', "the entry that ends in line 17 of the lock LOCK does not match its"),
