@@ -77,18 +77,18 @@ def _learning_rate(target_batch: int, iter_size: int, reduction: str) -> str:
     if iter_size == 1:
         why = "one micro-batch is the whole update"
     elif reduction == "sum":
-        why = "the loss is a sum, and the parts' losses are added up"
+        why = "the loss is a sum, to which micro-batches add up"
     else:
-        why = "each part counts by its share of it"
-    return f"keep the learning rate of a batch of {target_batch}: {why}"
+        why = "accumulation needs no rescaling"
+    return f"use the learning rate you would use for a batch of {target_batch}: {why}"
 
 
 def _equal_parts(samples: int, iter_size: int, uneven: list[int], world_size: int) -> str:
     each = f" on each of {world_size} ranks" if world_size > 1 else ""
     return (
-        f"equal parts of {samples} take {iter_size} micro-batches per update where uneven ones take {len(uneven)}: a "
-        f"target batch of {len(uneven) * uneven[0] * world_size} is {len(uneven)} x {uneven[0]}{each}, and {samples} "
-        f"in uneven parts (without --equal or --for) is {format_parts(uneven)}"
+        f"{samples} samples take {iter_size} equal micro-batches per update, or {len(uneven)} uneven ones: a target "
+        f"batch of {len(uneven) * uneven[0] * world_size} is {len(uneven)} x {uneven[0]}{each}, and {samples} "
+        f"in uneven ones (without --equal or --for) is {format_parts(uneven)}"
     )
 
 
@@ -112,8 +112,8 @@ def _covered(
         source = "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
         causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {source})")
     return (
-        f"the uncertainty of {format_bytes(uncertainty_bytes)} covers {join_words(causes)}, not other programs on the "
-        "card or batches larger than batch(size)"
+        f"the uncertainty of {format_bytes(uncertainty_bytes)} covers {join_words(causes)}, but not other programs on "
+        "the card, or batches larger than batch(size)"
     )
 
 
@@ -123,7 +123,7 @@ def _speeds(
     def rate(size: int) -> str:
         return f"{format_rate(rates[str(size)])} samples/s"
 
-    words = f"micro-batch {chosen} makes the most, {rate(chosen)}"
+    words = f"micro-batch {chosen} is the fastest, with {rate(chosen)}"
     if chosen != fastest:
         words = (
             f"micro-batch {chosen} makes {rate(chosen)}, within {100 * share:g} % of the fastest, {fastest} with "
@@ -132,9 +132,9 @@ def _speeds(
     if largest not in (chosen, fastest):
         words += f"; the largest that fits, {largest}, makes {rate(largest)}"
     if kind == "estimated":
-        return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
+        return f"{words}, an estimate from FLOPs, bytes and kernels: compare sizes by it, do not expect these rates"
     if spread > share:
-        words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
+        words += f"; the middle half of these updates spans {percent(spread, 1)}, so another run may choose differently"
     return words
 
 
@@ -151,23 +151,22 @@ def _savers_chosen(
 
 
 def _refuted(parts: list[int], outcome: str, larger: int, predicted: bool) -> str:
-    tried = f"{format_parts(parts)} {{}} ({outcome}), although {larger} "
     if predicted:
-        return tried.format("was traced and does not fit") + "does by traces of other sizes"
+        return f"an estimate said {larger} fits; a trace of {format_parts(parts)} says it does not ({outcome})"
     return (
-        tried.format("did not run again in a fresh process")
-        + "ran before: memory differs from run to run, so keep some headroom (--reserve)"
+        f"{larger} ran, but {format_parts(parts)} in a fresh process did not ({outcome}): memory differs from run to "
+        "run, so keep some headroom (--reserve)"
     )
 
 
 def _stopped(limit: str, largest_fit: int, first_fail: int | None) -> str:
     fails = "" if first_fail in (None, largest_fit + 1) else f" and below {first_fail}"
-    return f"{limit} ended the search: sizes above {largest_fit}{fails} were not all tried, and larger ones may fit"
+    return f"{limit} ended the search: not all sizes above {largest_fit}{fails} were tried; larger ones may fit"
 
 
 def _modules(sizes: Mapping[str, int]) -> str:
     named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sizes.items())
-    return f"modules outside the model that are on its device too: {named}"
+    return f"modules outside the model that are on its device: {named}"
 
 
 def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
@@ -204,11 +203,11 @@ def _wrong_weights(sizes: list[int], losses: Mapping[str, list[float]], divisor:
 
 
 _MISTAKES = {
-    "undivided": "the losses of the parts are added up without dividing them",
-    "divided twice": "the losses of the parts are divided twice",
-    "mean of means": "the mean of every part counts the same, though parts divide by different counts (of tokens?)",
-    "last window": "a shorter window is divided as a whole one",
-    "weights": "the parts have wrong weights",
+    "undivided": "the losses of micro-batches are added up without being divided",
+    "divided twice": "the losses of micro-batches are divided twice",
+    "mean of means": "the mean of every micro-batch counts the same, but they divide by different counts (tokens?)",
+    "last window": "a shorter window is divided like a full one",
+    "weights": "micro-batches have wrong weights",
 }
 
 
@@ -247,9 +246,9 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "compares_samples": "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a "
     f"time: {_NOT_FULL}; {_AS_ONE}, and `autoaccum verify` proves it",
     "module_mixes_samples": lambda modules: (
-        f"the output of {describe_modules(modules)} for a sample depends on the others of its micro-batch, so that the "
-        "gradient is not the full batch's: let it compute from autoaccum.whole_batch(x), or use a layer that looks at "
-        "one sample at a time (GroupNorm)"
+        f"the output of {describe_modules(modules)} for a sample depends on the others of its micro-batch: the "
+        "gradient is not the full batch's; compute it from autoaccum.whole_batch(x), or use a layer that looks at one "
+        "sample at a time (GroupNorm)"
     ),
     "loss_mixes_inputs": "the loss mixes samples before it calls the model (mixup, CutMix?), but sees one micro-batch "
     f"at a time: {_NOT_FULL}; mix in batch(size) or collate_fn, before the batch is split, and put the mixed inputs "
@@ -263,14 +262,14 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "buffers_written": "forward updates the buffers {buffers:names}, once per micro-batch instead of once per update: "
     "where outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with eval() "
     "on these modules",
-    "forward_not_repeated": "the forward of a part gives other outputs when it is repeated, since it changes what it "
-    "reads, so that the gradient is not the full batch's: keep state in buffers (register_buffer)",
+    "forward_not_repeated": "a repeated forward of a micro-batch gives other outputs, since it changes what it reads: "
+    "the gradient is not the full batch's; keep state in buffers (register_buffer)",
     "statistics_unset": 'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, '
-    "variance 1): load trained weights, or begin with another mode",
+    "variance 1): load trained weights, or start with another mode",
     "sums_rounded": lambda dtypes: (
-        f'gradients are summed in {" and ".join(dtypes)}, as accumulate_in="parameters" asks: each part is rounded, '
-        "and the gradient is the full batch's only to that (after 256 micro-batches in bfloat16 1.6 % off, 0.1 % with "
-        'accumulate_in="fp32")'
+        f'gradients are summed in {" and ".join(dtypes)}, as accumulate_in="parameters" asks: each micro-batch is '
+        "rounded, and the gradient is the full batch's only to that (after 256 micro-batches in bfloat16 1.6 % off, "
+        '0.1 % with accumulate_in="fp32")'
     ),
     # What the parts of a batch are weighted by.
     "weight_mismatch": _mismatch,
@@ -284,18 +283,19 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     ),
     "divisor_likely": "it likely divides by {code}",
     "no_weight_fits": "no usual weight fits: run autoaccum verify to find the cause",
-    "weight_infinite": "the weighting could not be checked, since the loss of a small batch is infinite",
-    "weight_random": "the weighting could not be checked, since the loss differs from run to run",
-    "labels_ignored": "{labels} has ignored entries (-100), but parts are weighted by samples, not by the entries that "
-    "count: the right weight is probably: def weight(batch): return {code}",
-    "weight_assumed": "the divisor of the loss, {divisor}, was taken from the model's class, since nothing was "
+    "weight_infinite": "the weighting could not be checked: the loss of a small batch is infinite",
+    "weight_random": "the weighting could not be checked: the loss differs from run to run",
+    "labels_ignored": "{labels} has ignored entries (-100), but micro-batches are weighted by samples, not by the "
+    "entries that count: the right weight is probably: def weight(batch): return {code}",
+    "weight_assumed": "the divisor of the loss, {divisor}, was inferred from the model's class, since nothing was "
     "computed: `autoaccum verify` checks it",
     "batch_guessed": "{what}: read as {samples} samples; if every entry is one sample, {way_out}",
     # Verification: what it did beside the comparison.
-    "verified_in_float32": "verified in float32, since in float64 the workload does not run ({error})",
-    "samples_shortened": "samples are equally long: also compared with shortened {paths:names}",
+    "verified_in_float32": "verified in float32: the workload does not run in float64 ({error})",
+    "samples_shortened": "all samples are equally long: also compared with {paths:names} shortened",
     "window_left_out": "the shorter window of {parts:parts} was left out: {error}",
-    "loop_left_out": "accumulate() was not called with {parts:parts}: with fewer parts a rank keeps others waiting",
+    "loop_left_out": "accumulate() was not called with {parts:parts}: a rank with fewer micro-batches would keep the "
+    "others waiting",
     "random_neutral": lambda method, parts, reason: (
         "random numbers were replaced by neutral values, in the full batch's update and in "
         f"{'the Accumulator' if method == 'accumulator' else 'accumulate()'}'s by {format_parts(parts)}: {reason}"
@@ -315,22 +315,21 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "sample_depends_on_others": lambda modules: (
         f"a sample's output depends on the others of its micro-batch in {describe_modules(modules)}"
     ),
-    "look_at_one_sample": "compute what it takes of other samples from autoaccum.whole_batch(x), or in "
+    "look_at_one_sample": "compute what it needs of other samples from autoaccum.whole_batch(x), or in "
     "coupled_loss(outputs, batch) with coupled = True; or make it look at one sample at a time, as LayerNorm and "
     "GroupNorm do; or call eval() on it if that changes it",
     "loss_of_whole_batch": "the loss compares samples with each other or is a function of the whole batch (in-batch "
     "negatives, mixup, a statistic of the batch, the root of a mean, outputs of shape (n, 1) with targets of shape "
-    "(n,)), or it adds up terms that divide by different counts; a part has only its own samples",
-    "compute_loss_once": "give outputs and targets the same shape, mix inputs when the batch is made, before it is "
-    "split, and return terms that divide by different counts as a dict; otherwise use coupled = True with "
-    "outputs(model, batch) and coupled_loss(outputs, batch) in place of loss, which computes the loss once, of all "
-    "outputs, or compare autoaccum.whole_batch(x)",
+    "(n,)), or it adds up terms that divide by different counts; a micro-batch has only its own samples",
+    "compute_loss_once": "give outputs and targets the same shape, mix inputs before the batch is split, and return "
+    "terms that divide by different counts as a dict; otherwise use coupled = True with outputs(model, batch) and "
+    "coupled_loss(outputs, batch) in place of loss, which computes the loss once, from all outputs, or compare "
+    "autoaccum.whole_batch(x)",
     "wrong_weights": _wrong_weights,
-    "draws_mix_samples": "random numbers drawn in {sites:names} mix samples, as a random order does, or decide how "
-    "many entries a mean has",
-    "draw_for_each_sample": "draw for each sample by itself, or mix samples where the batch is made, before it is "
-    "split",
-    "not_repeatable": "the full batch gives another result when it is run again",
+    "draws_mix_samples": "random numbers drawn in {sites:names} mix samples, as a random permutation does, or decide "
+    "how many entries a mean has",
+    "draw_for_each_sample": "draw for each sample separately, or mix samples before the batch is split",
+    "not_repeatable": "the full batch gives a different result when it runs again",
     "keep_state_in_model": "keep counters in buffers of the model, not in globals, closures or classes, which are not "
     "reset between runs; draw random numbers from torch, NumPy or random; do not depend on time, os.urandom or files "
     "that change",
@@ -344,16 +343,16 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "that differs is {tensor}",
     "narrow_down": "try a smaller model, or one term of the loss at a time, until the updates are equal",
     # Running out of memory in training.
-    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: nothing was changed; the batch is "
-    "repeated in micro-batches of at most {lowered}, and so are later ones",
-    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: nothing was changed; the batch is "
-    "repeated with {saver}, and so are later ones",
-    "batch_changed": "memory ran out, and forward has changed the batch in place: it cannot be repeated",
+    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
+    "later ones run in micro-batches of at most {lowered}",
+    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
+    "later ones run with {saver}",
+    "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",
     "random_memory": "random numbers decide what runs (skipped layers, for example): an update that skips less than "
-    "those of the trials takes more memory",
-    "idle_ranks": "{idle} of {world_size} ranks have no samples of their own: the target is smaller than the world",
+    "the trials did takes more memory",
+    "idle_ranks": "{idle} of {world_size} ranks have no samples: the target batch is smaller than the number of ranks",
     "equal_parts": _equal_parts,
     "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
     "modules_beside": _modules,
@@ -364,41 +363,40 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         "and tried again, which is slow"
     ),
     "stopped": _stopped,
-    "nccl_memory": "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the "
-    "trials: leave room for it (--reserve)",
-    "outputs_of_ranks": "each rank computes the coupled loss from the outputs of all ranks, and trials in lock step "
-    "held those of one rank: leave room for it (--reserve)",
+    "nccl_memory": "trials do not include NCCL's own memory, some hundred MiB on each card: leave room for it "
+    "(--reserve)",
+    "outputs_of_ranks": "each rank computes the coupled loss from the outputs of all ranks, but trials in lock step "
+    "held those of one rank: leave room for them (--reserve)",
     "objects_on_host": "your model and optimizer ({bytes:bytes}) waited in host memory while trials used the card",
     "not_timed": "updates were not {done}, so the plan has the largest micro-batch, not the fastest: {error}",
     "fastest": _speeds,
     "grad_sync_untried": '{limit} ended before grad_sync="last" was tried',
     "grad_sync_unusable": 'grad_sync="last" cannot be used: {error}',
-    "savers_not_needed": "no savers are needed: micro-batch {size} fits without",
+    "savers_not_needed": "no savers are needed: micro-batch {size} fits without them",
     "savers_chosen": _savers_chosen,
     "saver_unusable": "{savers} cannot be used: {error}",
-    "shared_traces": "planned from traces that cards share: `autoaccum plan --gpu NAME` traces the parts of this plan "
-    "itself",
-    "memory_unknown": "where memory goes is known for cards: --gpu NAME simulates one",
+    "shared_traces": "planned from traces that cards share: `autoaccum plan --gpu NAME` traces this plan's own "
+    "micro-batches",
+    "memory_unknown": "where memory goes is known only for simulated cards: --gpu NAME",
     # Plans for other frameworks.
-    "framework_means": "{name} counts the mean of each micro-batch alike, and this loss divides by {divisor}: where "
-    "that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is",
-    "framework_adds_means": "{model} ignores num_items_in_batch, so that a Trainer of transformers without a "
-    "compute_loss_func adds up the means of {iter_size} micro-batches: {iter_size} times the batch's gradient. Set "
-    "loss_is_scaled_for_ga = False in the Trainer's class, or take "
-    "autoaccum.integrations.transformers.AccumulatorTrainer",
+    "framework_means": "{name} averages the means of micro-batches, and this loss divides by {divisor}: if that "
+    "differs between micro-batches, the gradient is not the full batch's; autoaccum.Accumulator's is",
+    "framework_adds_means": "{model} ignores num_items_in_batch, so a transformers Trainer without a compute_loss_func "
+    "adds up the means of {iter_size} micro-batches: {iter_size} times the batch's gradient. Set loss_is_scaled_for_ga "
+    "= False in the Trainer's class, or use autoaccum.integrations.transformers.AccumulatorTrainer",
     "framework_shards": "to shard the model in {name}: {settings}",
-    "framework_copies_gradients": "DistributedDataParallel, which {name} uses, holds another copy of the gradients, up "
-    "to {bytes:bytes}, which the trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view",
+    "framework_copies_gradients": "{name} uses DistributedDataParallel, which holds another copy of the gradients, up "
+    "to {bytes:bytes}, that the trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view",
     "framework_rounds": lambda name, dtypes: (
         f"{name} sums the gradients of {join_words(dtypes)} parameters in {join_words(dtypes)}, which takes less "
-        "memory than the trials, in fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
+        "memory than the fp32 of the trials, and rounds with each micro-batch: plan with --accumulate-in parameters"
     ),
     # Trainings and studies.
-    "planned_elsewhere": "the run was planned for {there}, and this is {here}: it is planned again",
-    "tuned_rate": "the learning rate is {rate:.6g}: the plan was tuned with it",
+    "planned_elsewhere": "the run was planned for {there}, and this is {here}: planning again",
+    "tuned_rate": "the learning rate is {rate:.6g}, which the plan was tuned with",
     "code_changed": "{name} has changed since the run began: training continues with the new code",
     "ceiling_known": "micro-batches of more than {size} ran out of memory before (ceiling.json)",
-    "ranks_changed": "the run had {before} ranks, and has {now} now: random numbers, as of dropout, are drawn anew",
+    "ranks_changed": "the run had {before} ranks, and has {now} now: random numbers, such as dropout's, are drawn anew",
     "order_changed": "the sampler's order has changed: this epoch may omit or repeat samples",
     "data_resumed": "the data resumed from its own state_dict",
     "read_forward": lambda windows, has_state: (
@@ -408,7 +406,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "samples_dropped": "{samples} samples left over at the end of an epoch are dropped: micro-batches are multiples of "
     "{multiple_of}",
     "update_skipped": "update {update} is skipped: {reason}",
-    "retried_smaller": "update {update}: out of memory in {phase} with {size}, repeated with {lowered}",
+    "retried_smaller": "update {update}: out of memory in {phase} with {size}, retried with {lowered}",
     "retried_with_saver": "update {update}: out of memory in {phase} with {size}: this and later updates run with "
     "{saver}",
     "checkpoint_not_written": "no checkpoint was written after update {update}: {error}",
@@ -418,24 +416,25 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "uncertainty": _covered,
     "narrow_fit": _narrow_fit,
     "card_assumed": "{card}: {source}",
-    "compiled": "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes "
+    "compiled": "the model is compiled (torch.compile), but its eager step is predicted: a compiled one usually takes "
     "less memory",
     "check_assumed": "the check at {place} was assumed to pass",
     "values_read": lambda reads, samples: (
         f"values were read {'once' if reads == 1 else f'{reads} times'}, and the CPU computed them from a batch of "
-        f"{counted(samples, 'sample')}: other samples, or random numbers of the card, may take another amount of memory"
+        f"{counted(samples, 'sample')}: other samples, or a card's random numbers, may take more or less memory"
     ),
     "trace_differs": lambda parts, sizes: (
-        f"the trace of {' + '.join(map(str, parts))} differs from the one that was extrapolated from sizes "
-        f"{', '.join(map(str, sizes))}: later sizes were traced one by one, and earlier peaks may be slightly off"
+        f"the trace of {' + '.join(map(str, parts))} differs from the one extrapolated from sizes "
+        f"{', '.join(map(str, sizes))}: later sizes were traced separately, and earlier peaks may be slightly off"
     ),
-    "not_extrapolated": "every size was traced by itself, since memory is not affine in the batch ({error})",
-    "tracing_each_size": "every size is traced by itself, since memory is not affine in the batch ({error}): to stop "
-    "earlier with the best size so far, give --time-limit",
+    "not_extrapolated": "every size was traced separately, since memory is not affine in the batch ({error})",
+    "tracing_each_size": "every size is traced separately, since memory is not affine in the batch ({error}): to stop "
+    "earlier with the best size so far, use --time-limit",
     "not_simulated": "the search began without a simulation of the card ({error})",
     "not_explained": "where the memory goes is not known ({error})",
-    "not_explained_in_time": "where the memory goes was not traced: {limit} was over",
-    "changes_vary": "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
+    "not_explained_in_time": "where the memory goes was not traced: {limit} was used up",
+    "changes_vary": "what would change the peak is not known: two traces of the same micro-batches took different "
+    "amounts of memory",
     "changes_unknown": "what else would change the peak is not known ({error})",
     "change_not_simulated": "the time limit ended before {change} was simulated",
     # An error of one case or trial, beside which others go on.
@@ -449,7 +448,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         f"the lock was written {f'without {name}' if before is None else f'with {name} {before}'}, here it is "
         f"{'not set' if now is None else now}"
     ),
-    "fits_no_more": "micro-batch {micro_batch} does not fit any more: it needs at least {min_budget_bytes:precise}, "
+    "fits_no_more": "micro-batch {micro_batch} no longer fits: it needs at least {min_budget_bytes:precise}, "
     "{limit_bytes:precise} are available",
     "largest_fell": "the largest micro-batch that fits fell from {before} to {now}",
     "memory_grew": _memory_grew,
@@ -461,13 +460,14 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "setting_changed": "{name} {before} -> {now}",
     "largest_changed": lambda gpu, before, now: f"{gpu} now holds {now or 'none'} instead of {before or 'none'}",
     "summary_not_written": "the step's summary cannot be written ({error})",
-    "lock_if_meant": "if it is meant, lock it in",
+    "lock_if_meant": "if the change is intended, lock it",
     "lock_on_good_branch": "lock it on a branch that is known to be good",
-    "compare_or_lock_anew": "compare with a revision by --baseline REV, or lock anew on a branch that is right",
+    "compare_or_lock_anew": "compare with a revision (--baseline REV), or lock again on a branch that is known to be "
+    "good",
     # Studies.
     "held_out_loss_not_finite": "the loss on held-out data is {loss} after update {update}",
     "trial_warning": "trial {number}: {warning}",
-    "study_out_of_time": "its time of {seconds:g} s is over",
+    "study_out_of_time": "its time of {seconds:g} s is used up",
     "rate_near_end": "the best learning rate lies near the end of the range, {end:.3g}: search beyond it",
 }
 

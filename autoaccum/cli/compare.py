@@ -26,18 +26,18 @@ if TYPE_CHECKING:
         "metavar": "SAVER|auto|all",
         "help": "Savers of each plan, as for `autoaccum plan`. all: a row for each Pareto-optimal set.",
     },
-    as_json="Print the table as JSON on stdout, with every plan whole.",
+    as_json="Print the table as JSON on stdout, with complete plans.",
     output="Write that JSON to a file.",
 )
-@click.option("--sort", metavar="COLUMN", help="The column to order the rows by, the best first.")
-@click.option("--prices", metavar="FILE", help="A CSV file with the columns name and per_hour, for the cost.")
+@click.option("--sort", metavar="COLUMN", help="Column to sort the rows by, the best first.")
+@click.option("--prices", metavar="FILE", help="CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
 def command(workload: str, **request: Any) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
-    WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards with equal kernels share
-    their traces, so that all of them take little longer than one. For a range of ranks, powers of two are planned, and
-    then the smallest number of ranks that fits.
+    WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards that choose the same
+    kernels share their traces, so all 97 take about four times as long as one. A range of ranks gives one row per power
+    of two, and the smallest number of ranks that works.
 
     Examples:
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed

@@ -29,9 +29,9 @@ def command(snapshot: str, workload: str, micro_batch: int, target_batch: int | 
     Its last update is compared with that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the
     first request for memory that differs, and what only one of them holds at the peak, by module, operator or line.
 
-    The snapshot must end right after an update. When the record begins does not matter, so long as an update came
-    before: the first one also creates the optimizer's state. Use the release of torch that recorded it. Nothing in the
-    file is run, and a file with anything but plain containers is refused.
+    The snapshot must end right after an update and include an earlier one, since the first creates the optimizer's
+    state. Use the release of torch that recorded it. No code in the file is run, and a file with anything but plain
+    containers is refused.
 
     Record it in the training script:
       torch.cuda.memory._record_memory_history(max_entries=1_000_000)

@@ -38,7 +38,7 @@ _SIGNALLED = (129, 143)
 @options(
     "fit",
     *("micro_batch", "as_json", "quiet"),
-    micro_batch="The most samples to run at once, in place of a plan.",
+    micro_batch="The most samples to run at once, instead of a plan.",
     device="Where to train; auto is the GPU if there is one.",
     ema="Also keep a moving average of the weights, in checkpoints, in evaluations and as ema.pt.",
     hold_outputs="Plan for a loop that holds the outputs of the last micro-batch, for logging.",
@@ -46,7 +46,7 @@ _SIGNALLED = (129, 143)
     evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]",
 )
 @click.option(
-    "--ema-decay", type=positive, metavar="DECAY", help="Share of the average that each update keeps.  [default: 0.999]"
+    "--ema-decay", type=positive, metavar="DECAY", help="Decay of the moving average per update.  [default: 0.999]"
 )
 @click.option("--clip-norm", type=positive, metavar="NORM", help="Clip the gradient of each update to this 2-norm.")
 @click.option(
@@ -89,24 +89,25 @@ _SIGNALLED = (129, 143)
 def command(workload: str, **asked: Any) -> None:
     """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 
-    WORKLOAD is model.py or model.py:name, with a `dataset`; optional are `evaluation_dataset`,
+    WORKLOAD is model.py or model.py:name, with a `dataset`. Optional are `evaluation_dataset`,
     `evaluate(model, batch)`, `optimizer(params)`, `scheduler(optimizer)` and `collate(samples)`.
 
-    Without --plan or --micro-batch it plans first. Every update equals the full batch's. When memory runs out, the
-    update is repeated in smaller micro-batches, which grow again later; an evaluation has a micro-batch of its own.
+    Without --plan or --micro-batch it plans first. Every update equals the full batch's. On an out-of-memory
+    error the update is retried in smaller micro-batches, which grow again later. An evaluation has a micro-batch of its
+    own.
 
-    The same command resumes an interrupted run from its newest checkpoint, and trains on with more
-    --epochs or --steps. Micro-batch, plan, device and the flags on evaluation and checkpoints may change then;
-    another target batch, seed, model, dataset, optimizer setting or precision is refused.
+    The same command resumes an interrupted run from its newest checkpoint, or trains longer with more
+    --epochs or --steps. The micro-batch, plan, device and the flags on evaluation and checkpoints may change. A
+    different target batch, seed, model, dataset, optimizer setting or precision is refused.
 
-    What is in the folder:
+    Files in the run folder:
       metrics.jsonl  loss, gradient norm, learning rate, speed and peak bytes of each update
-      plan.json      the plan, as of `autoaccum plan -o`
+      plan.json      the plan, as written by `autoaccum plan -o`
       model.pt       the trained weights, at the end; ema.pt is their average, with --ema
-      checkpoints, and TensorBoard's files where it is installed
+      checkpoints, and TensorBoard's files if it is installed
 
-    Under torchrun each rank runs its share of every update, and the weights are those of one process. A run may
-    resume on another number of ranks.
+    Under torchrun each rank runs its share of every update, and the weights equal those of one process. A run may
+    resume on a different number of ranks.
 
     Examples:
       autoaccum fit model.py --target-batch 256 --epochs 3 --run-dir runs/a

@@ -58,17 +58,17 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     },
     "memory": {"metavar": "SIZE", "help": "Memory budget: 10GiB, 24GB, or 80% of the total.  [default: what is free]"},
     "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
-    "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
+    "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (autocast), instead of the workload's."},
     "batchnorm": {
         "metavar": "micro|running|frozen|exact",
-        "help": "How BatchNorm normalises: by the micro-batch (micro); so, with running statistics of the full batch "
-        "(running); by its running statistics (frozen); or by the whole batch (exact).",
+        "help": "How BatchNorm normalises: by the micro-batch (micro); the same, with running statistics of the full "
+        "batch (running); by its running statistics (frozen); or by the whole batch (exact).",
     },
     "coupled": {
         "default": None,
         "flag": "--coupled/--no-coupled",
-        "help": "Compute the loss from the outputs of the whole batch, for losses that compare samples. Each part then "
-        "runs forward twice.",
+        "help": "Compute the loss from the outputs of the whole batch, for losses that compare samples. Each "
+        "micro-batch then runs forward twice.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",
@@ -80,9 +80,9 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "callback": _words,
         "metavar": "SAVER",
         "help": "Save memory at the cost of time: recompute, recompute=N (blocks), offload-activations, "
-        "offload-gradients, offload-optimizer, or none. Repeatable; auto takes the cheapest that suffice.",
+        "offload-gradients, offload-optimizer, or none. Repeatable; auto takes the cheapest savers that suffice.",
     },
-    "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
+    "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, instead of the workload's."},
     "ema": {
         "default": None,
         "flag": "--ema/--no-ema",
@@ -91,10 +91,14 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "hold_outputs": {
         "default": None,
         "flag": "--hold-outputs/--no-hold-outputs",
-        "help": "Leave room for the outputs of the last micro-batch, as in a loop that logs them.",
+        "help": "Leave room for the outputs of the last micro-batch, as in loops that log them.",
     },
     "evaluation_batch": {"type": count, "metavar": "N", "help": "Leave room for evaluations in batches of N samples."},
-    "longest_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
+    "longest_of": {
+        "type": count,
+        "metavar": "N",
+        "help": "Build batches from the longest of N dataset samples.",
+    },
     "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
     "parallel": {
         "metavar": "ddp|fsdp2",
@@ -172,8 +176,8 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     },
     "output": {"flag": "-o, --output", "metavar": "FILE", "help": "Write the result to a file."},
     "report": {"metavar": "FILE", "help": "Write the result as a single HTML page that loads no other file."},
-    "force": {"is_flag": True, "help": "Overwrite files that are there."},
-    "verbose": {"flag": "-v, --verbose", "is_flag": True, "help": "Show everything that is known, and every note."},
+    "force": {"is_flag": True, "help": "Overwrite existing files."},
+    "verbose": {"flag": "-v, --verbose", "is_flag": True, "help": "Show all details and every note."},
     "quiet": {"flag": "-q, --quiet", "is_flag": True, "help": "Show no progress; warnings and errors remain."},
 }
 """Other flags that commands share; `flag` is how it is written, where that is not its name."""

@@ -16,8 +16,7 @@ from autoaccum.cli.outputs import Outputs
 def command(name: str | None, **asked: Any) -> None:
     """List the cards that --gpu can simulate, and what PyTorch sees of them.
 
-    NAME selects the cards that have it in their name, or one generation such as ampere, and shows the sources of
-    their figures.
+    NAME selects cards by part of their name or by generation, such as ampere, and shows the sources of their figures.
 
     Example:
       autoaccum gpus 4090

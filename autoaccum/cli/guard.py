@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     target_batch={"required": False},
     micro_batch="The most samples to run at once.  [default: planned]",
     output="Also write the report to a file.",
-    force="Overwrite files that are there, and with --update a lock that cannot be read.",
+    force="Overwrite existing files, and with --update a lock that cannot be read.",
 )
 @click.option(
     "--tolerance",
@@ -60,10 +60,10 @@ def command(
     or the nearest above.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
-    measured as it was locked, and the largest micro-batch that fits is searched anew.
+    measured as it is, and the largest micro-batch that fits is searched anew.
 
-    Run it once, not under torchrun; --world-size guards the largest share of several ranks. Within GitHub Actions the
-    report has annotations, too, and is added to the summary of the step.
+    Run it once, not under torchrun; --world-size guards the largest share of several ranks. In GitHub Actions the
+    report also has annotations, and is added to the step's summary.
 
     Examples:
       autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
@@ -72,8 +72,8 @@ def command(
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
-      1  peak, smallest budget or memory held by tensors grew, the locked micro-batch does not fit any
-         more, the largest that fits fell, or what is to be locked does not fit
+      1  peak, smallest budget or memory held by tensors grew, the locked micro-batch no longer fits,
+         the largest that fits fell, or what is to be locked does not fit
       2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """

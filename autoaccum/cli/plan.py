@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     output="Write the plan to a file, for `fit --plan` and Plan.load.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Show where the memory goes at the peak, and which changes would save some."
+    "--explain", is_flag=True, help="Show where the memory goes at the peak, and which changes would save memory."
 )
 @click.option(
     "--for",
@@ -62,24 +62,24 @@ def command(workload: str, framework: str | None, **request: Any) -> None:
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
     mean that is not over samples), and most of the flags below by name.
 
-    Each trial makes two updates in a child process, with the Accumulator that will train. With --gpu they are predicted
-    from traces of the step. Under torchrun every rank plans on its own card: omit --world-size.
+    Each trial makes two updates in a child process, with the Accumulator that will train. With --gpu, trials are
+    predicted from traces of the step. Under torchrun every rank plans on its own card: omit --world-size.
 
-    What the outcomes of trials mean:
+    Outcomes of trials:
       ok      it ran
       tight   it ran only because the allocator released its cache and retried
-      oom     it ran out of memory, in the phase named; "no fit" where it is predicted
+      oom     it ran out of memory, in the phase shown; "no fit" if predicted
 
     Examples:
       autoaccum plan model.py --target-batch 256                          on this machine
-      autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a card that is not here
+      autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a simulated card
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
       autoaccum plan model.py --target-batch 256 --for transformers       for a Trainer
       autoaccum compare model.py --target-batch 256 --gpu all             for many cards, in a table
 
     Exit codes:
       0  a plan was made
-      1  not even one sample fits; with --savers auto, not with any savers
+      1  not even one sample fits, with --savers auto not even with savers
       2  wrong usage, or the workload is missing or raises
       3  the trials gave no answer
     """

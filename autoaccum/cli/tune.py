@@ -56,28 +56,27 @@ _OF_THE_STUDY = (
     target_batch={
         "type": CountOrRange(),
         "metavar": "N|N..M",
-        "help": "Samples per update; or a range, of which the doublings of N are searched.",
+        "help": "Samples per update, or a range, searched by doublings of N.",
     },
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
-    force="Overwrite files that are there; never the study.",
+    force="Overwrite existing files, but never the study.",
 )
 def command(workload: str, **asked: Any) -> None:
-    """Search the learning rate, effective batch and micro-batch that train WORKLOAD best.
+    """Search the best learning rate, effective batch and micro-batch for WORKLOAD.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
-    `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
+    `evaluation_dataset`, or on a tenth of the dataset that no trial trains on.
 
-    Each trial trains in a process of its own, from the same weights and in the same order of data; the first one
-    has the workload's own learning rate. Poor trials are ended at a quarter or at half of the budget. A trial that
-    diverges or runs out of memory finishes with an infinite loss. The micro-batch is searched where samples depend
-    on others of theirs, as by BatchNorm; otherwise it changes speed and memory alone, and is planned once, as by
-    `plan --prefer fastest`.
+    Each trial trains in a process of its own, from the same weights and in the same order of data. The first one has
+    the workload's own learning rate. Poor trials are pruned at a quarter or at half of the budget. A trial that
+    diverges or runs out of memory finishes with an infinite loss. The micro-batch is searched only if it changes the
+    training, as with BatchNorm; otherwise the fastest is planned once, as with `plan --prefer fastest`.
 
-    The study is Optuna's, whose commands and dashboard read it. The same command resumes it, and several may run at
-    once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
-    keep a test set apart. The rate is the best for the budget, and a longer training may need another.
+    Optuna's commands and dashboard read the study. The same command resumes it, and several may run at once; if they
+    share a card, divide it by --memory. The best of many losses is lower than the loss on new data: keep a test set
+    apart. The rate is the best for the budget; longer training may need another.
 
     Run it once, not under torchrun: trials train on one card.
 

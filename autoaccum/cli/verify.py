@@ -34,18 +34,18 @@ def command(workload: str, **asked: Any) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
     WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,
-    every gradient and every buffer, for a whole window and for a shorter one, such as the last of an epoch. A loop of
-    your own is compared as well: define
-    `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.
+    every gradient and every buffer, for a whole window and for a shorter one, such as the last of an epoch. To compare
+    a loop of your own, define `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in
+    `.grad`.
 
-    Where something differs, experiments find the cause: BatchNorm, a loss or model that compares samples, a wrong
+    If something differs, experiments find the cause: BatchNorm, a loss or model that compares samples, a wrong
     `weight` or `reduction`, random numbers that mix samples, or, in a loop of your own, losses that are not divided,
     are divided twice, or are divided wrongly in a shorter window. `proved` says that the comparison is equal with
-    the cause removed. For all else the answer is the first tensor that differs.
+    the cause removed. For anything else the answer is the first tensor that differs.
 
-    With --world-size 2 the update is that of two processes, each with its share of the batch, and `accumulate` is
-    called on each with its micro-batches: wrap the model in DistributedDataParallel there, or shard it by
-    fully_shard, as your script does.
+    With --world-size 2, two processes make the update, each with its share of the batch, and call `accumulate` with
+    their own micro-batches: wrap the model in DistributedDataParallel there, or shard it by fully_shard, as your script
+    does.
 
     A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 answers sooner.
 

@@ -228,7 +228,7 @@ def test_a_batch_changed_in_place_is_not_repeated() -> None:
     batch = batch_of(16)
     before = state_digest(model, optimizer)
     with (
-        pytest.warns(UserWarning, match="changed the batch in place: it cannot be repeated"),
+        pytest.warns(UserWarning, match="changed the batch in place: the update cannot be retried"),
         pytest.raises(torch.OutOfMemoryError),
     ):
         accumulator.step(batch)

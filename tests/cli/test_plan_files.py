@@ -57,7 +57,7 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Comm
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
-    assert "where memory goes is known for cards" in (folder / "p.html").read_text(encoding="utf-8")
+    assert "where memory goes is known only for simulated cards" in (folder / "p.html").read_text(encoding="utf-8")
 
 
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:

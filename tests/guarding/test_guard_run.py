@@ -236,7 +236,7 @@ def test_json_has_every_field_of_every_record() -> None:
     regressed = record["verdicts"][-1]
     assert {field.name for field in dataclasses.fields(Verdict)} <= regressed.keys()
     assert regressed["name"] == "train.py --gpu rtx3090 --target-batch 256 --precision bf16"
-    assert regressed["hint"] == {"code": "lock_if_meant", "facts": {}, "text": "if it is meant, lock it in"}
+    assert regressed["hint"] == {"code": "lock_if_meant", "facts": {}, "text": "if the change is intended, lock it"}
     assert regressed["growth_bytes"] == 1280 * 2**20
     assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
     assert regressed["before"]["micro_batches"] == [32] * 8

@@ -120,13 +120,13 @@ def test_the_knee_is_never_far_from_the_fastest_nor_larger(rates: list[float | N
 
 
 def test_the_choice_and_its_noise_are_told() -> None:
-    assert str(known(10, 100).note) == "micro-batch 2 makes the most, 100 samples/s"
+    assert str(known(10, 100).note) == "micro-batch 2 is the fastest, with 100 samples/s"
     assert str(known(10, 99, 100, 90).note) == (
         "micro-batch 2 makes 99 samples/s, within 2 % of the fastest, 4 with 100 samples/s; the largest that fits, 8,"
         " makes 90 samples/s"
     )
     assert "repeat" not in str(known(10, 100, spread=0.01).note)
-    assert str(known(10, 100, spread=0.1).note).endswith("10.0 %, so that a repeat may find another")
+    assert str(known(10, 100, spread=0.1).note).endswith("10.0 %, so another run may choose differently")
 
 
 def test_sizes_take_turns_until_enough_is_known() -> None:

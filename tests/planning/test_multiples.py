@@ -119,7 +119,7 @@ def test_a_retry_is_of_multiples() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = autoaccum.Accumulator(model, optimizer, short, micro_batch=18, multiple_of=4)
-    with pytest.warns(UserWarning, match="repeated in micro-batches of at most"):
+    with pytest.warns(UserWarning, match="it and later ones run in micro-batches of at most"):
         assert accumulator.step(pairs(32)).micro_batches == (4,) * 8
     assert all(size % 4 == 0 for size in sizes)
     with pytest.raises(UsageError, match="a batch's size is 6, and micro-batches are to be multiples of 4"):

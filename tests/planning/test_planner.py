@@ -98,8 +98,8 @@ def test_equal_parts_and_their_cost() -> None:
 @pytest.mark.parametrize(
     ("target", "reduction", "text"),
     [
-        (256, "mean", "keep the learning rate of a batch of 256: each part counts by its share of it"),
-        (256, "sum", "the loss is a sum, and the parts' losses are added up"),
+        (256, "mean", "use the learning rate you would use for a batch of 256: accumulation needs no rescaling"),
+        (256, "sum", "the loss is a sum, to which micro-batches add up"),
         (10, "mean", "one micro-batch is the whole update"),
     ],
 )

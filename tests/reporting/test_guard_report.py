@@ -47,7 +47,7 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
         "  -20.0 MiB  unused",
         "  why        the peak grew by 1.25 GiB (8.9 %), 1% is allowed",
         "  why        the largest micro-batch that fits fell from 32 to 24",
-        "  way out    if it is meant, lock it in:",
+        "  way out    if the change is intended, lock it:",
         "    autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
         "",
         "1 case: 1 regressed; against autoaccum.lock, tolerance 1%",

@@ -90,5 +90,5 @@ def test_it_holds_what_the_plan_and_its_report_hold() -> None:
 
 def test_a_cpu_says_why_there_is_no_memory_over_time() -> None:
     text = Parsed(pages()["cpu"]).text
-    assert "where memory goes is known for cards: --gpu NAME simulates one" in text
+    assert "where memory goes is known only for simulated cards: --gpu NAME" in text
     assert "Memory over one update" not in text

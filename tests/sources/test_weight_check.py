@@ -191,7 +191,7 @@ def test_a_model_with_a_loss_only_in_train_mode_is_checked_in_train_mode() -> No
     (sentence,) = check_weighting(
         workload(loss, lambda n: (torch.randn(n, 3),), lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)))
     )
-    assert "could not be checked, since the loss differs from run to run" in str(sentence)
+    assert "could not be checked: the loss differs from run to run" in str(sentence)
 
 
 def test_uses_the_dataset_if_it_collates_to_the_same_structure() -> None:

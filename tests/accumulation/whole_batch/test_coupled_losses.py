@@ -295,7 +295,7 @@ def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> No
 
     batch = batch_of()
     recorded = recorded_of(Drifting().double(), micro_batch=4)
-    with pytest.warns(AccumulationWarning, match="gives other outputs when it is repeated"):
+    with pytest.warns(AccumulationWarning, match="a repeated forward of a micro-batch gives other outputs"):
         recorded.step(batch)
 
 
