@@ -64,7 +64,7 @@ _OF_THE_STUDY = (
     force="Overwrite existing files, but never the study.",
 )
 def command(workload: str, **asked: Any) -> None:
-    """Search the best learning rate, effective batch and micro-batch for WORKLOAD.
+    """Search for the best learning rate, effective batch and micro-batch for WORKLOAD.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Losses are measured on its
     `evaluation_dataset`, or on a tenth of the dataset that no trial trains on.
