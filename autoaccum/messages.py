@@ -45,8 +45,8 @@ def message(code: str, /, **facts: Any) -> Message:
     """Return the message with this code and these facts.
 
     >>> print(message("random_memory"))
-    random numbers decide what runs (skipped layers, for example): an update that skips less than those of the trials \
-takes more memory
+    random numbers decide what runs (skipped layers, for example): an update that skips less than the trials did takes \
+more memory
     """
     assert code in SENTENCES, code
     return Message(code, facts)
