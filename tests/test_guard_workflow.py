@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import yaml
-from command_line import Command
+from command_line import Command, environment
 from small_repository import commit, git
 
 from autoaccum.cli import guard as guard_command
@@ -90,66 +86,26 @@ def lock_and_enlarge(repository: Path, command: Command) -> None:
     (repository / "train.py").write_text(MODEL.replace("512", "262144"))
 
 
-_Result = TypeVar("_Result")
-_PROGRAM = """#!{python} -SE
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as asking:
-    asking.connect({address!r})
-    asking.sendall(json.dumps([os.getcwd(), sys.argv[1:], dict(os.environ)]).encode() + b"\\n")
-    code, stdout, stderr = json.load(asking.makefile())
-sys.stdout.write(stdout)
-sys.stderr.write(stderr)
-sys.exit(code)
-"""
-
-
-def with_program(folder: Path, command: Command, call: Callable[[Path], _Result]) -> _Result:
-    """Return what `call` does, which is given a program in `folder`; `command` runs here what the program is asked."""
-    program, address = folder / "autoaccum", str(folder / "asked")
-    program.write_text(_PROGRAM.format(python=sys.executable, address=address))
-    program.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as asked, ThreadPoolExecutor(1) as pool:
-        asked.bind(address)
-        asked.listen()
-        asked.settimeout(0.05)
-        result = pool.submit(call, program)
-        while not result.done():
-            try:
-                connection, _ = asked.accept()
-            except TimeoutError:
-                continue
-            with connection:
-                connection.settimeout(None)
-                place, words, variables = json.loads(connection.makefile().readline())
-                own = {name: value for name, value in variables.items() if os.environ.get(name) != value}
-                done = command(Path(place), *words, **own)
-                connection.sendall(json.dumps([done.returncode, done.stdout, done.stderr]).encode())
-    Path(address).unlink()
-    return result.result()
-
-
-def run(project: Path, command: Command, name: str, **further: str) -> subprocess.CompletedProcess[str]:
+def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess[str]:
     """A step as the runner runs it (`bash --noprofile --norc -eo pipefail`), with `autoaccum` on the path."""
-    repository = project / "repository"
-    environment = {
-        "PATH": f"{project}:{os.environ['PATH']}",
-        "GITHUB_ACTIONS": "true",
-        "GITHUB_WORKSPACE": str(repository),
-        "GITHUB_STEP_SUMMARY": str(project / "summary.md"),
+    repository, program = project / "repository", project / "autoaccum"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autoaccum "$@"\n')
+    program.chmod(0o755)
+    variables = environment(
+        PATH=f"{project}:{os.environ['PATH']}",
+        GITHUB_ACTIONS="true",
+        GITHUB_WORKSPACE=str(repository),
+        GITHUB_STEP_SUMMARY=str(project / "summary.md"),
         **further,
-    }
-    return with_program(
-        project,
-        command,
-        lambda program: subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SCRIPTS[name]],
-            cwd=repository,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        ),
+    )
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SCRIPTS[name]],
+        cwd=repository,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -157,14 +113,14 @@ def run(project: Path, command: Command, name: str, **further: str) -> subproces
 def test_the_steps_lock_and_fail(project: Path, command: Command) -> None:
     repository = project / "repository"
     lock_and_enlarge(repository, command)
-    failed = run(project, command, "Compare with the lock")
+    failed = run(project, "Compare with the lock")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "regressed: train.py" in (project / "summary.md").read_text()
-    locked = run(project, command, "Lock anew")
+    locked = run(project, "Lock anew")
     assert locked.returncode == 0, locked.stderr
     assert (repository / step("actions/upload-artifact@v4")["with"]["path"]).is_file()
-    assert run(project, command, "Compare with the lock").returncode == 0
+    assert run(project, "Compare with the lock").returncode == 0
 
 
 @pytest.mark.slow
@@ -172,7 +128,7 @@ def test_what_a_branch_adds_is_reported_and_nothing_is_left_behind(project: Path
     repository = project / "repository"
     lock_and_enlarge(repository, command)
     before = git(repository, "status", "--porcelain")
-    failed = run(project, command, "Compare with the base branch", BASE="HEAD")
+    failed = run(project, "Compare with the base branch", BASE="HEAD")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "against HEAD" in failed.stdout
