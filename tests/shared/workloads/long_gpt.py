@@ -8,22 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoaccum import Workload
-
-HEADS = 8
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 4, 96, 8, 640, 512
 
 
 class Block(nn.Module):
     """Causal attention and a perceptron, each behind its normalisation and around a shortcut with dropout."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU("tanh"), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, length, width] in and out."""
+        """[samples, length, WIDTH] in and out."""
         query, key, value = self.qkv(self.first(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -31,12 +29,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids [samples, length] to logits [samples, length, vocabulary]."""
+    """Token ids [samples, LENGTH] to logits [samples, LENGTH, VOCABULARY]."""
 
-    def __init__(self, layers: int, width: int, length: int, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks, self.norm = nn.Sequential(*(Block(width) for _ in range(layers))), nn.LayerNorm(width)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits."""
@@ -45,9 +43,14 @@ class GPT(nn.Module):
         return logits
 
 
-def batch(length: int, vocabulary: int, size: int) -> Tensor:
-    """Random tokens [size, length + 1]."""
-    return torch.randint(0, vocabulary, (size, length + 1))
+def model() -> nn.Module:
+    """In double precision."""
+    return GPT().double()
+
+
+def batch(size: int) -> Tensor:
+    """Random tokens [size, LENGTH + 1]."""
+    return torch.randint(0, VOCABULARY, (size, LENGTH + 1))
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -55,15 +58,4 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def make(layers: int, width: int, length: int, vocabulary: int, dtype: torch.dtype) -> Workload:
-    """Return a workload of these sizes."""
-    return Workload(
-        model=lambda: GPT(layers, width, length, vocabulary).to(dtype),
-        batch=partial(batch, length, vocabulary),
-        loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        precision="bf16" if dtype == torch.float32 else "fp32",
-    )
-
-
-sister = make(4, 96, 640, 512, torch.float64)
+optimizer = partial(torch.optim.AdamW, lr=1e-3)
