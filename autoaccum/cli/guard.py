@@ -83,12 +83,13 @@ def command(
     from autoaccum.guarding.project import LOCK_NAME, find_folder
     from autoaccum.reporting.guard_report import GuardProgress, describe_counts, harmless, report_blocks, report_text
 
-    annotates = _on_github() and not asked["as_json"]
+    on_github = os.environ.get("GITHUB_ACTIONS") == "true"
+    annotates = on_github and not asked["as_json"]
     with _annotating() if annotates else nullcontext():
         allowed, folder = parse_tolerance(tolerance), find_folder(Path.cwd())
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
         wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
-        safe = harmless if _on_github() else None
+        safe = harmless if on_github else None
         with GuardProgress(make_console(stderr=True), quiet=outputs.quiet, harmless=safe) as progress:
             result = guard(
                 wanted,
@@ -137,7 +138,3 @@ def _annotating() -> Iterator[None]:
         click.echo(workflow_command("error", str(error), title=TITLE))
         error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
         raise
-
-
-def _on_github() -> bool:
-    return os.environ.get("GITHUB_ACTIONS") == "true"

@@ -161,8 +161,8 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
         elif isinstance(value, bool):
             words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
-            for each in value if isinstance(value, tuple) else (value,):
-                words += [parameter.opts[0], _word(each)]
+            for part in value if isinstance(value, tuple) else (value,):
+                words += [parameter.opts[0], _word(part)]
     return words
 
 

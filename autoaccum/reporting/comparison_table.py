@@ -48,10 +48,10 @@ def comparison_blocks(comparison: Comparison) -> list[Block]:
 
 def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str | None]:
     """Return the cells of a row by their headers; None: there is nothing to say, or it is the same in all rows."""
-    plan, of_cards = row.plan, len({one.card for one in rows}) > 1
-    several_ranks = len({one.world_size for one in rows}) > 1
-    fastest = max(one.samples_per_second or 0.0 for one in rows)
-    has_savers = row.fits and any(one.savers for one in rows)
+    plan, of_cards = row.plan, len({other.card for other in rows}) > 1
+    several_ranks = len({other.world_size for other in rows}) > 1
+    fastest = max(other.samples_per_second or 0.0 for other in rows)
+    has_savers = row.fits and any(other.savers for other in rows)
     return {
         "card": row.card if of_cards else None,
         ">ranks": f"{'> ' if of_cards and not row.fits else ''}{row.world_size}" if several_ranks else None,

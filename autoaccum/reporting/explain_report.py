@@ -45,10 +45,15 @@ def _categories(explanation: Explanation) -> Table:
     table, peak = Table("at the peak", ">bytes", ">share"), explanation.peak_bytes
     for category, held in explanation.categories.items():
         if held:
-            table.add(category.replace("_", " "), format_bytes(held), percent(held, peak))
+            table.add(category_words(category), format_bytes(held), percent(held, peak))
     table.add("in all", format_bytes(peak), percent(peak, peak), style="bold")
     table.add("context", format_bytes(explanation.context_bytes), "on top")
     return table
+
+
+def category_words(category: str) -> str:
+    """Return the name of a category for people."""
+    return category.replace("_", " ")
 
 
 def _modules(modules: Sequence[ModuleShare]) -> Table:
@@ -67,14 +72,13 @@ def _changes(changes: Sequence[Change]) -> Table:
         what = change.what if change.message is None else f"{change.what}: not simulated ({change.message})"
         style = "green" if (change.saved_bytes or 0) > 0 else ""
         name = Text(change.name, no_wrap=True)
-        table.add(name, Text(_saved_words(change.saved_bytes), style), least, what)
+        saved = _NONE if change.saved_bytes is None else _signed(-change.saved_bytes, "no change")
+        table.add(name, Text(saved, style), least, what)
     return table
 
 
-def _saved_words(saved_bytes: int | None) -> str:
-    if saved_bytes is None:
-        return _NONE
-    return signed_bytes(-saved_bytes) if saved_bytes else "no change"
+def _signed(size: int, none: str) -> str:
+    return signed_bytes(size) if size else none
 
 
 def snapshot_blocks(update: UpdateComparison) -> list[Block]:
@@ -104,8 +108,7 @@ def _figures(update: UpdateComparison) -> Table:
 
 
 def _difference(figure: Figure) -> str:
-    difference = figure.recorded - figure.predicted
-    return signed_bytes(difference) if difference else "none"
+    return _signed(figure.recorded - figure.predicted, "none")
 
 
 def _differences(differences: Sequence[SourceDifference]) -> Table:
@@ -114,7 +117,7 @@ def _differences(differences: Sequence[SourceDifference]) -> Table:
         source = difference.source
         sizes = map(format_bytes, (difference.recorded_bytes, difference.predicted_bytes))
         origin = (text or _NONE for text in (source.module, source.op, _short(source.line)))
-        table.add(source.category.replace("_", " "), *sizes, *origin)
+        table.add(category_words(source.category), *sizes, *origin)
     if differences[_MOST_SOURCES:]:
         table.add(f"{len(differences) - _MOST_SOURCES} more")
     return table

@@ -25,7 +25,8 @@ from autoaccum.planning.comparison import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.comparison_table import row_line, shown_rows
 from autoaccum.reporting.console import one_line
-from autoaccum.simulation.trace_records import CATEGORIES, Category
+from autoaccum.reporting.explain_report import category_words
+from autoaccum.simulation.trace_records import CATEGORIES
 from autoaccum.units import format_bytes
 
 Format = Literal["svg", "png"]
@@ -125,16 +126,16 @@ def draw_timeline(figure: SubFigure, *, plan: Plan, report: MemoryReport) -> Non
     axes = figure.subplots()
     timeline, explanation = report.timeline, report.explanation
     reserved, at = timeline.reserved_bytes, range(len(timeline.reserved_bytes))
-    held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
+    held = {name: timeline.categories[name] for name in CATEGORIES if any(timeline.categories.get(name) or ())}
     used = list(map(sum, zip(*held.values(), strict=True))) or [0] * len(reserved)
-    areas = axes.stackplot(at, *held.values(), colors=[LIGHT[one] for one in held], step="post", linewidth=0)
+    areas = axes.stackplot(at, *held.values(), colors=[LIGHT[name] for name in held], step="post", linewidth=0)
     cached: dict[str, Any] = {"facecolor": "none", "edgecolor": LIGHT["unused"], "hatch": "//", "linewidth": 0}
     top = list(map(max, used, reserved))
     areas.append(axes.fill_between(at, used, top, step="post", **cached))
     for category, area in zip([*held, "unused"], areas, strict=True):
         bytes_ = explanation.categories.get(category, 0)
         if bytes_ >= _LEAST_SHARE * explanation.peak_bytes:
-            area.set_label(f"{label(category)}: {format_bytes(bytes_)}")
+            area.set_label(f"{category_words(category)}: {format_bytes(bytes_)}")
     axes.step(at, reserved, where="post", color=LIGHT["ink"], linewidth=1.2)
     peak = f"peak: {format_bytes(explanation.peak_bytes)}"
     axes.plot(timeline.peak_at, explanation.peak_bytes, "v", color=LIGHT["ink"], label=peak)
@@ -189,8 +190,9 @@ def draw_curve(figure: SubFigure, *, plan: Plan, curve: Sequence[CurvePoint]) ->
 
 def _tried_sizes(plan: Plan) -> dict[int, Trial]:
     """Return the last trial of each size within the plan's own budget that is to be drawn, ascending."""
-    within = [one for one in plan.trials if one.outcome != "error" and one.limit_bytes in (None, plan.limit_bytes)]
-    last = sorted({trial.micro_batch: trial for trial in within}.items())
+    budgets = (None, plan.limit_bytes)
+    within = {t.micro_batch: t for t in plan.trials if t.outcome != "error" and t.limit_bytes in budgets}
+    last = sorted(within.items())
     return {size: trial for size, trial in last if size <= _FURTHEST * plan.largest_fit + 1}
 
 
@@ -220,11 +222,6 @@ def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
     axes.yaxis.set_major_locator(MultipleLocator(1 << (int(top) // 6).bit_length()))  # Three to six numbers.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(int(value))))
     return top
-
-
-def label(category: Category) -> str:
-    """Return the name of a category for people."""
-    return category.replace("_", " ")
 
 
 def picture_format(path: str) -> Format:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from autoaccum.checks import counted, join_words
 from autoaccum.messages import Message
-from autoaccum.reporting.console import Block, Facts, Table, copied
+from autoaccum.reporting.console import Block, Facts, Table, copied, offer
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import speeds_table
 from autoaccum.reporting.progress import PlanProgress
@@ -85,7 +84,7 @@ def tuning_blocks(tuning: Tuning, commands: Mapping[str, Sequence[str]]) -> list
         blocks += ["", speeds_table(tuning.throughput)]
     blocks.append("")
     for what, words in commands.items():
-        blocks += [f"{what}:", Text(f"  {shlex.join(words)}", "cyan")]
+        blocks += offer(what, words)
     return blocks
 
 

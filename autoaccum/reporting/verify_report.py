@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from rich.text import Text
 
 from autoaccum.checks import counted
-from autoaccum.reporting.console import Block, Facts, Table, first_messages
+from autoaccum.reporting.console import Block, Facts, Table, first_messages, offer
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import format_parts
 from autoaccum.verification.verification_result import (
@@ -55,16 +54,14 @@ def verification_blocks(
         blocks += first_messages(Facts.of_messages((), result.notes), verbose=verbose)
     if not result.equivalent:
         words, command = _next_command(result, again)
-        blocks += ["", Text(words), *([Text(f"  {shlex.join(command)}", "cyan")] if command else [])]
+        blocks += ["", *(offer(words, command) if command else [Text(words)])]
     return blocks
 
 
 def verdict(result: Verification, *, verbose: bool = False) -> Text:
     """Return the verdict in one line: equivalent or not and by how much, or what was not tested."""
     if result.equivalent:
-        more = (
-            "" if verbose or not result.notes else f"; -v shows {len(result.notes)} note{'s' * (len(result.notes) > 1)}"
-        )
+        more = "" if verbose or not result.notes else f"; -v shows {counted(len(result.notes), 'note')}"
         neutral = " but for random numbers, which were replaced by neutral values" if result.neutral_random else ""
         how = f"{neutral}: the accumulated update is the full batch's, {_how_equal(result)}{more}"
         return Text.assemble(("equivalent", "bold green"), how)
@@ -133,10 +130,10 @@ def _next_command(result: Verification, again: Sequence[str]) -> tuple[str, Sequ
         return f"could not shorten {', '.join(result.untested)}: let batch(size) return short and long samples", ()
     mode = next((cause.mode["batchnorm"] for cause in result.causes if "batchnorm" in cause.mode), None)
     if mode is not None and result.batchnorm not in ("exact", "frozen"):
-        words = f"see what remains with BatchNorm {mode} (-v shows all that was compared):"
+        words = f"see what remains with BatchNorm {mode} (-v shows all that was compared)"
         return words, [*again, "--batchnorm", mode]  # Of an option that is given twice the last one counts.
     if result.causes:
-        return "make the change, and verify again (-v shows all that was compared):", again
+        return "make the change, and verify again (-v shows all that was compared)", again
     return "look at the tensors that differ: -v shows all that was compared", ()
 
 

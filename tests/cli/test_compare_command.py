@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from command_line import Command
+from command_line import Command, invoke
 from factories import codes
 from small_blocks import blocks_source
 from torch import nn
@@ -138,32 +137,6 @@ def test_an_error_comes_after_the_rows_that_are_done(folder: Path, command: Comm
     assert done.stderr.endswith("in forward raised ValueError: not this one\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([","], "there is no ',' among the 97 cards"),
-        (["t4,nothing"], "there is no 'nothing' among the 97 cards"),
-        (["t4", "--parallel", "fsdp2", "--mesh", "2x2"], "the mesh 2x2 has 4 ranks, and there are 1"),
-        (["t4", "--world-size", "4..1"], "4..1 is an empty range"),
-        (["t4", "--world-size", "0..4"], "0 is not in the range x>=1"),
-        (
-            ["t4,l4", "--fit-micro-batch", "4"],
-            "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are chosen",
-        ),
-        (["t4,l4", "--sort", "size"], "there is no column 'size': choose card, ranks, micro-batch"),
-        (["t4", "--world-size", "1..2", "--sort", "speed"], "speed is estimated for several cards or sets of savers"),
-        (["t4,l4", "-o", "model.py"], "-o names the workload itself, model.py"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_before_anything_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
-) -> None:
-    monkeypatch.chdir(folder)
-    done = CliRunner().invoke(main, [*ASKED, *words, "-q"])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert text in done.stderr
-
-
 def test_what_python_alone_can_ask_for_is_refused_too() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"world_size": range(1, 9, 2)}, r"world_size is range\(1, 9, 2\)"),
@@ -175,18 +148,9 @@ def test_what_python_alone_can_ask_for_is_refused_too() -> None:
             autoaccum.compare("model.py", target_batch=8, gpu="t4", **asked)
 
 
-@pytest.mark.parametrize(
-    "words", ["--gpu all", "--gpu t4,h100", "--gpu h100 --world-size 1..64", "--gpu h100 --savers all"]
-)
-def test_a_plan_of_several_names_the_command_that_compares_them(words: str) -> None:
-    done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "64", *words.split()])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == "error: plan makes one plan, and these options ask for several: run `autoaccum compare`\n"
-
-
 @pytest.mark.parametrize("name", ["plan", "compare"])
 def test_the_help_has_its_options_in_groups_and_says_each_in_two_sentences(name: str) -> None:
-    done = CliRunner().invoke(main, [name, "--help"])
+    done = invoke(name, "--help")
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings[0] == "Options:"
     assert headings[1:] == ["The micro-batch:", "The training loop:", "Memory savers:", "Ranks:", "Output:"]

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from command_line import Command, environment, wait_for
+from command_line import Command, environment, invoke, wait_for
 from torch import nn
 from warm_children import Nurseries, wait
 
-from autoaccum.cli import main
 from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.training import trainer
 from autoaccum.training.fit_events import FitResult
@@ -151,27 +149,6 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     assert "updates      20 in 2 epochs, 640 samples\n" in done.stdout
 
 
-USAGE = [
-    ("m.py --target-batch 8", "missing option '--run-dir'"),
-    ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: give epochs=3"),
-    ("m.py --target-batch 8 --run-dir a --clip-norm nan", "clip_norm is nan: give a number above 0"),
-    ("m.py --target-batch 8 --run-dir a --keep 3", "--keep is now --max-checkpoints: see `autoaccum fit"),
-]
-
-
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(main, ["fit", *words])
-
-
-@pytest.mark.parametrize(("words", "text"), USAGE, ids=[str(number) for number in range(len(USAGE))])
-def test_usage_errors_say_what_was_seen(words: str, text: str) -> None:
-    result = invoke(*words.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: ")
-    assert text in result.stderr
-
-
 NET = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
 Train = Callable[..., FitResult]
@@ -207,7 +184,7 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     texts = {"device": "cpu", "memory": "80%", "reserve": "1GiB", "precision": "bf16", "optimizer": "SGD"}
     texts |= {"resume": "must", "batchnorm": "frozen"}
     words = [word for name, value in (numbers | texts).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    result = invoke(*WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite")
+    result = invoke("fit", *WORDS, *words, "--clip-norm", "inf", "--learning-rate", "1e-2", "--skip-nonfinite")
     assert result.exit_code == 0
     given = numbers | texts | {"memory": parse_size("80%"), "reserve": parse_size("1GiB")}
     reached = {**vars(asked[0].options), **asked[0].options.spec, **vars(asked[0])}
@@ -220,7 +197,7 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
 
 def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> None:
     training()
-    result = invoke(*WORDS, "--epochs", "3", "--steps", "50", "--resume", "never", "-q", "--seed", "4")
+    result = invoke("fit", *WORDS, "--epochs", "3", "--steps", "50", "--resume", "never", "-q", "--seed", "4")
     offered = "autoaccum fit 'my model.py' --target-batch 8 --run-dir a --epochs 6 --steps 100 --seed 4"
     assert f"continue the training:\n  {offered}\n" in result.stdout
     assert result.stderr == ""
@@ -252,7 +229,7 @@ def test_every_end_has_a_code_and_says_what_is_kept(
     Path("a/checkpoints").mkdir(parents=True)
     Path("a/checkpoints/checkpoint-00000120.pt").touch()
     training(error=error)
-    result = invoke(*WORDS, "--epochs", "3", "--resume", "never")
+    result = invoke("fit", *WORDS, "--epochs", "3", "--resume", "never")
     assert (result.exit_code, result.stdout) == (code, "")
     assert text in result.stderr
     assert "a/checkpoints/checkpoint-00000120.pt" in result.stderr
@@ -262,7 +239,7 @@ def test_every_end_has_a_code_and_says_what_is_kept(
 
 def test_an_end_that_is_not_on_disk_is_shown_and_an_error(training: Callable[..., list[FitRequest]]) -> None:
     training(unsaved="no space left on device")
-    result = invoke(*WORDS, "--epochs", "3", "-q")
+    result = invoke("fit", *WORDS, "--epochs", "3", "-q")
     assert result.exit_code == 3
     assert "updates      2 in 1 epoch" in result.stdout
     assert result.stderr == "error: the end of the training is not on disk: no space left on device\n"

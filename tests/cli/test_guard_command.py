@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command_line import invoke
 from guard_reports import ALL, CASE, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 from small_locks import WHOLE
 
-from autoaccum.cli import main
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, case_name, make_case
@@ -57,10 +55,6 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     return found
 
 
-def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
-    return CliRunner().invoke(main, ["guard", *words], env=env)
-
-
 @pytest.mark.parametrize(
     ("found", "code"),
     [
@@ -74,16 +68,16 @@ def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
 )
 def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report, code: int) -> None:
     guard.answer = found
-    result = invoke()
+    result = invoke("guard")
     assert result.exit_code == code
     assert result.stdout.splitlines()[-1] == report_text(found).splitlines()[-1]
     assert re.match(r"::error::of the workload\n1/1 +\d+\.\d s  ", result.stderr)
-    assert invoke("-q").stderr == "::error::of the workload\n"
+    assert invoke("guard", "-q").stderr == "::error::of the workload\n"
 
 
 def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:
     rest = "--gpu t4 --tolerance 2% --update --time-limit 60 --force"
-    assert invoke(*shlex.split(case_name(WHOLE)), *rest.split()).exit_code == 0
+    assert invoke("guard", *shlex.split(case_name(WHOLE)), *rest.split()).exit_code == 0
     assert guard.asked["wanted"] == [WHOLE, make_case(**{**WHOLE.to_record(), "gpu": "t4"})]
     expected = {"folder": folder.resolve(), "update": True, "baseline": None, "time_limit": 60.0, "force": True}
     assert {name: guard.asked[name] for name in expected} == expected
@@ -93,7 +87,7 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
 @pytest.mark.parametrize("env", [{}, {"GITHUB_ACTIONS": "true"}], ids=["shell", "github"])
 def test_json_is_alone_on_stdout(guard: Guard, env: dict[str, str]) -> None:
     guard.answer = ALL
-    result = invoke("--json", env=env)
+    result = invoke("guard", "--json", env=env)
     assert (result.exit_code, result.stdout) == (1, ALL.to_json())
     assert json.loads(result.stdout)["exit_code"] == 1
     assert ("\n: :error::of" in f"\n{result.stderr}") == bool(env), "the runner reads stderr, too"
@@ -103,7 +97,7 @@ def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) ->
     guard.answer = ALL
     summary = folder / "summary.md"
     result = invoke(
-        env={"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(folder), "GITHUB_STEP_SUMMARY": str(summary)}
+        "guard", env={"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(folder), "GITHUB_STEP_SUMMARY": str(summary)}
     )
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -119,49 +113,22 @@ def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) ->
 
 def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
     guard.answer = MissingLockError("there is no ##[lock]", hint="write one")
-    result = invoke("-q", env={"GITHUB_ACTIONS": "true"})
+    result = invoke("guard", "-q", env={"GITHUB_ACTIONS": "true"})
     assert result.exit_code == 3
     assert result.stdout == "::error title=autoaccum guard::there is no ## [lock]: write one\n"
     assert result.stderr.endswith("error: there is no ## [lock]: write one\n")
-    assert invoke("-q").stdout == ""
+    assert invoke("guard", "-q").stdout == ""
 
 
 @pytest.mark.parametrize(("words", "written"), [([], report_text(ALL)), (["--json"], ALL.to_json())])
 def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], written: str) -> None:
     guard.answer = ALL
-    assert invoke(*words, "-o", "report", "--report", "p.html").exit_code == 1
+    assert invoke("guard", *words, "-o", "report", "--report", "p.html").exit_code == 1
     page = (folder / "p.html").read_text(encoding="utf-8")
     assert "activations of blocks.{0..11}.mlp" in page
     assert "head_|&lt;b&gt;" in page, "a name is no markup"
     assert (folder / "report").read_text() == written
-    again = invoke(*words, "-o", "report")
+    again = invoke("guard", *words, "-o", "report")
     assert again.exit_code == 2
     assert "report exists already: add --force" in again.stderr
-    assert invoke(*words, "-o", "report", "--force").exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--tolerance", "some"], "the tolerance 'some' is neither a share up to 100% nor a size"),
-        (["train.py", "-o", "train.py", "--force"], "-o names the workload itself, train.py"),
-        (["-o", "autoaccum.lock", "--force"], "-o names the lock itself, autoaccum.lock"),
-        (["-o", "/nowhere/report"], "there is no folder /nowhere"),
-        (["-o", "a", "--report", "./a"], "--report names the file of -o, ./a"),
-        (["train.py", "--target-batch", "0"], "0 is not in the range x>=1"),
-        (["train.py", "other.py"], "unexpected extra argument (other.py): see `autoaccum guard --help`"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_contradictions_are_refused_before_anything_is_measured(guard: Guard, words: list[str], told: str) -> None:
-    result = invoke(*words)
-    assert result.exit_code == 2
-    assert told in result.stderr
-    assert guard.asked == {}
-
-
-def test_an_interrupted_guard_says_so(guard: Guard) -> None:
-    guard.answer = KeyboardInterrupt()
-    result = invoke()
-    assert result.exit_code == 130
-    assert result.stderr.endswith("interrupted: no file was written\n")
+    assert invoke("guard", *words, "-o", "report", "--force").exit_code == 1

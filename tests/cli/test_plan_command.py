@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from command_line import Command, environment, wait_for
+from command_line import Command, environment, invoke, wait_for
 from factories import make_plan
 from small_classifier import MODEL
 from warm_children import Nurseries, wait
 
 from autoaccum import api, files
-from autoaccum.cli import main
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 
@@ -72,7 +70,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_command_that_is_offered_is_the_one_that_ran(planned: dict[str, Any]) -> None:
     words = ["plan", "my model.py", "--target-batch", "2", "--memory", "80%", "--equal", "-q", "--world-size", "1"]
     words += ["--batchnorm", "frozen", "--no-coupled"]
-    result = CliRunner().invoke(main, [*words, "-v"])
+    result = invoke(*words, "-v")
     offered = (
         "autoaccum plan 'my model.py' --target-batch 2 --memory 80% --batchnorm frozen --no-coupled --world-size 1"
     )
@@ -94,7 +92,7 @@ def test_the_command_is_offered_as_it_was_called(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.setenv("PATH", "")
-    result = CliRunner().invoke(main, ["plan", "--target-batch", "2", "-v", "--", "-odd.py"])
+    result = invoke("plan", "--target-batch", "2", "-v", "--", "-odd.py")
     assert f"  {offered} ./-odd.py --target-batch 2 -o plan.json\n" in result.stdout
 
 
@@ -105,7 +103,7 @@ def test_a_plan_that_cannot_be_kept_is_shown(
         raise UsageError(f"{path} cannot be written (no space left)")
 
     monkeypatch.setattr(files, "write_bytes", write)
-    result = CliRunner().invoke(main, ["plan", "m.py", "--target-batch", "2", "-o", str(tmp_path / "plan.json")])
+    result = invoke("plan", "m.py", "--target-batch", "2", "-o", str(tmp_path / "plan.json"))
     assert result.exit_code == 2
     assert "micro-batch  2\n" in result.stdout
     assert "kept in" not in result.stdout

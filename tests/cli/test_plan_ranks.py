@@ -81,24 +81,3 @@ def test_an_error_of_ranks_is_said_once(folder: Path, warm_ranks: WarmRanks) -> 
     assert (first.returncode, first.stdout + second.stdout) == (2, "")
     assert (first.stderr + second.stderr).count("error: ") == 1
     assert "2 budgets of " in first.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["4", "--parallel", "fsdp2"], "trials on a device of this machine run the whole model, and fsdp2 shards it"),
-        (["4", "--gpu", "h100", "--mesh", "2x4"], "the mesh 2x4 has 8 ranks, and there are 4: give a mesh of 4"),
-    ],
-)
-def test_ranks_that_cannot_be_planned_are_refused_before_anything_starts(
-    folder: Path, command: Command, words: list[str], text: str
-) -> None:
-    done = command(folder, "plan", "model.py", "--target-batch", "64", "-q", "--world-size", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert text in done.stderr
-
-
-def test_sharding_over_no_number_of_ranks_is_refused(folder: Path, command: Command) -> None:
-    done = command(folder, "plan", "model.py", "--target-batch", "64", "--gpu", "h100", "--parallel", "fsdp2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--parallel fsdp2 shards over ranks, and there is one: say how many (--world-size N)" in done.stderr

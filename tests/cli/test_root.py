@@ -5,14 +5,10 @@ import sys
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from command_line import invoke
 
-from autoaccum.cli import main, root
+from autoaccum.cli import root
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-
-
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 @pytest.fixture
@@ -60,31 +56,6 @@ def test_help() -> None:
     shown = {invoke(*words).stdout for words in ((), ("--help",), ("-h",))}
     assert len(shown) == 1
     assert "Usage: autoaccum [OPTIONS] COMMAND" in shown.pop()
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("plam", "no such command 'plam'"),
-        ("plan", "missing argument 'WORKLOAD': see `autoaccum plan --help`"),
-        ("plan m.py", "missing option '--target-batch'"),
-        ("plan m.py --target-batch 0", "'--target-batch': 0 is not in the range x>=1: see `autoaccum plan --help`"),
-        ("plan m.py --target-batch 2.5", "'2.5' is not a valid integer"),
-        ("plan m.py --target-batch 8 --memry 3", "no such option '--memry'"),
-        ("plan m.py --target-batch 8 --trial-limit 0", "'--trial-limit': 0.0 is not in the range x>0"),
-        ("plan m.py --target-batch 8 --time-limit inf", "the time limit is inf: give a number of seconds above 0"),
-        ("plan m.py --target-batch 8 --equal --world-size 3", "take 6 or 9"),
-        ("plan m.py --target-batch 8 --device tpu", "there is no device 'tpu'"),
-        ("plan m.py --target-batch 8 -o /nowhere/plan.json", "there is no folder /nowhere"),
-    ],
-)
-def test_usage_errors_say_what_was_seen(words: str, text: str) -> None:
-    result = invoke(*words.split())
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: ")
-    assert text in result.stderr
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:

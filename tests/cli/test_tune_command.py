@@ -13,14 +13,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-from command_line import Command, environment
+from command_line import Command, environment, invoke
 from small_studies import request_of, search_in, tuning_of
 from warm_children import Nurseries, wait
 
 import autoaccum
-from autoaccum.cli import main
-from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.tuning import tuner as studies
 from autoaccum.tuning.tuning_records import LearningRateRange, TuneRequest, Tuning
 
@@ -55,7 +52,8 @@ def optimizer(params):
 def batch(size):
     return dataset[torch.arange(size) % 160]
 """
-WORDS = ("model.py", "--target-batch", "2", "--budget-samples", "48", "--device", "cpu")
+TUNE = ("tune", "model.py")
+WORDS = (*TUNE, "--target-batch", "2", "--budget-samples", "48", "--device", "cpu")
 
 
 @pytest.mark.slow
@@ -67,7 +65,7 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
     more = ("--trials", "2")
 
     with (tmp_path / "killed.txt").open("w") as told:
-        words = ("-m", "autoaccum", "tune", *WORDS, *more)
+        words = ("-m", "autoaccum", *WORDS, *more)
         about = {"cwd": str(tmp_path), "environment": environment()}
         killed = nurseries[True].copy(words, about, [told.fileno(), told.fileno()])
     wait_until(tmp_path / "tune.db", BEGUN.format(1))
@@ -79,13 +77,13 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
 
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end_both)
-        interrupted = command(tmp_path, "tune", *WORDS, *more)
+        interrupted = command(tmp_path, *WORDS, *more)
         ending.result()
     assert (wait(killed, 120), interrupted.returncode) == (-signal.SIGKILL, 130)
     assert "was planned for this study before" in interrupted.stderr
     assert interrupted.stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "hold").unlink()
-    done = command(tmp_path, "tune", *WORDS, *more, "--json", "-o", "best.json")
+    done = command(tmp_path, *WORDS, *more, "--json", "-o", "best.json")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     record = json.loads(done.stdout)
     rows = record["rows"]
@@ -148,12 +146,8 @@ def study(found: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sta
     return stand
 
 
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(main, ["tune", "model.py", *words], env={"COLUMNS": "100"})
-
-
 def test_the_next_commands_can_be_pasted(study: Stand) -> None:
-    text = invoke("--target-batch", "16", "-o", "b.json", "--report", "b.html").stdout
+    text = invoke(*TUNE, "--target-batch", "16", "-o", "b.json", "--report", "b.html").stdout
     assert "best" in Path("b.html").read_text(encoding="utf-8")
     assert "train by its plan, b.json:\n" in text
     assert "fit model.py --target-batch 16 --epochs 3 --plan b.json --run-dir runs/b\n" in text
@@ -162,7 +156,7 @@ def test_the_next_commands_can_be_pasted(study: Stand) -> None:
 
 def test_nothing_found_is_a_clear_no_and_writes_no_plan(study: Stand, tmp_path: Path) -> None:
     study.answer = tuning_of(())
-    result = invoke("--target-batch", "16", "-o", "b.json", "-q", "--json")
+    result = invoke(*TUNE, "--target-batch", "16", "-o", "b.json", "-q", "--json")
     assert (result.exit_code, json.loads(result.stdout)["best"]) == (1, None)
     assert result.stderr == "note: b.json was not written: there is no best setting\n"
     assert not (tmp_path / "b.json").exists()
@@ -170,7 +164,7 @@ def test_nothing_found_is_a_clear_no_and_writes_no_plan(study: Stand, tmp_path: 
 
 def test_what_was_found_is_shown_where_it_cannot_be_kept(study: Stand, found: Tuning, tmp_path: Path) -> None:
     study.meanwhile = lambda: (tmp_path / "b.json").write_text("precious")
-    result = invoke("--target-batch", "16", "-o", "b.json")
+    result = invoke(*TUNE, "--target-batch", "16", "-o", "b.json")
     assert result.exit_code == 2
     assert "best         learning rate" in result.stdout
     assert "--plan b.json" not in result.stdout
@@ -178,43 +172,11 @@ def test_what_was_found_is_shown_where_it_cannot_be_kept(study: Stand, found: Tu
     assert (tmp_path / "b.json").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "last"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted: finished trials are kept, and the same command goes on"),
-        (DoesNotFitError("not even one sample fits"), 1, "error: not even one sample fits"),
-        (UsageError("the study digits is another one"), 2, "error: the study digits is another one"),
-    ],
-    ids=["SIGINT", "does not fit", "another study"],
-)
-def test_whatever_ends_it_is_said_in_the_last_line(study: Stand, error: BaseException, code: int, last: str) -> None:
-    study.answer = error
-    result = invoke("--target-batch", "256")
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr.splitlines()[-1] == last
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("", "missing option '--target-batch': see `autoaccum tune --help`"),
-        ("--target-batch 64..16", "64..16 is an empty range"),
-        ("--target-batch 8 --learning-rate 0.1", "the learning rate is '0.1': give two numbers above 0"),
-        ("--target-batch 8 --trials 0", "'--trials': 0 is not in the range x>=1"),
-        ("--target-batch 8 -o there.json", "there.json exists already: add --force"),
-        ("--target-batch 8 -o model.py --force", "-o names the workload itself, model.py"),
-        ("--target-batch 8 --storage x.db -o ./x.db", "-o names the study itself, ./x.db"),
-        ("--target-batch 8 --storage a://b", "the storage is a URL, of a: give an SQLite file"),
-    ],
-    ids=range(8),
-)
-def test_bad_usage_starts_nothing(study: Stand, tmp_path: Path, words: str, says: str) -> None:
-    (tmp_path / "there.json").write_text("precious")
-    result = invoke(*words.split())
-    assert (result.exit_code, result.stdout, study.asked) == (2, "", [])
-    assert says in result.stderr
-    assert (tmp_path / "there.json").read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py", "there.json"]
+def test_an_interruption_is_said_in_the_last_line(study: Stand) -> None:
+    study.answer = KeyboardInterrupt()
+    result = invoke(*TUNE, "--target-batch", "256")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "interrupted: finished trials are kept, and the same command goes on\n"
 
 
 def test_the_function_takes_what_the_command_takes(study: Stand, capsys: pytest.CaptureFixture[str]) -> None:

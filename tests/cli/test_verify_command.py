@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-from command_line import ROOT, Command
-
-from autoaccum.cli import main
+from command_line import ROOT, Command, invoke
 
 MODEL = """
 import os
@@ -53,18 +50,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(main, ["verify", *words])
-
-
 @pytest.mark.slow
 def test_equivalent_is_zero_and_one_line() -> None:
-    result = invoke("model.py", "--micro-batch", "5")
+    result = invoke("verify", "model.py", "--micro-batch", "5")
     assert result.exit_code == 0, result.stderr
     (line,) = result.stdout.splitlines()
     assert line.startswith("equivalent: the accumulated update is the full batch's, to ")
     assert line.endswith(" of the largest gradient entry (4 tensors, 16 samples as 4 + 4 + 4 + 4, float64)")
-    shown = invoke("model.py", "--micro-batch", "5", "-v").stdout.splitlines()
+    shown = invoke("verify", "model.py", "--micro-batch", "5", "-v").stdout.splitlines()
     assert shown[0] == line
     assert "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16" in shown
     assert "model: Sequential, 51 parameters; compared in fp64 on cpu\n" in result.stderr
@@ -86,7 +79,7 @@ def test_not_equivalent_is_one_and_names_the_cause(folder: Path, command: Comman
 
 
 def test_a_difference_of_unknown_cause_is_one_and_names_the_first_tensor() -> None:
-    result = invoke("model.py:remembering", "--target-batch", "8", "-q", "--json")
+    result = invoke("verify", "model.py:remembering", "--target-batch", "8", "-q", "--json")
     assert result.exit_code == 1, result.stderr
     (cause,) = json.loads(result.stdout)["causes"]
     assert cause["found"]["code"] == "unexplained"
@@ -94,52 +87,49 @@ def test_a_difference_of_unknown_cause_is_one_and_names_the_first_tensor() -> No
 
 
 def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
-    result = invoke("model.py", "--target-batch", "4", "--json", "-o", "found.json")
+    result = invoke("verify", "model.py", "--target-batch", "4", "--json", "-o", "found.json")
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["schema"], record["equivalent"], record["target_batch"], record["micro_batch"]) == (3, True, 4, 1)
     assert (folder / "found.json").read_text() == result.stdout
-    again = invoke("model.py", "-o", "found.json")
+    again = invoke("verify", "model.py", "-o", "found.json")
     assert again.exit_code == 2
     assert "found.json exists already: add --force" in again.stderr
     assert "loading" not in again.stderr, "it is refused before anything is loaded"
-    forced = invoke("model.py", "--target-batch", "4", "-o", "found.json", "--force")
+    forced = invoke("verify", "model.py", "--target-batch", "4", "-o", "found.json", "--force")
     assert forced.exit_code == 0
     assert "kept in found.json" in forced.stdout
-    assert invoke("model.py", "-o", "model.py", "--force").exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["model.py", "--micro-batch", "16"], "nothing accumulates: give a smaller micro-batch"),
-        (["modle.py"], "there is no file modle.py"),
         (["model.py", "--longest-of", "9"], "dataset"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
 def test_wrong_usage_is_two(words: list[str], told: str) -> None:
-    result = invoke(*words)
+    result = invoke("verify", *words)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert told in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 
-def test_an_exception_of_the_users_code_is_shown_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BREAK", "1")
-    result = invoke("model.py")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.splitlines()[-1].endswith("raised ValueError: row 3 is odd")
-    assert "Traceback" in result.stderr
+@pytest.mark.parametrize(
+    ("variable", "code", "text"),
+    [
+        ("BREAK", 2, "raised ValueError: row 3 is odd"),
+        ("FULL", 3, "verify with a smaller --target-batch"),
+    ],
+)
+def test_an_exception_is_shown_as_the_users_unless_memory_ran_out(
+    variable: str, code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    result = invoke("verify", "model.py")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert text in result.stderr.splitlines()[-1]
+    assert ("Traceback" in result.stderr) == (code == 2)
     assert "autoaccum/" not in result.stderr.replace(str(ROOT), "")
-
-
-def test_what_could_not_be_measured_is_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULL", "1")
-    result = invoke("model.py")
-    assert result.exit_code == 3
-    assert "ran out of memory" in result.stderr
-    assert "verify with a smaller --target-batch" in result.stderr
-    assert "Traceback" not in result.stderr

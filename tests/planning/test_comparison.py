@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from consoles import drawn
 from factories import make_plan, message_at
 from in_process_tracer import InProcessTracer
 from planned import CARD, make_plan_setup, make_request, make_settings, plan_on, simulated_card
@@ -34,7 +34,6 @@ from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import add_costs
 from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings
-from autoaccum.reporting.console import make_console, show
 from autoaccum.simulation.cards import Card, find_card
 from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.units import GIB, MIB, MemorySize
@@ -60,8 +59,7 @@ def find(cards: Sequence[str], sizes: Sequence[int]) -> tuple[Comparison, list[t
 
 
 def printed(table: Comparison) -> list[str]:
-    show(make_console(file=(file := io.StringIO()), width=200), *comparison_blocks(table))
-    return file.getvalue().splitlines()
+    return drawn(*comparison_blocks(table), width=200).splitlines()
 
 
 def test_the_least_number_of_ranks_is_found_between_powers_of_two() -> None:

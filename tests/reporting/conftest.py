@@ -10,17 +10,10 @@ import pytest
 from emitted_variants import plan_by_hand
 from imported_files import import_file
 
-from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.sources.workload import Workload
 
-MakePlan = Callable[..., Plan]
 Emit = Callable[..., ModuleType]
-
-
-@pytest.fixture(scope="session")
-def make_plan_of() -> MakePlan:
-    return plan_by_hand
 
 
 @pytest.fixture

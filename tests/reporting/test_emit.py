@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import environment
-from emitted_variants import with_recipe, workload, write_variants
+from emitted_variants import plan_by_hand, with_recipe, workload, write_variants
 from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
@@ -29,9 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def a_plan(make_plan_of: Any) -> Plan:
-    plan: Plan = make_plan_of(workload(name="net"), 18, 6)
-    return plan
+def a_plan() -> Plan:
+    return plan_by_hand(workload(name="net"), 18, 6)
 
 
 @pytest.fixture(scope="module")

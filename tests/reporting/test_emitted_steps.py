@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from emitted_variants import plan_by_hand
 from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,9 +159,9 @@ def test_parts_are_the_schedule_s(even: ModuleType, size: int, ceiling: int) -> 
 
 
 @pytest.fixture(scope="module")
-def even(make_plan_of: Any) -> ModuleType:
+def even() -> ModuleType:
     module = ModuleType("even")
-    exec(emit_wrapper(make_plan_of(workload("targets"), 18, 6)), module.__dict__)
+    exec(emit_wrapper(plan_by_hand(workload("targets"), 18, 6)), module.__dict__)
     return module
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
+from consoles import drawn
 
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
-from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.units import GIB, MIB
@@ -51,9 +50,7 @@ EXPLANATION = Explanation(
 
 
 def test_shows_what_holds_memory_and_what_would_change_it() -> None:
-    file = io.StringIO()
-    show(make_console(file=file, width=80), *explanation_blocks(EXPLANATION, 9 * GIB))
-    text = file.getvalue()
+    text = drawn(*explanation_blocks(EXPLANATION, 9 * GIB), width=80)
     first, second, *lines = text.splitlines()
     assert first == "rtx3090 (simulated), micro-batches of 86 + 85: 10.0 GiB (predicted); measured: 9.0 GiB"
     assert second == "the peak is in backward, at aten.mm of layers.3.attention"

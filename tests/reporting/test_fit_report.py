@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from consoles import drawn
 from factories import make_plan
 from torch import nn
 
 from autoaccum.messages import Message
-from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.fit_report import fit_blocks, fit_record
 from autoaccum.training.fit_events import FitResult
 
@@ -31,9 +30,7 @@ COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
 
 
 def draw(result: FitResult) -> str:
-    file = io.StringIO()
-    show(make_console(file=file, width=100), *fit_blocks(result, command=COMMAND))
-    return file.getvalue()
+    return drawn(*fit_blocks(result, command=COMMAND))
 
 
 def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:

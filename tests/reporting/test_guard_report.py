@@ -9,6 +9,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from consoles import told
 from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,21 +85,15 @@ def test_figures_that_are_not_to_be_compared_stand_alone() -> None:
     other = dataclasses.replace(UNMEASURED, before=BEFORE, now=now)
     assert "  peak 15.25 GiB, smallest budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
     assert f"  warning    {now.warnings[0]}" in lines_of(other)
-    text = io.StringIO()
-    with GuardProgress(make_console(file=text)) as progress:
-        progress.notify(CaseFinished(1, 1, other))
-    assert "1.25 GiB" not in text.getvalue()
+    assert "1.25 GiB" not in told(GuardProgress, CaseFinished(1, 1, other))
 
 
 def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, now = io.StringIO(), iter([0.0, 3.5, 4.0, 14.25])
+    now = iter([0.0, 3.5, 4.0, 14.25])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    with GuardProgress(make_console(file=text)) as progress:
-        progress.notify(CaseStarted(UNCHANGED.case))
-        progress.notify(CaseFinished(2, 12, UNCHANGED))
-        progress.notify(CaseStarted(CASE))
-        progress.notify(CaseFinished(3, 12, REGRESSED))
-    assert text.getvalue().splitlines() == [
+    first = CaseStarted(UNCHANGED.case), CaseFinished(2, 12, UNCHANGED)
+    second = CaseStarted(CASE), CaseFinished(3, 12, REGRESSED)
+    assert told(GuardProgress, *first, *second).splitlines() == [
         " 2/12    3.5 s  passed        train.py --gpu a100-80gb --target-batch 256 --precision bf16",
         " 3/12   10.2 s  regressed     train.py --gpu rtx3090 --target-batch 256 --precision bf16  +1.25 GiB (+8.9 %)",
     ]

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import factories
 import pytest
+from consoles import drawn
 from factories import change_facts, message_at
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.plan_report import accumulator_line, plan_blocks
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
@@ -35,9 +34,7 @@ def predicted(**changes: Any) -> Plan:
 
 
 def draw(plan: Plan, *, width: int = 100, **options: Any) -> str:
-    file = io.StringIO()
-    show(make_console(file=file, width=width), *plan_blocks(plan, **options))
-    return file.getvalue()
+    return drawn(*plan_blocks(plan, **options), width=width)
 
 
 ANSWER = (

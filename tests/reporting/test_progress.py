@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from consoles import Terminal, console_on, told
 from factories import change_facts, make_inspection
 
 from autoaccum.devices.base import Trial
@@ -16,7 +17,6 @@ from autoaccum.planning.plan_events import (
     TrialStarted,
 )
 from autoaccum.reporting import progress as progress_lines
-from autoaccum.reporting.console import make_console
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.units import GIB, MIB
 
@@ -26,15 +26,9 @@ OOM = Trial(parts=(128, 128), outcome="oom", phase="backward", seconds=0.5, peak
 PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0, fresh=True)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def draw(*, terminal: bool = False, quiet: bool = False) -> str:
     file = Terminal() if terminal else io.StringIO()
-    console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
-    with PlanProgress(console, quiet=quiet) as progress:
+    with PlanProgress(console_on(file, 40), quiet=quiet) as progress:
         progress.notify(Doing("loading", "digits.py"))
         progress.notify(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
@@ -67,23 +61,15 @@ def test_one_line_per_trial() -> None:
     ],
 )
 def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: str, words: str) -> None:
-    file = io.StringIO()
-    with PlanProgress(make_console(file=file, width=200)) as progress:
-        progress.notify(Inspected(change_facts(INSPECTION, dtypes=dtypes, precision=precision), "cpu", GIB, 256))
-    assert words in file.getvalue()
+    seen = change_facts(INSPECTION, dtypes=dtypes, precision=precision)
+    assert words in told(PlanProgress, Inspected(seen, "cpu", GIB, 256))
 
 
 def test_what_is_predicted_is_said_to_be_so() -> None:
-    file = Terminal()
-    with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
-        seen = replace(INSPECTION, cautions=(Message("compiled"),))
-        progress.notify(Inspected(seen, "rtx3090 (simulated)", GIB, 256, predicted=True))
-        progress.notify(Doing("tracing"))
-        progress.notify(TrialStarted(1, OOM.parts))
-        progress.notify(TrialFinished(1, OOM))
-        progress.notify(TrialStarted(2, PROOF.parts))
-        progress.notify(TrialFinished(2, PROOF))
-    text = file.getvalue()
+    seen = replace(INSPECTION, cautions=(Message("compiled"),))
+    inspected = Inspected(seen, "rtx3090 (simulated)", GIB, 256, predicted=True)
+    trials = TrialStarted(1, OOM.parts), TrialFinished(1, OOM), TrialStarted(2, PROOF.parts), TrialFinished(2, PROOF)
+    text = told(PlanProgress, inspected, Doing("tracing"), *trials, terminal=True, width=80)
     assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\nwarning: the model is" in text
     assert "tracing small sizes ..." in text
     assert "predicting micro-batch 128 ..." in text
@@ -108,7 +94,7 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
 def test_without_a_terminal_what_lasts_is_printed_now_and_then(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_lines, "LINE_SECONDS", 0.02)
     file = io.StringIO()
-    with PlanProgress(make_console(file=file, width=40), quiet=quiet) as progress:
+    with PlanProgress(console_on(file, 40), quiet=quiet) as progress:
         progress.notify(Doing("tracing"))
         ends = time.monotonic() + (0.2 if quiet else 20)
         while file.getvalue().count("\n") < 2 and time.monotonic() < ends:
@@ -121,7 +107,7 @@ def test_without_a_terminal_what_lasts_is_printed_now_and_then(quiet: bool, monk
 def test_what_each_process_of_a_workload_prints_is_printed_once() -> None:
     """Trials load the workload again: bars and reports of libraries once came back with each of them."""
     file = io.StringIO()
-    with PlanProgress(make_console(file=file, width=40)) as progress:
+    with PlanProgress(console_on(file, 40)) as progress:
         for rate in ("96.1it/s", "101.33it/s"):
             progress.print_output("Some weights are new")
             progress.print_output(f"\rLoading: 0%| | 0/3\rLoading: 100%|###| 3/3 [00:00<00:00, {rate}]")

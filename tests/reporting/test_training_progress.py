@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from consoles import Terminal, console_on
 from factories import FakeClock
 from torch import nn
 
@@ -27,11 +28,6 @@ MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def started(**changes: Any) -> Started:
     known: dict[str, Any] = {"plan": None, "micro_batch": 64, "target_batch": 256, "device": "cpu", "updates": 30}
     return Started(model=MODEL, optimizer=OPTIMIZER, **(known | {"epochs": 1} | changes))
@@ -46,8 +42,7 @@ def updated(update: int, epoch: int = 1, **changes: Any) -> Updated:
 def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float = 1.0, width: int = 100) -> list[str]:
     """Return what is drawn of events that come `seconds` apart."""
     file, clock = Terminal() if terminal else io.StringIO(), FakeClock()
-    console = make_console(file=file, width=width, force_terminal=terminal, color_system=None)
-    with TrainingProgress(console, quiet=quiet, clock=clock) as progress:
+    with TrainingProgress(console_on(file, width), quiet=quiet, clock=clock) as progress:
         for event in told:
             progress.notify(event)
             clock.seconds += seconds
@@ -130,8 +125,7 @@ class Closed(Terminal):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_console_that_is_gone_ends_the_drawing_and_not_the_training(terminal: bool) -> None:
     file, clock, stdout = Closed(), FakeClock(), sys.stdout
-    console = make_console(file=file, width=100, force_terminal=terminal)
-    with TrainingProgress(console, clock=clock) as progress:
+    with TrainingProgress(make_console(file=file, width=100, force_terminal=terminal), clock=clock) as progress:
         progress.notify(started())
         file.closes = True
         for number in range(1, 31):

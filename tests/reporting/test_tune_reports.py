@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from consoles import drawn, told
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
 from autoaccum.messages import message
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.tune_report import TuneProgress, tuning_blocks, tuning_record
 from autoaccum.tuning.tuning_records import Row, SearchStarted, StudyOpened, Tuning
 
@@ -24,23 +23,13 @@ ODD = message("rate_near_end", end=0.1)
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Tuning]:
     """The file of a study, what was told on its way, and what it found."""
-    file, told = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
-    rows, _ = search_in(file, request_of(trials=4), notify=told.append)
-    return file, told, tuning_of(rows)
+    file, events = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
+    rows, _ = search_in(file, request_of(trials=4), notify=events.append)
+    return file, events, tuning_of(rows)
 
 
 def printed(tuning: Tuning, commands: Mapping[str, Sequence[str]] | None = None) -> str:
-    text = io.StringIO()
-    show(make_console(file=text, width=120), *tuning_blocks(tuning, commands or {}))
-    return text.getvalue()
-
-
-def told_lines(told: list[Any], *, quiet: bool = False) -> str:
-    text = io.StringIO()
-    with TuneProgress(make_console(file=text, width=200), quiet=quiet) as progress:
-        for event in told:
-            progress.notify(event)
-    return text.getvalue()
+    return drawn(*tuning_blocks(tuning, commands or {}), width=120)
 
 
 @pytest.mark.slow
@@ -75,14 +64,14 @@ def test_a_study_that_found_nothing_says_so() -> None:
 
 
 def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
-    _, told, tuning = studied
+    _, events, tuning = studied
     begun = [
         StudyOpened(FACTS, "line", "tune.db", 3, 4),
         SearchStarted(SPACE, plan_of(), remembered=True),
         ODD,
         ODD,
     ]
-    text = told_lines([*begun, *told])
+    text = told(TuneProgress, *begun, *events)
     assert "line: SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
     assert "study line in tune.db; continuing after 3 of 4 trials\n" in text
     assert "micro-batch 16 was planned for this study before\n" in text
@@ -90,7 +79,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     assert text.count(f"warning: {ODD}\n") == 1
     for row in tuning.rows:
         assert f"\n{row.number:>5}  {row.state}" in text
-    assert told_lines([*begun, *told], quiet=True) == f"warning: {ODD}\n"
+    assert told(TuneProgress, *begun, *events, quiet=True) == f"warning: {ODD}\n"
 
 
 def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:

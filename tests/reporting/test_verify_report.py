@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from typing import Any
 
 import pytest
+from consoles import drawn, told
 
 from autoaccum.messages import message
-from autoaccum.reporting.console import make_console, show
 from autoaccum.reporting.verify_report import VerificationProgress, verification_blocks
 from autoaccum.verification.verification_result import (
     Cause,
@@ -88,25 +87,23 @@ NORM = Cause(
 DIFFERENT = dataclasses.replace(FOUND, equivalent=False, comparisons=(EQUAL, OTHER), causes=(WEIGHT, NORM), notes=())
 
 
-def drawn(found: Verification, width: int = 100, *, verbose: bool = False) -> str:
-    text = io.StringIO()
-    console = make_console(file=text, width=width)
-    show(console, *verification_blocks(found, again=["autoaccum", "verify", "my model.py"], verbose=verbose))
-    return text.getvalue()
+def draw(found: Verification, width: int = 100, *, verbose: bool = False) -> str:
+    blocks = verification_blocks(found, again=["autoaccum", "verify", "my model.py"], verbose=verbose)
+    return drawn(*blocks, width=width)
 
 
 def test_equal_is_one_line() -> None:
     batch = "of the largest gradient entry (4 tensors, 16 samples as 4 + 4 + 4 + 4"
     said = f"equivalent: the accumulated update is the full batch's, to 1.5e-16 {batch}, float64)"
-    assert drawn(FOUND) == f"{said}; -v shows 1 note\n"
-    assert drawn(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
-    assert drawn(FOUND, verbose=True).startswith(f"{said}\n\n")
-    rough = drawn(dataclasses.replace(FOUND, notes=(), precision="fp32"))
+    assert draw(FOUND) == f"{said}; -v shows 1 note\n"
+    assert draw(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
+    assert draw(FOUND, verbose=True).startswith(f"{said}\n\n")
+    rough = draw(dataclasses.replace(FOUND, notes=(), precision="fp32"))
     assert rough.endswith(f"{batch}, float32, tolerance 1.0e-10)\n")
 
 
 def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:
-    lines = drawn(FOUND, verbose=True).splitlines()
+    lines = draw(FOUND, verbose=True).splitlines()
     assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16"
     assert lines[3].split() == ["compared", "largest", "error", "tolerance", "at"]
     assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
@@ -115,11 +112,11 @@ def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:
 
 
 def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
-    text = drawn(DIFFERENT)
+    text = draw(DIFFERENT)
     lines = text.splitlines()
     assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest entry, at 2.weight"
     assert "tolerance" not in text
-    shown = drawn(DIFFERENT, verbose=True).splitlines()
+    shown = draw(DIFFERENT, verbose=True).splitlines()
     assert shown[: len(lines) - 3] == lines[:-3]
     assert "accumulate() of the workload, shorter window, as at the end of an epoch: 4 + 3 = 7" in shown
     assert next(line for line in shown if "1.count" in line).split() == [
@@ -130,9 +127,9 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert "proved       with all of these done, the same comparison is equal" in lines
     assert f"change       {MODE}"[:60] in text
     assert any(line.startswith("unproved") for line in lines)
-    alone = drawn(dataclasses.replace(DIFFERENT, causes=(dataclasses.replace(NORM, proved=True),)))
+    alone = draw(dataclasses.replace(DIFFERENT, causes=(dataclasses.replace(NORM, proved=True),)))
     assert 'proved       with batchnorm="exact", the same comparison is equal' in alone.splitlines()
-    narrow = drawn(DIFFERENT, width=30).splitlines()
+    narrow = draw(DIFFERENT, width=30).splitlines()
     assert "  def weight(batch): return (batch[1] != -100).sum()" in narrow, "code is never wrapped"
 
 
@@ -154,7 +151,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     ids=["exact", "frozen", "a change", "unknown", "untested"],
 )
 def test_the_last_line_is_what_to_do_next(changed: dict[str, Any], last: str) -> None:
-    lines = drawn(dataclasses.replace(DIFFERENT, **changed)).splitlines()
+    lines = draw(dataclasses.replace(DIFFERENT, **changed)).splitlines()
     assert lines[-1] == last
     assert ("untested" in changed) == lines[0].startswith("equal on 16 samples of equal length: ")
 
@@ -170,11 +167,7 @@ def test_json_begins_with_the_schema_and_has_no_infinity() -> None:
 
 
 def test_progress_shows_what_is_verified() -> None:
-    text, none = io.StringIO(), io.StringIO()
-    begun = VerificationStarted("small", "Sequential", 1234, "fp64", "cpu")
-    for file, quiet in ((text, False), (none, True)):
-        with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
-            progress.notify(begun)
-            progress.notify(Compared(EQUAL))
-    assert text.getvalue() == "small: Sequential, 1,234 parameters; compared in fp64 on cpu\n"
-    assert none.getvalue() == ""
+    events = VerificationStarted("small", "Sequential", 1234, "fp64", "cpu"), Compared(EQUAL)
+    text = "small: Sequential, 1,234 parameters; compared in fp64 on cpu\n"
+    assert told(VerificationProgress, *events) == text
+    assert told(VerificationProgress, *events, quiet=True) == ""

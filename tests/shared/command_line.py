@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from autoaccum.cli import main
 
@@ -38,6 +39,11 @@ def autoaccum(folder: Path, *words: str, code: str | None = None, **extra: str) 
         check=False,
         timeout=300,
     )
+
+
+def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
+    """Run it in this process, without children that are warm: for what needs none."""
+    return CliRunner().invoke(main, words, env=env)
 
 
 def wait_for(path: Path) -> None:

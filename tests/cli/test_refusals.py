@@ -1,0 +1,106 @@
+"""What no command can do is refused before anything starts: one line with what was seen, and no file is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+from small_classifier import MODEL
+
+REFUSED = {
+    "": {
+        "plam": "no such command 'plam'",
+        "plan": "missing argument 'WORKLOAD': see `autoaccum plan --help`",
+        "plan model.py": "missing option '--target-batch'",
+        "plan model.py --target-batch 0": "'--target-batch': 0 is not in the range x>=1: see `autoaccum plan --help`",
+        "plan model.py --target-batch 2.5": "'2.5' is not a valid integer",
+        "plan model.py:MODEL --target-batch 8 --force -o model.py": "-o names the workload itself, model.py",
+        "plan ./model.py --target-batch 8 --force --emit link.py": "--emit names the workload itself, link.py",
+        "verify modle.py": "there is no file modle.py",
+        "verify model.py -o there.svg": "there.svg exists already: add --force",
+        "verify model.py -o model.py --force": "-o names the workload itself, model.py",
+        "tune model.py": "missing option '--target-batch': see `autoaccum tune --help`",
+        "tune model.py --target-batch 64..16": "64..16 is an empty range",
+        "gpus rtx4091": "did you mean rtx4090",
+        "gpus rtx4091 --json": "there is no 'rtx4091' among the",
+    },
+    "plan model.py --target-batch 8": {
+        "--world-size 4 --parallel fsdp2": "run the whole model, and fsdp2 shards it",
+        "--gpu h100 --parallel fsdp2": "and there is one: say how many (--world-size N)",
+        "--world-size 4 --gpu h100 --mesh 2x4": "the mesh 2x4 has 8 ranks, and there are 4",
+        "--memry 3": "no such option '--memry'",
+        "--trial-limit 0": "'--trial-limit': 0.0 is not in the range x>0",
+        "--time-limit inf": "the time limit is inf: give a number of seconds above 0",
+        "--equal --world-size 3": "take 6 or 9",
+        "--device tpu": "there is no device 'tpu'",
+        "--device cpu --values cpu": "--values is for a simulated card",
+        "--gpu t4,h100": "run `autoaccum compare`",
+        "--gpu all": "run `autoaccum compare`",
+        "--gpu h100 --world-size 1..64": "run `autoaccum compare`",
+        "--gpu h100 --savers all": "run `autoaccum compare`",
+        "--for keras": "'keras' is not one of 'transformers', 'lightning', 'accelerate'",
+        "--for lightning --savers auto": "Lightning does not know autoaccum's savers (auto)",
+        "--for torchtitan --world-size 3": "a target batch of 8 does not divide equally",
+        "-o /nowhere/plan.json": "there is no folder /nowhere",
+        "-o ./same --emit same": "--emit names the file of -o, same: choose another name",
+        "--emit torch.py": "would hide the module torch",
+        "--report nowhere/p.html": "nowhere for p.html: create it first",
+        "--emit step.py --world-size 2": "the plan is for 2 ranks",
+        "--plot memory.pdf": "memory.pdf ends in .pdf: give a name that ends in .svg or .png",
+        "--plot /dev/null": "not a regular file: give a name that ends in .svg or .png",
+        "--plot there.svg": "there.svg exists already: add --force to overwrite it, or choose",
+    },
+    "compare model.py --target-batch 8 --gpu": {
+        ",": "there is no ',' among the 97 cards",
+        "t4,nothing": "there is no 'nothing' among the 97 cards",
+        "t4 --parallel fsdp2 --mesh 2x2": "the mesh 2x2 has 4 ranks, and there are 1",
+        "t4 --world-size 4..1": "4..1 is an empty range",
+        "t4 --world-size 0..4": "0 is not in the range x>=1",
+        "t4,l4 --fit-micro-batch 4": "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are chosen",
+        "t4,l4 --sort size": "there is no column 'size': choose card, ranks, micro",
+        "t4 --world-size 1..2 --sort speed": "speed is estimated for several cards",
+        "t4,l4 -o model.py": "-o names the workload itself, model.py",
+    },
+    "fit model.py --target-batch 8": {
+        "": "missing option '--run-dir'",
+        "--run-dir a": "neither epochs nor steps are given: give epochs=3",
+        "--run-dir a --clip-norm nan": "clip_norm is nan: give a number above 0",
+        "--run-dir a --keep 3": "--keep is now --max-checkpoints: see `autoaccum fit",
+    },
+    "guard": {
+        "--tolerance some": "the tolerance 'some' is neither a share up to 100% nor a size",
+        "model.py -o model.py --force": "-o names the workload itself, model.py",
+        "-o autoaccum.lock --force": "-o names the lock itself, autoaccum.lock",
+        "-o a --report ./a": "--report names the file of -o, ./a",
+        "model.py --target-batch 0": "0 is not in the range x>=1",
+        "model.py other.py": "unexpected extra argument (other.py): see `autoaccum guard --help`",
+    },
+    "tune model.py --target-batch 8": {
+        "--learning-rate 0.1": "the learning rate is '0.1': give two numbers above 0",
+        "--trials 0": "'--trials': 0 is not in the range x>=1",
+        "--storage x.db -o ./x.db": "-o names the study itself, ./x.db",
+        "--storage a://b": "the storage is a URL, of a: give an SQLite file",
+    },
+}
+"""What must be said, by the words of the command and those that follow."""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(f"{first} {rest}", text) for first, table in REFUSED.items() for rest, text in table.items()],
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(
+    words: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "there.svg").write_text("precious")
+    (folder / "link.py").symlink_to(folder / "model.py")
+    result = invoke(*words.split())
+    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert text in line
+    assert sorted(path.name for path in folder.iterdir()) == ["link.py", "model.py", "there.svg"]
+    assert (folder / "there.svg").read_text() == "precious"
+    assert (folder / "model.py").read_text() == MODEL
