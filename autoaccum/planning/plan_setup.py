@@ -140,28 +140,33 @@ def resolve_workload(
         UsageError: Not exactly one way is taken, or an argument does not go with it.
         WorkloadError: The Workload or the live objects cannot be used with these options.
     """
+    from autoaccum.sources.samples import apply_spec
+    from autoaccum.sources.workload import Workload
+
     given = [name for name, value in live.items() if value is not None]
-    if workload is None:
-        if live.get("trainer") is not None:
-            return _with_options(_read_trainer(live, given), options, share, verb)
-        if "data" in given:
-            raise UsageError("data is given without a trainer", hint="give the Trainer, too: trainer=trainer")
-        return _read_live_objects(live, given, options, verb)
-    if given:
+    if workload is not None and given:
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
-    if not isinstance(workload, (str, os.PathLike)):
-        return _with_options(workload, options, share, verb)
-    optimizer = options.spec.get("optimizer")
-    if not isinstance(optimizer, str | None):
-        raise UsageError(
-            f"optimizer is of type {type(optimizer).__name__}, and the workload is a file",
-            hint="give a name of torch.optim, or write def optimizer(params) in the file",
-        )
-    return FileSource(os.fspath(workload))
+    if isinstance(workload, (str, os.PathLike)):
+        optimizer = options.spec.get("optimizer")
+        if not isinstance(optimizer, str | None):
+            raise UsageError(
+                f"optimizer is of type {type(optimizer).__name__}, and the workload is a file",
+                hint="give a name of torch.optim, or write def optimizer(params) in the file",
+            )
+        return FileSource(os.fspath(workload))
+    if workload is None and live.get("trainer") is None:
+        return _read_live_objects(live, given, options, verb)
+    if workload is None:
+        workload = _read_trainer(live, given)
+    if not isinstance(workload, Workload):
+        raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
+    return apply_spec(workload, options.spec, largest_batch=share)
 
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
     """Return the Workload of a Trainer, whose model shares the tensors of the Trainer's."""
+    from torch import nn
+
     from autoaccum.sources.loading import workload_of
 
     trainer = live["trainer"]
@@ -170,13 +175,8 @@ def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:
         raise UsageError(
             f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"
         )
-    return dataclasses.replace(workload, model=_live_model(workload))
-
-
-def _live_model(workload: Workload) -> Any:
-    from torch import nn
-
-    return workload.model if isinstance(workload.model, nn.Module) else workload.make_model()
+    model = workload.model if isinstance(workload.model, nn.Module) else workload.make_model()
+    return dataclasses.replace(workload, model=model)
 
 
 def _usage(verb: str) -> str:
@@ -187,6 +187,8 @@ def _usage(verb: str) -> str:
 
 
 def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> Workload:
+    if "data" in given:
+        raise UsageError("data is given without a trainer", hint="give the Trainer, too: trainer=trainer")
     if not given:
         raise UsageError(f"there is nothing to {verb}", hint=_usage(verb))
     missing = [name for name in ("model", "batch") if live.get(name) is None]
@@ -202,23 +204,3 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
     from autoaccum.devices.live_objects import workload_of_objects
 
     return workload_of_objects(live, options)
-
-
-def _with_options(workload: Any, options: Options, share: int, verb: str) -> Workload:
-    """Return the Workload with the options in place of its own."""
-    from autoaccum.sources.samples import apply_spec
-    from autoaccum.sources.workload import Workload
-
-    if not isinstance(workload, Workload):
-        raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
-    return apply_spec(workload, options.spec, largest_batch=share)
-
-
-def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if the device gives no explanation that is requested."""
-    if not request.explain or setup.device.explains:
-        return
-    raise UsageError(
-        f"explain (--explain) shows where the memory of a card goes, and trials run on the {setup.device.name.upper()}",
-        hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
-    )

@@ -30,7 +30,7 @@ from autoaccum.planning.plan_messages import (
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setup
+from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.saver_trials import SaverTrials, Words
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, estimate_throughput
@@ -94,7 +94,12 @@ def plan_on_device(
     The time limit begins at `started`, by `time.monotonic`, or else now. Several `ranks` plan so at the same time, each
     on its own device.
     """
-    check_device_can(setup, request)
+    if request.explain and not setup.device.explains:
+        raise UsageError(
+            "explain (--explain) shows where the memory of a card goes, and trials run on the"
+            f" {setup.device.name.upper()}",
+            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
+        )
     started = time.monotonic() if started is None else started
     planner = _Planner.start(setup, request, on_event or (lambda event: None), started)
     largest, savers = planner.find_largest()

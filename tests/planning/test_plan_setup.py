@@ -50,49 +50,36 @@ def test_what_is_made_in_code_is_tried_in_processes_of_its_own(
     assert (inspection.spec.precision, inspection.workload.optimizer) == ("bf16", "SGD")
 
 
-@pytest.mark.parametrize(
-    ("workload", "parts", "text"),
-    [
-        (None, PARTS, "there is nothing to plan: give one"),
-        ("model.py", live(weight=None), "a workload is given, and model, batch and criterion too"),
-        (None, live(batch=None), "model and criterion given, batch missing"),
-        (None, {**PARTS, "loss": nn.MSELoss()}, "loss given, model and batch missing"),
-        (3, PARTS, "the workload is of type int"),
-        (nn.Linear(4, 2), PARTS, "the workload is of type Linear"),
-    ],
-)
-def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError) as seen:
-        make_setup(workload, make_request(8), live=parts)
-    assert text in str(seen.value)
+ON_CARD = "both --device cpu and --gpu rtx3090 are given"
+PARTLY_META = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
 
 
 @pytest.mark.parametrize(
-    ("workload", "parts", "device", "text"),
+    ("workload", "parts", "asked", "text"),
     [
-        ("model.py", PARTS, "cuda:1", "both --device cuda:1 and --gpu rtx3090 are given: choose one"),
-        ("model.py", PARTS, "cpu", "both --device cpu and --gpu rtx3090 are given"),
-        (None, live(), "cpu", "both --device cpu and --gpu rtx3090 are given"),
-        (nn.Linear(2, 2), PARTS, "auto", "the workload is of type Linear"),
+        (None, PARTS, {}, "there is nothing to plan: give one"),
+        ("model.py", live(weight=None), {}, "a workload is given, and model, batch and criterion too"),
+        (None, live(batch=None), {}, "model and criterion given, batch missing"),
+        (None, {**PARTS, "loss": nn.MSELoss()}, {}, "loss given, model and batch missing"),
+        (None, live(data=[1]), {}, "data is given without a trainer"),
+        (None, {**PARTS, "trainer": 3}, {}, "trainer is of type int"),
+        (3, PARTS, {}, "the workload is of type int"),
+        (nn.Linear(4, 2), PARTS, {"gpu": "rtx3090"}, "the workload is of type Linear"),
+        ("model.py", PARTS, {"device": "cuda:1", "gpu": "rtx3090"}, "cuda:1 and --gpu rtx3090 are given: choose one"),
+        ("model.py", PARTS, {"device": "cpu", "gpu": "rtx3090"}, ON_CARD),
+        (None, live(), {"device": "cpu", "gpu": "rtx3090"}, ON_CARD),
+        (None, live(evaluate=print), {}, "evaluate is given without evaluation_batch"),
+        (None, live(), {"longest_of": 10}, "longest_of is 10, and live objects have no dataset"),
+        (None, live(model=nn.Linear(4, 2, device="meta")), {}, "the model is on meta, where no trial"),
+        (None, live(model=PARTLY_META), {}, "is on cpu and meta, trials"),
     ],
 )
-def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        make_setup(workload, make_request(8, device=device, gpu="rtx3090"), live=parts)
-
-
-@pytest.mark.parametrize(
-    ("changed", "asked", "text"),
-    [
-        ({"evaluate": lambda model, batch: None}, {}, "evaluate is given without evaluation_batch"),
-        ({}, {"longest_of": 10}, "longest_of is 10, and live objects have no dataset"),
-        ({"model": nn.Linear(4, 2, device="meta")}, {}, "the model is on meta, where no trial"),
-        ({"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))}, {}, "is on cpu and meta, trials"),
-    ],
-)
-def test_what_live_objects_lack(changed: dict[str, Any], asked: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        make_setup(None, make_request(8, **asked), live=live(**changed))
+def test_refuses_what_does_not_go_together(
+    workload: Any, parts: dict[str, Any], asked: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_setup(workload, make_request(8, **asked), live=parts)
+    assert text in str(refused.value)
 
 
 def test_a_reduction_belongs_to_live_objects() -> None:
