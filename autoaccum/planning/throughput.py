@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
 
@@ -90,38 +90,41 @@ class Throughput:
     @property
     def fastest(self) -> int:
         """The fastest micro-batch; of several, the smallest."""
-        return max(self._known, key=lambda speed: speed.samples_per_second or 0.0).micro_batch
+        rates = self._rates
+        return max(rates, key=lambda size: rates[size])
 
     @property
     def knee(self) -> int:
         """The smallest micro-batch within 2 % of the fastest."""
-        return self.at_knee.micro_batch
+        rates = self._rates
+        return min(size for size, rate in rates.items() if rate >= max(rates.values()) * (1 - KNEE_SHARE))
 
     @property
     def at_knee(self) -> Speed:
         """The speed of the knee."""
-        rates = [speed.samples_per_second or 0.0 for speed in self._known]
-        near = zip(self._known, rates, strict=True)
-        return next(speed for speed, rate in near if rate >= max(rates) * (1 - KNEE_SHARE))
+        knee = self.knee
+        return next(speed for speed in self.speeds if speed.micro_batch == knee)
 
     @property
     def note(self) -> Message:
         """The note on the choice of the knee, and on how sure it is."""
-        speeds = {speed.micro_batch: speed for speed in self._known}
+        rates, compared = self._rates, (self.knee, self.fastest)
         return message(
             "fastest",
             kind=self.kind,
             fastest=self.fastest,
             chosen=self.knee,
-            rates={str(size): speed.samples_per_second for size, speed in speeds.items()},
+            rates={str(size): rate for size, rate in rates.items()},
             share=KNEE_SHARE,
-            largest=max(speeds),
-            spread=max(speeds[size].spread for size in (self.knee, self.fastest)),
+            largest=max(rates),
+            spread=max(speed.spread for speed in self.speeds if speed.micro_batch in compared),
         )
 
     @property
-    def _known(self) -> list[Speed]:
-        return [speed for speed in self.speeds if speed.samples_per_second is not None]
+    def _rates(self) -> dict[int, float]:
+        """Samples per second by micro-batch, of those that were timed or estimated."""
+        rates = ((speed.micro_batch, speed.samples_per_second) for speed in self.speeds)
+        return {size: rate for size, rate in rates if rate is not None}
 
 
 def measure_throughput(
@@ -138,14 +141,12 @@ def measure_throughput(
     timed = _time_sizes(time_update, sizes[::-1])
     speeds = []
     for size in sizes:
-        iter_size = len(split_evenly(target_batch, size))
-        if size not in timed:
-            speeds.append(Speed(micro_batch=size, iter_size=iter_size))
-            continue
-        rates = [target_batch / seconds for seconds in timed[size]]
-        low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
-        measured = {"samples_per_second": median, "low": low, "high": high}
-        speeds.append(Speed(micro_batch=size, iter_size=iter_size, updates=len(rates), **measured))
+        speed = Speed(micro_batch=size, iter_size=len(split_evenly(target_batch, size)))
+        if size in timed:
+            rates = [target_batch / seconds for seconds in timed[size]]
+            low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
+            speed = replace(speed, samples_per_second=median, low=low, high=high, updates=len(rates))
+        speeds.append(speed)
     return Throughput(target_batch=target_batch, device=device, speeds=tuple(speeds))
 
 
