@@ -282,7 +282,10 @@ def compare_plans(
         results = run_on_cards(shared.settings, [cards[name] for name in names], plan, confirms=not shares)
         with shared.running(), closing(results):
             for card, rows in results:
-                for row in map(_note_shared_traces, rows) if shares else rows:
+                for row in rows:
+                    if shares and row.plan is not None:
+                        notes = (*row.plan.notes, message("shared_traces"))
+                        row = dataclasses.replace(row, plan=dataclasses.replace(row.plan, notes=notes))
                     yield dataclasses.replace(row, price_per_hour=request.price_by_card.get(card.name))
 
     return find_rows(plan_cards, list(cards), request.world_sizes, on_row).sorted_by(
@@ -412,14 +415,6 @@ def _row_of_plan(plan: Plan, card: str, update_seconds: float | None) -> Compari
 def _row_without_plan(setup: PlanSetup, request: PlanRequest, card: str, error: DoesNotFitError) -> ComparisonRow:
     ranks, limit_bytes = request.options.world_size, setup.device.limit_bytes
     return ComparisonRow(card=card, world_size=ranks, limit_bytes=limit_bytes, message=error.message)
-
-
-def _note_shared_traces(row: ComparisonRow) -> ComparisonRow:
-    if row.plan is None:
-        return row
-    return dataclasses.replace(
-        row, plan=dataclasses.replace(row.plan, notes=(*row.plan.notes, message("shared_traces")))
-    )
 
 
 def _estimate(device: Device, plan: Plan) -> float | None:
