@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.checks import counted
@@ -81,9 +80,15 @@ class TrialRunner:
         self.of_all_ranks = request.options.world_size > 1 and inspection.workload.whole_batch == "recompute"
 
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
-        """Run a trial of the search, as `search.RunTrial`."""
-        parts = self.parts_to_try(size, fresh=fresh)
-        trial = self._run(parts, fresh=fresh) if unlimited else self._run_within_limits(parts, fresh=fresh)
+        """Run a trial of the search, as `search.RunTrial`, within the limits unless `unlimited`."""
+        parts, reserve = self.parts_to_try(size, fresh=fresh), self._reserve_seconds
+        left = None
+        if not unlimited:
+            self._limits.check_number(len(self.trials))
+            left = self._limits.seconds_left(reserve)
+        trial = self._run(parts, fresh=fresh, limit_seconds=left)
+        if trial.timed_out and left is not None:  # If time is left, the trial's own limit ended it: an error.
+            self._limits.seconds_left(reserve)
         # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
         schedule = self._request.schedule(size)
         confirms = not self._scales(schedule, fresh=fresh) or parts == schedule.trial_parts
@@ -132,20 +137,10 @@ class TrialRunner:
         seconds = [trial.seconds for trial in self.trials if trial.ran]
         return self._start_seconds + max(seconds) if seconds else 0.0
 
-    def _run_within_limits(self, parts: tuple[int, ...], *, fresh: bool) -> Trial:
-        """Run `parts` in the seconds that the limits leave for a trial; raise SearchStopped where they end it."""
-        self._limits.check_number(len(self.trials))
-        reserve = self._reserve_seconds
-        left = self._limits.seconds_left(reserve)
-        trial = self._run(parts, fresh=fresh, limit_seconds=left)
-        if trial.timed_out and left is not None:
-            self._limits.seconds_left(reserve)
-        return trial
-
-    def _run(self, parts: tuple[int, ...], **options: Any) -> Trial:
+    def _run(self, parts: tuple[int, ...], *, fresh: bool, limit_seconds: float | None) -> Trial:
         number = len(self.trials) + 1
         self._notify(TrialStarted(number, parts))
-        trial = self._device.trial(parts, **options)
+        trial = self._device.trial(parts, fresh=fresh, limit_seconds=limit_seconds)
         self.trials.append(trial)
         self._notify(TrialFinished(number, trial))
         return trial
