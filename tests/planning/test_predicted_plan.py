@@ -81,11 +81,16 @@ def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: in
     assert plan.min_budget_bytes == sized.least_capacity(settings)
 
 
-def test_every_size_is_traced_where_memory_is_not_affine() -> None:
-    plan = predict(SyntheticTracer(lambda size: 100_000 * size * size))
+def test_every_size_is_traced_where_memory_is_not_affine_and_that_is_told_before_the_trials() -> None:
+    events: list[Event] = []
+    plan = predict(SyntheticTracer(lambda size: 100_000 * size * size), on_event=events.append)
     assert all(trial.fresh for trial in plan.trials)
     assert "not_extrapolated" in codes(plan.notes)
     assert plan.trials[-1].outcome == "ok"
+    names = [type(event).__name__ for event in events]
+    assert names.index("TracedAlone") < names.index("TrialStarted")
+    (alone,) = (event for event in events if isinstance(event, TracedAlone))
+    assert alone.reason.code == "not_extrapolated"
 
 
 def test_a_confirmation_that_contradicts_goes_down_and_says_so() -> None:
@@ -202,12 +207,3 @@ def test_a_time_limit_ends_a_trace_of_a_forecast_and_leaves_the_least_size() -> 
     assert {trial.micro_batch for trial in plan.trials if trial.ran} == {1}
     assert (plan.warnings[0].code, plan.warnings[0].facts["largest_fit"]) == ("stopped", 1)
     assert tracer.closed <= 1, "no process is started after the limit"
-
-
-def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
-    events: list[Event] = []
-    predict(SyntheticTracer(lambda size: MIB * size**3), 64, on_event=events.append)
-    names = [type(event).__name__ for event in events]
-    assert names.index("TracedAlone") < names.index("TrialStarted")
-    (alone,) = (event for event in events if isinstance(event, TracedAlone))
-    assert alone.reason.code == "not_extrapolated"
