@@ -58,7 +58,7 @@ def test_a_study_that_found_nothing_says_so() -> None:
     ended = message("study_out_of_time", seconds=9.0)
     text = printed(tuning_of((bad, lost), ended=ended, warnings=(ODD,)))
     assert "best         no trial finished its budget with a finite loss\n" in text
-    assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
+    assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is used up\n" in text
     assert "the workload's learning rate; update 3: the loss is nan" in text
     assert f"warning      {ODD}\n" in text
 
