@@ -65,8 +65,8 @@ def command(workload: str, **request: Any) -> None:
 
     try:
         with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
-            told: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
-            table = compare(workload, on_row=listen, **told, **request)
+            callbacks: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
+            table = compare(workload, on_row=listen, **callbacks, **request)
             for text in comparison_warnings(table.rows):
                 progress.warn(text)
     except BaseException:

@@ -127,28 +127,28 @@ def command(workload: str, framework: str | None, **request: Any) -> None:
 
     with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
         began = time.monotonic()
-        found = plan(workload, on_event=listen, on_output=progress.print_output, **request)
+        result = plan(workload, on_event=listen, on_output=progress.print_output, **request)
         seconds = time.monotonic() - began
     if framework is not None:
-        found = for_framework(found, framework)
+        result = for_framework(result, framework)
     if outputs.as_json:
-        for warning in found.warnings:
+        for warning in result.warnings:
             progress.warn(str(warning))
 
     def below() -> list[Block]:
         again = [*running_words(without=OUTPUT_FLAGS), "-o", "plan.json"]
         offers = ["", *offer("keep the plan", again)] if outputs.verbose and "-o" not in outputs.written else []
-        return [*memory_blocks(found), *offers]
+        return [*memory_blocks(result), *offers]
 
     about: dict[str, Any] = {"seconds": seconds, "verbose": outputs.verbose}
     outputs.show(
-        found.to_json,
-        lambda: plan_blocks(found, kept=outputs.written.get("-o"), **about),
+        result.to_json,
+        lambda: plan_blocks(result, kept=outputs.written.get("-o"), **about),
         files={
-            "-o": lambda _: found.to_json(),
-            "--emit": lambda file: emit_wrapper(found, module=module_name(file)),
-            "--plot": lambda file: _picture(found, memory, file),
-            "--report": lambda _: _page(found, memory, seconds),
+            "-o": lambda _: result.to_json(),
+            "--emit": lambda file: emit_wrapper(result, module=module_name(file)),
+            "--plot": lambda file: _picture(result, memory, file),
+            "--report": lambda _: _page(result, memory, seconds),
         },
         below=below,
         apart=True,

@@ -80,16 +80,16 @@ def command(workload: str, **asked: Any) -> None:
         VerificationProgress(make_console(stderr=True), quiet=outputs.quiet) as progress,
     ):
         progress.show("loading ...")
-        found = verify(workload, on_event=listen, **asked)
-    blocks = partial(verification_blocks, found, again=running_words(without=OUTPUT_FLAGS))
-    made_of = (found.workload, found.environment)
+        result = verify(workload, on_event=listen, **asked)
+    blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
+    made_of = (result.workload, result.environment)
     outputs.show(
-        found.to_json,
+        result.to_json,
         lambda: blocks(verbose=outputs.verbose, answered=bool(answers)),
         files={
-            "-o": lambda _: found.to_json(),
-            "--report": lambda _: page(str(found.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),
+            "-o": lambda _: result.to_json(),
+            "--report": lambda _: page(str(result.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),
         },
     )
-    if not found.equivalent:
-        raise click.exceptions.Exit(_CODE_UNTESTED if found.untested else _CODE_DIFFERENT)
+    if not result.equivalent:
+        raise click.exceptions.Exit(_CODE_UNTESTED if result.untested else _CODE_DIFFERENT)

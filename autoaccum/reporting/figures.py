@@ -142,9 +142,9 @@ def draw_timeline(figure: SubFigure, *, plan: Plan, report: MemoryReport) -> Non
     axes.set_xlim(0, max(len(reserved) - 1, 1))
     _name_phases(axes, timeline)
     _finish(axes, plan.limit_bytes, max(explanation.peak_bytes, *reserved))
-    known = "" if plan.kind == "predicted" else "simulated: "
+    source = "" if plan.kind == "predicted" else "simulated: "
     where = f" of {explanation.module}" if explanation.module else ""
-    axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
+    axes.set_title(_cut(f"{source}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
     figure.legend(loc="outside lower left", ncols=3, reverse=True)
 
 

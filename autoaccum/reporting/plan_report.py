@@ -68,7 +68,7 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
     yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
     yield "parts", _parts(plan)
     if plan.grad_sync is not None and plan.iter_size > 1:
-        yield "grad_sync", _reduce(plan)
+        yield "grad_sync", _grad_sync(plan)
     yield "peak", _peak(plan)
     if plan.host_bytes is not None:
         offloads = [word for word in plan.spec.savers if word in OFFLOADS]
@@ -103,13 +103,13 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     yield "trials", f"{len(plan.trials)}{predicted} in {sum(trial.seconds for trial in plan.trials):.1f} s{took}"
 
 
-def speeds_table(known: Throughput) -> Table:
+def speeds_table(throughput: Throughput) -> Table:
     """List samples per second by micro-batch, with the knee marked."""
-    where = f"in updates of {known.target_batch} on {known.device}"
+    where = f"in updates of {throughput.target_batch} on {throughput.device}"
     table = Table(">micro-batch", ">iter_size", ">samples/s", where)
-    for speed in known.speeds:
+    for speed in throughput.speeds:
         cells = (str(speed.micro_batch), str(speed.iter_size), format_rate(speed.samples_per_second))
-        marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
+        marks = [name for name in ("knee", "fastest") if getattr(throughput, name) == speed.micro_batch]
         table.add(*cells, ", ".join([*marks, _speed_words(speed)]), style="bold green" if "knee" in marks else "")
     return table
 
@@ -169,7 +169,7 @@ def _ranks(plan: Plan) -> str:
     return f" on each of {plan.world_size} ranks{f' ({how})' if how else ''}"
 
 
-def _reduce(plan: Plan) -> str:
+def _grad_sync(plan: Plan) -> str:
     peaks = {way: format_bytes(peak) for way, peak in plan.grad_sync_peaks.items()}
     others = "".join(f"; {way} takes {peak}" for way, peak in peaks.items() if way != plan.grad_sync)
     return f"{plan.grad_sync}: gradients are summed over ranks with {_MICRO_BATCHES[str(plan.grad_sync)]}{others}"
@@ -194,18 +194,18 @@ def _largest_fit(plan: Plan) -> str:
 
 def _device(plan: Plan) -> str:
     device = plan.device
-    known = [device.name or "unknown"]
+    words = [device.name or "unknown"]
     if device.card:
-        known.append(device.card)
+        words.append(device.card)
     if device.kind == "simulated":
-        known.append(format_bytes(device.total_bytes or 0))
+        words.append(format_bytes(device.total_bytes or 0))
     if device.used_by_others_bytes:
-        known.append(f"of which others hold {format_bytes(device.used_by_others_bytes)}")
+        words.append(f"of which others hold {format_bytes(device.used_by_others_bytes)}")
     if plan.devices is not None:
-        known.append(f"where the least fits of {len(plan.devices)} that were tried at once")
+        words.append(f"where the least fits of {len(plan.devices)} that were tried at once")
     elif plan.world_size > 1 and plan.kind == "measured":
-        known.append(f"tried for all {plan.world_size} ranks")
-    return ", ".join(known)
+        words.append(f"tried for all {plan.world_size} ranks")
+    return ", ".join(words)
 
 
 def _peak(plan: Plan) -> str:
