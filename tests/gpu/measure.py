@@ -34,8 +34,7 @@ from tests.gpu.constants import compare_operation, measure_operation
 from tests.gpu.operations import Operation, all_operations
 from tests.gpu.probes import measure_context, measure_growth
 from tests.gpu.simulated_operations import Simulated, ask_simulation
-from tests.gpu.summary import summarise
-from tests.gpu.table import SECTIONS, Table, read_table
+from tests.gpu.table import SECTIONS, Table, read_table, summarise
 
 _STAND_IN = "rtx3090"
 STEERING = "CUDA", "PYTORCH", "CUBLAS", "NVIDIA", "TORCH"

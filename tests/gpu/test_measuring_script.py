@@ -24,8 +24,7 @@ from tests.gpu.comparison import CASES, GRAIN_BYTES, MOST_TRIALS, TOLERANCE, Cas
 from tests.gpu.constants import UNEXPLAINED, Measured, align, compare_operation, number_blocks
 from tests.gpu.measure import main, measure_rows
 from tests.gpu.simulated_operations import TENSOR, Expected, Simulated
-from tests.gpu.summary import least_errors, peak_errors, summarise
-from tests.gpu.table import DATA, SECTIONS, Table, read_table
+from tests.gpu.table import DATA, SECTIONS, Table, least_errors, peak_errors, read_table, summarise
 
 OPERATION = "constants: reduction: sum(0) of 1024 x 768 fp32"
 CASE = "lstm_fp32_sgd 64"

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+from small_locks import whole_measurement
+
 from autoaccum.devices.explanation import Holding
 from autoaccum.guarding.cases import make_case
-from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Measurement, Report, Verdict
+from autoaccum.guarding.guard_result import DEFAULT_TOLERANCE, Growth, Report, Verdict
 from autoaccum.messages import message
 from autoaccum.units import GIB, MIB
 
 CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
-BEFORE = Measurement(
-    card="NVIDIA GeForce RTX 3090",
-    micro_batches=(32,) * 8,
-    fits=True,
-    largest=32,
-    capped=False,
+BEFORE = whole_measurement(
+    Holding(category="activations", module="blocks.0.mlp", bytes=13 * GIB),
+    update={},
     limit_bytes=23 * GIB,
     peak_bytes=14 * GIB,
     min_budget_bytes=13 * GIB + 512 * MIB,
-    holdings=(Holding(category="activations", module="blocks.0.mlp", bytes=13 * GIB),),
     environment={"torch": "2.13.0"},
 )
 NOW = dataclasses.replace(
