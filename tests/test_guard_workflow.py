@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import Command, environment
+from small_classifier import MODEL
 from small_repository import commit, git
 
 from autoaccum.cli import guard as guard_command
@@ -55,20 +56,6 @@ def test_every_command_is_one_that_there_is() -> None:
         guard_command.command.make_context(command, words)
 
 
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-
-def batch(size):
-    return torch.randn(size, 64), torch.randint(0, 8, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a repository."""
@@ -83,7 +70,7 @@ def lock_and_enlarge(repository: Path, command: Command) -> None:
     (repository / "train.py").write_text(MODEL)
     done = command(repository, *shlex.split(line)[1:])
     assert done.returncode == 0, done.stderr
-    (repository / "train.py").write_text(MODEL.replace("512", "262144"))
+    (repository / "train.py").write_text(MODEL.replace("256", "262144"))
 
 
 def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +30,6 @@ import autoaccum
 from autoaccum.devices.child.process import child_environment
 from autoaccum.units import MIB
 
-FOLDER = Path(__file__).resolve().parent
 MODELS = {
     "conv_net": (192 * MIB, 80, 20),
     "transformer": (192 * MIB, 80, 20),
@@ -43,16 +41,6 @@ the updates of a training run."""
 PEERS = ("autoaccum", "lightning", "accelerate")
 HEADER = ("model", "library", "trials", "seconds until known", "micro-batches of an update", "samples per update")
 _LIMIT_SECONDS = 600
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one process does: search a size with one library, or train with a size."""
-
-    peer: str
-    model: str
-    size: int | None = None
-    started: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +61,8 @@ def main() -> None:
     rows = [HEADER]
     for model in parser.parse_args().model or MODELS:
         for peer in PEERS:
-            found = run_child(Task(peer=peer, model=model))
-            trained = Done() if found.size is None else run_child(Task(peer=peer, model=model, size=found.size))
+            found = run_child(peer, model)
+            trained = Done() if found.size is None else run_child(peer, model, found.size)
             parts = trained.updates[0] if trained.updates else ()
             failure = found.failure or trained.failure
             samples = sorted({sum(sizes) for sizes in trained.updates})
@@ -85,31 +73,35 @@ def main() -> None:
     print(format_markdown(rows))
 
 
-def run_child(task: Task) -> Done:
-    """Run a task in a fresh process; one that trains has the malloc settings of a trial."""
-    plans = task.peer == "autoaccum" and task.size is None
+def run_child(peer: str, model: str, size: int | None = None) -> Done:
+    """Search or train with `size` in a fresh process; one that trains has the malloc settings of a trial."""
+    plans = peer == "autoaccum" and size is None
     settings = {**environment(), **({} if plans else child_environment()), "PYTHONPATH": environment()["PYTHONPATH"]}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        asked = msgspec.json.encode(replace(task, started=time.monotonic())).decode()
-        command = [sys.executable, __file__, "child", str(answer), asked]
+        words = ["child", str(answer), peer, model, str(size or ""), str(time.monotonic())]
         try:
+            command = [sys.executable, __file__, *words]
             subprocess.run(command, capture_output=True, env=settings, timeout=_LIMIT_SECONDS, check=True)
         except subprocess.SubprocessError as error:
             return Done(failure=str(error)[-70:])
         return msgspec.json.decode(answer.read_bytes(), type=Done)
 
 
-def plan(task: Task) -> Done:
+def _child(answer: str, peer: str, model: str, size: str, started: str) -> None:
+    done = plan(model) if peer == "autoaccum" and not size else compete(peer, model, int(size) if size else None)
+    done = replace(done, seconds=time.monotonic() - float(started))
+    Path(answer).write_bytes(msgspec.json.encode(done))
+
+
+def plan(model: str) -> Done:
     """Search as autoaccum does; it limits its own trials, whose processes are part of the time."""
-    budget_bytes, target, _ = MODELS[task.model]
-    file = FOLDER / "models" / f"{task.model}.py"
-    made = autoaccum.plan(file, target_batch=target, device="cpu", memory=f"{budget_bytes}B")
-    attempts = tuple(max(trial.parts) for trial in made.trials)
-    return Done(attempts=attempts, size=made.micro_batch, seconds=time.monotonic() - task.started)
+    budget_bytes, target, _ = MODELS[model]
+    made = autoaccum.plan(model_file(model), target_batch=target, device="cpu", memory=f"{budget_bytes}B")
+    return Done(attempts=tuple(max(trial.parts) for trial in made.trials), size=made.micro_batch)
 
 
-def compete(task: Task) -> Done:
+def compete(name: str, model: str, size: int | None) -> Done:
     """Search or train under the limit, after a small training that imports what the library imports late."""
     import torch
 
@@ -117,15 +109,15 @@ def compete(task: Task) -> Done:
     from autoaccum.devices.meters import warm_up
     from autoaccum.sources.source import FileSource
 
-    budget_bytes, target, updates = MODELS[task.model]
-    kind = {"autoaccum": Autoaccum, "lightning": Lightning, "accelerate": Accelerate}[task.peer]
+    budget_bytes, target, updates = MODELS[model]
+    kind: Any = {"autoaccum": Autoaccum, "lightning": Lightning, "accelerate": Accelerate}[name]
     warm_up()
     kind(_small_workload(), 2, 1).train(2)
-    workload, failure = FileSource(str(FOLDER / "models" / f"{task.model}.py")).load(), None
+    workload, failure = FileSource(model_file(model)).load(), None
     check_data_limit()
     torch.manual_seed(0)
     gc.collect()
-    peer, size = kind(workload, target, updates), task.size
+    peer = kind(workload, target, updates)
     with data_limit(read_process_memory().data_bytes + budget_bytes):
         try:
             if size is None:
@@ -134,12 +126,19 @@ def compete(task: Task) -> Done:
                 peer.train(size)
         except Exception as error:
             failure = f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[0]}"[:70]
-    seconds = time.monotonic() - task.started
-    return Done(attempts=tuple(peer.attempts), size=size, updates=tuple(peer.sizes), seconds=seconds, failure=failure)
+    return Done(attempts=tuple(peer.attempts), size=size, updates=tuple(peer.sizes), failure=failure)
+
+
+def model_file(name: str) -> str:
+    """Return the workload file of a model."""
+    return str(Path(__file__).resolve().parent / "models" / f"{name}.py")
 
 
 class Peer:
-    """A workload in a library's hands; `attempts` are the sizes of its training runs, `sizes` those of each update."""
+    """A workload in a library's hands: `search` returns a size, `train` makes the updates with one.
+
+    `attempts` are the sizes of its training runs, `sizes` those of each update.
+    """
 
     def __init__(self, workload: Any, target: int, updates: int) -> None:
         from torch.utils.data import Subset
@@ -149,14 +148,6 @@ class Peer:
         self.sizes: list[tuple[int, ...]] = []
         length = len(workload.dataset)  # Repeated, so that no epoch ends within a run.
         self.samples: Any = Subset(workload.dataset, [index % length for index in range(target * updates)])
-
-    def search(self) -> int:
-        """Return the size that is found."""
-        raise NotImplementedError
-
-    def train(self, size: int) -> None:
-        """Make the updates with micro-batches of `size`."""
-        raise NotImplementedError
 
     def build(self) -> tuple[Any, Any]:
         """Return a model and its optimizer, whose samples are counted from here."""
@@ -298,12 +289,5 @@ def _small_workload() -> Any:
     )
 
 
-def _child(arguments: Sequence[str]) -> None:
-    answer, asked = arguments
-    task = msgspec.json.decode(asked, type=Task)
-    done = plan(task) if task.peer == "autoaccum" and task.size is None else compete(task)
-    Path(answer).write_bytes(msgspec.json.encode(done))
-
-
 if __name__ == "__main__":
-    _child(sys.argv[2:]) if sys.argv[1:2] == ["child"] else main()
+    _child(*sys.argv[2:]) if sys.argv[1:2] == ["child"] else main()
