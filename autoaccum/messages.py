@@ -27,7 +27,11 @@ class Message:
 
     def __post_init__(self) -> None:
         for name, fact in self.facts.items():  # A message in a message, as JSON has it.
-            if isinstance(fact, Mapping) and {"code", "facts"} <= fact.keys():
+            if (
+                isinstance(fact, Mapping)
+                and isinstance(fact.get("code"), str)
+                and isinstance(fact.get("facts"), Mapping)
+            ):
                 nested = Message(fact["code"], fact["facts"])
                 object.__setattr__(self, "facts", {**self.facts, name: nested})
 

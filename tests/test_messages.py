@@ -194,6 +194,11 @@ def test_a_message_of_another_version_shows_its_code_and_facts() -> None:
         assert str(foreign) == f"{foreign.code}: {{'size': 3}}"
 
 
+@pytest.mark.parametrize("fact", [{"code": "tight", "facts": None}, {"code": 3, "facts": {}}])
+def test_a_fact_that_is_no_message_stays_as_it_is(fact: dict[str, object]) -> None:
+    assert Message("from_tomorrow", {"cause": fact}).facts == {"cause": fact}
+
+
 def test_every_error_has_a_code_of_its_own() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     codes = [kind.code for kind in kinds if issubclass(kind, errors.AutoaccumError)]
