@@ -40,7 +40,7 @@ from autoaccum.accumulation.step_result import Progress, StepObserver, StepPhase
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts
-from autoaccum.checks import check_word
+from autoaccum.checks import check_word, describe_type
 from autoaccum.errors import UsageError
 from autoaccum.options import CHECKS, GradSync, resolve_spec
 from autoaccum.sources.batches import batch_size, read_batching
@@ -184,6 +184,11 @@ class Accumulator:
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
         check_word(check, "check", CHECKS)
+        if spec is not None and not isinstance(spec, TrainingSpec):
+            raise UsageError(
+                f"spec is {describe_type(spec)}, not a TrainingSpec",
+                hint="give a TrainingSpec, a Workload or the spec of a plan",
+            )
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
         planned = planned if spec is None else spec.multiple_of or planned
         self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")

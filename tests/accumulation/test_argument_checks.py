@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm nan": ({"clip_norm": float("nan")}, "clip_norm is nan"),
     "clip_norm text": ({"clip_norm": "1"}, "clip_norm is '1'"),
     "precision": ({"precision": "int8"}, "there is no precision 'int8': choose fp32, bf16 or fp16"),
+    "spec": ({"spec": "plan.json"}, "spec is a str, not a TrainingSpec: give a TrainingSpec, a Workload"),
     "plateau": ({"scheduler": ReduceLROnPlateau(SGD)}, "ReduceLROnPlateau needs a metric"),
     "scheduler": ({"scheduler": 3}, "scheduler is a int: give one of torch.optim.lr_scheduler"),
     "foreign scheduler": (
