@@ -30,7 +30,7 @@ def test_a_copy_measures_what_a_started_child_does(
     write_workload: Callable[[str], str], request: pytest.FixtureRequest
 ) -> None:
     options = Options(memory=MemorySize(bytes=96 * MIB))
-    settings = TrialSettings(source=FileSource(write_workload(MODEL)), share=16384, options=options)
+    settings = TrialSettings(source=FileSource(write_workload(MODEL)), rank_samples=16384, options=options)
 
     def trials() -> list[Trial]:
         with CpuDevice(settings) as device:

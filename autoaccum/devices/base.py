@@ -92,7 +92,7 @@ class TrialSettings:
     """The settings that all trials of a plan share.
 
     Attributes:
-        share: Samples per update on this rank: the effective batch that a trial holds in memory.
+        rank_samples: Samples per update on this rank: the effective batch that a trial holds in memory.
         options: The options of the run.
         source: The workload.
         load_limit_seconds: Time limit for the first import of the workload; None: that of a trial, at least 300 s.
@@ -100,7 +100,7 @@ class TrialSettings:
         paths: Where its modules are; None: where this process finds them.
     """
 
-    share: int
+    rank_samples: int
     source: Source
     options: Options = field(default_factory=Options)
     load_limit_seconds: float | None = None
@@ -118,7 +118,11 @@ class TrialSettings:
 
     def to_request(self) -> dict[str, Any]:
         """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""
-        return {"source": self.source.to_record(), "share": self.share, "options": self.options.to_record()}
+        return {
+            "source": self.source.to_record(),
+            "rank_samples": self.rank_samples,
+            "options": self.options.to_record(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,7 +207,7 @@ class CudaDevice(ChildDevice):
         card = self._installed.to_simulate()
         return SimulatedDevice(
             card,
-            TraceCache(lambda: self._make_tracer(card), self._settings.share),
+            TraceCache(lambda: self._make_tracer(card), self._settings.rank_samples),
             torch_version=read_torch_release(),
             memory=MemorySize(bytes=min(self.limit_bytes, card.total_bytes - context_memory(card).bytes)),
         )

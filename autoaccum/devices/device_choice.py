@@ -56,7 +56,7 @@ def make_simulated(settings: TrialSettings, gpu: str) -> SimulatedDevice:
     from autoaccum.simulation.cards import find_card
 
     card = find_card(gpu)
-    traces = TraceCache(partial(Tracer, settings, card), settings.share)
+    traces = TraceCache(partial(Tracer, settings, card), settings.rank_samples)
     return SimulatedDevice(card, traces, **_simulated_fields(settings))
 
 
@@ -73,7 +73,7 @@ def run_on_cards(
         cards,
         lambda card, traces: run(card, SimulatedDevice(card, traces, **fields)),
         partial(Tracer, settings),
-        settings.share,
+        settings.rank_samples,
         confirms=confirms,
     )
 

@@ -59,7 +59,7 @@ _LAYOUT_SAMPLES = 3
 """In a batch of two samples, a pair could be taken for one entry per sample."""
 
 
-def inspect_workload(workload: Workload, share: int, meter: Meter | None = None) -> Inspection:
+def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None = None) -> Inspection:
     """Build everything once, make one update from a small batch, and check the weighting of its parts.
 
     Raises:
@@ -68,7 +68,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     """
     meter = make_meter("cpu") if meter is None else meter
     meter.start()
-    size = probe_size(workload, SAMPLES, share)
+    size = probe_size(workload, SAMPLES, rank_samples)
     run = TrialRun(dataclasses.replace(workload, ema=False, hold_outputs=False), size, meter.device)
     accumulator, batch = run.prepare((size,))
     model, _ = run.built
@@ -86,10 +86,10 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
             update_bytes = meter.peak_bytes()
             if not workload.coupled:
                 accumulator.step_parts([batch, batch])
-            elif share >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.
+            elif rank_samples >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.
                 accumulator.step(workload.build_batch(2 * size))
-        workload, least_size, notes = probe_sizes(workload, model, share, has_drawn=has_drawn)
-        sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
+        workload, least_size, notes = probe_sizes(workload, model, rank_samples, has_drawn=has_drawn)
+        sample_bytes = measure_sample_bytes(workload, model, size) if rank_samples >= 2 * size else None
     if model_device(model) != run.origin:  # `model()` may return the same object again, where it was made.
         model.to(run.origin)
         workload.objective.move_criterion(run.origin)
@@ -103,7 +103,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     needs_others = bool(coupled or accumulator.whole_batch)
     weighting = [] if workload.coupled else check_weighting(workload, coupled=needs_others)
     return Inspection(
-        **describe_run(workload, run, share, terms=first.terms, weighting=weighting),
+        **describe_run(workload, run, rank_samples, terms=first.terms, weighting=weighting),
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,
@@ -117,7 +117,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
 
 
 def describe_run(
-    workload: Workload, run: TrialRun, share: int, *, terms: Iterable[str], weighting: Iterable[Message]
+    workload: Workload, run: TrialRun, rank_samples: int, *, terms: Iterable[str], weighting: Iterable[Message]
 ) -> dict[str, Any]:
     """Return the fields `workload` and `spec` of the inspection of a workload, of which `run` has made an update.
 
@@ -125,7 +125,7 @@ def describe_run(
     """
     model, optimizer = run.built
     objective, parameters = workload.objective, list(model.parameters())
-    batch = workload.build_batch(probe_size(workload, _LAYOUT_SAMPLES, share))
+    batch = workload.build_batch(probe_size(workload, _LAYOUT_SAMPLES, rank_samples))
     recipe = describe_recipe(objective, model, batch, terms, **describe_model(workload, model))
     facts = WorkloadFacts(
         name=workload.name,
@@ -166,14 +166,14 @@ def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def probe_size(workload: Workload, count: int, share: int) -> int:
-    """Return `count` rounded up to a multiple that the workload can run, at most `share`."""
+def probe_size(workload: Workload, count: int, rank_samples: int) -> int:
+    """Return `count` rounded up to a multiple that the workload can run, at most `rank_samples`."""
     multiple = workload.multiple_of or 1
-    return min(-(-count // multiple) * multiple, share)
+    return min(-(-count // multiple) * multiple, rank_samples)
 
 
 def probe_sizes(
-    workload: Workload, model: nn.Module, share: int, *, has_drawn: bool
+    workload: Workload, model: nn.Module, rank_samples: int, *, has_drawn: bool
 ) -> tuple[Workload, int, tuple[Message, ...]]:
     """Find which micro-batches a workload can run; `has_drawn`: an update drew random numbers on the host.
 
@@ -181,32 +181,32 @@ def probe_sizes(
         The workload, with `multiple_of=2` if that was found; the least size; notes for the plan.
     """
     notes = []
-    if (error := _find_multiple(workload, model, share)) is not None:
+    if (error := _find_multiple(workload, model, rank_samples)) is not None:
         workload = dataclasses.replace(workload, multiple_of=2)
         notes.append(message("multiple_found", error=first_line(error)))
-    if has_drawn and _varies_with_draws(workload, model, probe_size(workload, SAMPLES, share)):
+    if has_drawn and _varies_with_draws(workload, model, probe_size(workload, SAMPLES, rank_samples)):
         notes.append(message("random_memory"))
-    return workload, _find_least_size(workload, model, share), tuple(notes)
+    return workload, _find_least_size(workload, model, rank_samples), tuple(notes)
 
 
-def _find_multiple(workload: Workload, model: nn.Module, share: int) -> Exception | None:
+def _find_multiple(workload: Workload, model: nn.Module, rank_samples: int) -> Exception | None:
     """Return the error of 1 sample if 2 and 4 samples run while 1 and 3 raise; BatchNorm refuses 1, but runs 3.
 
     None if that is not so, or if the workload sets `multiple_of`.
     """
-    if workload.multiple_of is not None or share < 2 or _try_forward(workload, model, 3) is None:
+    if workload.multiple_of is not None or rank_samples < 2 or _try_forward(workload, model, 3) is None:
         return None
     error = _try_forward(workload, model, 1)
     return error if error is not None and _try_forward(workload, model, 4) is None else None
 
 
-def _find_least_size(workload: Workload, model: nn.Module, share: int) -> int:
+def _find_least_size(workload: Workload, model: nn.Module, rank_samples: int) -> int:
     """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel.
 
-    Under `exact` it normalises by all of the update's `share` samples.
+    Under `exact` it normalises by all of the update's `rank_samples` samples.
     """
     multiple = workload.multiple_of or 1
-    sees_one = workload.batchnorm != "frozen" and (workload.batchnorm != "exact" or share == 1)
+    sees_one = workload.batchnorm != "frozen" and (workload.batchnorm != "exact" or rank_samples == 1)
     norms = [] if not sees_one else batchnorm_names(model, workload.objective.criterion_module)
     if multiple > 1 or not norms:
         return multiple

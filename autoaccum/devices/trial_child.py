@@ -62,7 +62,7 @@ class TrialChild(Handler):
 
         The workload comes first: a bad file is reported at once, and the warm-up uses its choice of threads and cards.
         """
-        self._meter, self._share = make_meter(request.device), request.share
+        self._meter, self._share = make_meter(request.device), request.rank_samples
         seed_everything()
         self._workload = load_requested(request, self.paths)
         options = make_options(**request.options)
@@ -137,7 +137,7 @@ def load_requested(request: LoadWorkload, paths: ImportPaths | None) -> Workload
     loaded = read_source(request.source).load()
     if paths is not None:
         paths.check_loaded(loaded.path)
-    return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.share)
+    return apply_spec(loaded, make_options(**request.options).spec, largest_batch=request.rank_samples)
 
 
 def start_meter(meter: Meter) -> Mapping[str, Any]:

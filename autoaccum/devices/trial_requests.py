@@ -24,7 +24,7 @@ class LoadWorkload(Request[Mapping[str, Any]]):
 
     device: str = "cpu"
     source: Mapping[str, str]
-    share: int
+    rank_samples: int
     options: Mapping[str, Any]
 
     may_be_refused = True

@@ -61,7 +61,7 @@ class TrialRun:
 
     Args:
         workload: The workload, with the options of the plan.
-        share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
+        rank_samples: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
         device: The device that the model is moved to before the optimizer is made; None: it stays. The batch stays on
             the CPU, and the Accumulator moves one part at a time.
         world_size: The ranks of the training if there are no others here; the memory in which several sum their
@@ -76,7 +76,7 @@ class TrialRun:
     def __init__(
         self,
         workload: Workload,
-        share: int,
+        rank_samples: int,
         device: torch.device | None = None,
         *,
         world_size: int = 1,
@@ -86,7 +86,7 @@ class TrialRun:
     ) -> None:
         self._workload, self._device = workload, device
         multiple = workload.multiple_of or 1
-        self._size = -(-share // multiple) * multiple
+        self._size = -(-rank_samples // multiple) * multiple
         self._world_size, self._mesh, self._grad_sync = world_size, mesh, grad_sync
         self._before_update = before_update
         self._phase: Phase = "start"

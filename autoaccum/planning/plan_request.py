@@ -88,7 +88,7 @@ class PlanRequest:
             check_flag(getattr(self, flag), flag)
 
     @property
-    def share(self) -> int:
+    def rank_samples(self) -> int:
         """Samples per update on the rank with the longest share."""
         return even_parts(self.target_batch // self.multiple_of, self.options.world_size)[0] * self.multiple_of
 
@@ -106,7 +106,7 @@ class PlanRequest:
     @property
     def cap(self) -> int:
         """The largest size worth trying."""
-        most = min(self.share, self.max_micro_batch or self.share)
+        most = min(self.rank_samples, self.max_micro_batch or self.rank_samples)
         return most - most % self.multiple_of
 
     def sizes(self, least_size: int) -> Sequence[int]:
@@ -125,12 +125,12 @@ class PlanRequest:
         each = self.multiple_of
         if self.exact_max:
             return range(least_size, self.cap + 1, each)
-        sizes = part_sizes(self.share, self.cap, equal=self.options.equal, multiple_of=each)
+        sizes = part_sizes(self.rank_samples, self.cap, equal=self.options.equal, multiple_of=each)
         trainable = [size for size in sizes if size >= least_size]
         if not trainable:
             raise UsageError(
-                f"equal parts of {self.share} samples, of at most {self.cap}, are smaller than {least_size}, the least "
-                "that can be trained",
+                f"equal parts of {self.rank_samples} samples, of at most {self.cap}, are smaller than {least_size}, the "
+                "least that can be trained",
                 hint="allow larger ones, or uneven parts (without --equal)",
             )
         return trainable

@@ -85,7 +85,7 @@ def make_setup(
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     options = request.options
-    given = resolve_workload(workload, live or {}, options, share=request.share, verb=verb)
+    given = resolve_workload(workload, live or {}, options, rank_samples=request.rank_samples, verb=verb)
     tensors = None
     with ExitStack() as files:
         if isinstance(given, FileSource):
@@ -101,7 +101,7 @@ def make_setup(
             source = pack(given, folder, simulates=options.gpu is not None, with_values=options.values is not None)
         settings = TrialSettings(
             source=source,
-            share=request.share,
+            rank_samples=request.rank_samples,
             options=options,
             load_limit_seconds=request.load_limit_seconds,
             paths=paths,
@@ -130,7 +130,7 @@ def _place(
 
 
 def resolve_workload(
-    workload: Any, live: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
+    workload: Any, live: Mapping[str, Any], options: Options, *, rank_samples: int, verb: str = "plan"
 ) -> FileSource | Workload:
     """Return what was given: a file, or a Workload with the options in place of its own.
 
@@ -160,7 +160,7 @@ def resolve_workload(
         workload = _read_trainer(live, given)
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
-    return apply_spec(workload, options.spec, largest_batch=share)
+    return apply_spec(workload, options.spec, largest_batch=rank_samples)
 
 
 def _read_trainer(live: Mapping[str, Any], given: list[str]) -> Workload:

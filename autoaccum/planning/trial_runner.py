@@ -108,7 +108,7 @@ class TrialRunner:
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self._least_size
         if self.needs_whole_batch:
-            samples = self._request.target_batch if self.of_all_ranks else self._request.share
+            samples = self._request.target_batch if self.of_all_ranks else self._request.rank_samples
             ranks = schedule.ranks if self.of_all_ranks else (schedule.micro_batches,)
             all_parts = tuple(part for parts in ranks for part in parts if part)
             return all_parts if is_own else (size,) * max(2, samples // size)

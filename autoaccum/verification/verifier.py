@@ -108,7 +108,7 @@ def _prepare(
 ) -> tuple[Workload, str]:
     """Return the workload and its name for the record."""
     alone = options.with_spec(longest_of=_longest_of(given, options, target), precision=None)
-    source = resolve_workload(given, live, alone, share=target, verb="verify")
+    source = resolve_workload(given, live, alone, rank_samples=target, verb="verify")
     if isinstance(source, FileSource):
         loaded = source.load()
         workload = apply_spec(loaded, {"longest_of": _longest_of(loaded, options, target)}, largest_batch=target)

@@ -57,7 +57,7 @@ def main(names: list[str]) -> None:
 def trace_seconds(workload: str, target: int, card: str, last: tuple[int, ...]) -> float:
     """Return the seconds of a plan's traces alone: those of its inspection, of a small size, and of its schedule."""
     tracer = Tracer(
-        TrialSettings(source=FileSource(workload), share=target, options=Options(gpu=card)), find_card(card)
+        TrialSettings(source=FileSource(workload), rank_samples=target, options=Options(gpu=card)), find_card(card)
     )
     requests: tuple[Request[Any], ...] = Inspect(), TraceParts(parts=SMALL_PARTS), TraceParts(parts=last)
     try:

@@ -20,7 +20,7 @@ def test_a_published_peak_is_predicted_within_3_percent() -> None:
     """That of 8 ranks; what more hold less of follows from arithmetic, as test_rank_truth.py shows."""
     run, card = PUBLISHED[0], find_card(CARD)
     options = Options(world_size=run.ranks, parallel="fsdp2")
-    settings = TrialSettings(source=FileSource(str(WORKLOAD)), share=run.samples, options=options)
+    settings = TrialSettings(source=FileSource(str(WORKLOAD)), rank_samples=run.samples, options=options)
     traces = TraceCache(lambda: InProcessTracer(settings, card), run.samples)
     with SimulatedDevice(card, traces, torch_version=read_torch_release()) as device:
         peak = device.trial((run.samples,)).peak_reserved_bytes

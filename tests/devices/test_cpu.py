@@ -16,7 +16,7 @@ from autoaccum.units import GIB, MIB
 @pytest.mark.slow
 def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
-    with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR_FILE)), share=4)) as device:
+    with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR_FILE)), rank_samples=4)) as device:
         assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
         assert (device.describe().free_bytes or 0) > device.limit_bytes
         assert device.trial((4,)).outcome == "ok"
@@ -57,5 +57,8 @@ def test_an_unusable_workload_is_refused_in_one_sentence(
     write_workload: Any, change: str, error: type[Exception], message: str
 ) -> None:
     reference = write_workload(LINEAR_FILE.replace("return torch.randn(size, 64), torch.randn(size, 64)", change))
-    with CpuDevice(TrialSettings(source=FileSource(reference), share=4)) as device, pytest.raises(error, match=message):
+    with (
+        CpuDevice(TrialSettings(source=FileSource(reference), rank_samples=4)) as device,
+        pytest.raises(error, match=message),
+    ):
         device.inspect()

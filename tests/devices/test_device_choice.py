@@ -95,7 +95,7 @@ def test_makes_the_device_without_starting_anything(
 ) -> None:
     monkeypatch.setattr(device_choice, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
     monkeypatch.setattr(device_choice, "has_nvidia_gpu", lambda: True)
-    made = make_device(TrialSettings(share=4, options=Options(device=name), source=FileSource("model.py")))
+    made = make_device(TrialSettings(rank_samples=4, options=Options(device=name), source=FileSource("model.py")))
     assert isinstance(made, kind)
     assert made.name == called
 

@@ -76,7 +76,7 @@ def simulated(settings: TrialSettings) -> Device:
     card = find_card("rtx3090")
     return SimulatedDevice(
         card,
-        TraceCache(lambda: Tracer(settings, card), settings.share),
+        TraceCache(lambda: Tracer(settings, card), settings.rank_samples),
         torch_version=read_torch_release(),
         memory=settings.options.memory,
         environment={},

@@ -32,7 +32,7 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
 
 
 def test_reports_what_will_be_trained() -> None:
-    inspection = inspect_workload(make(name="small", optimizer="sgd"), share=8)
+    inspection = inspect_workload(make(name="small", optimizer="sgd"), rank_samples=8)
     facts = inspection.workload
     assert (facts.name, facts.model, facts.optimizer, facts.loss, facts.reduction) == (
         *("small", "Linear", "SGD"),
@@ -40,7 +40,7 @@ def test_reports_what_will_be_trained() -> None:
     )
     assert (facts.parameters, facts.parameter_bytes) == (10, 40)
     assert "MSELoss" in facts.weight
-    assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), share=8).workload.loss == "loss"
+    assert inspect_workload(with_loss(lambda m, b: m(b[0]).mean()), rank_samples=8).workload.loss == "loss"
     assert inspection.warnings == ()
     assert inspection.environment["torch"] == torch.__version__
     assert inspection.environment["threads"] == torch.get_num_threads()
@@ -56,7 +56,7 @@ def test_passes_on_what_the_check_of_the_weighting_says() -> None:
     def token_mean(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    warnings = inspect_workload(make(batch=tokens, criterion=None, loss=token_mean), share=8).warnings
+    warnings = inspect_workload(make(batch=tokens, criterion=None, loss=token_mean), rank_samples=8).warnings
     assert warnings
 
 
@@ -68,15 +68,15 @@ def test_names_what_accumulation_changes_and_passes_other_warnings_on() -> None:
 
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(Loud(4, 2)))
     with pytest.warns(DeprecationWarning, match="the model's own"):
-        (warning,) = inspect_workload(make(lambda: model), share=8).accumulation_warnings
+        (warning,) = inspect_workload(make(lambda: model), rank_samples=8).accumulation_warnings
     assert warning.code == "buffers_written"
 
 
 def test_reports_the_least_size() -> None:
-    plain = inspect_workload(make(), share=8)
+    plain = inspect_workload(make(), rank_samples=8)
     assert (plain.least_size, plain.update_samples) == (1, 2)
     normed = make(lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
-    assert inspect_workload(normed, share=8).least_size == 2
+    assert inspect_workload(normed, rank_samples=8).least_size == 2
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -109,4 +109,4 @@ def test_reports_the_memory_of_an_update(write_workload: Any) -> None:
 )
 def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
-        inspect_workload(workload, share=8)
+        inspect_workload(workload, rank_samples=8)

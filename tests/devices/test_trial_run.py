@@ -39,7 +39,7 @@ def workload(seen: Seen) -> Workload:
 
 
 def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workload, seen: Seen) -> None:
-    TrialRun(workload, share=10).run((4, 3, 3))
+    TrialRun(workload, rank_samples=10).run((4, 3, 3))
     whole = 10 * 3 * 4
     assert seen == [(4, False, whole), (4, False, whole), (3, True, whole), (3, True, whole)]
 
@@ -47,7 +47,7 @@ def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workl
 def test_every_trial_draws_the_same_numbers(workload: Workload) -> None:
     drawn = []
     for _ in range(2):
-        TrialRun(workload, share=2).run((1, 1))
+        TrialRun(workload, rank_samples=2).run((1, 1))
         drawn.append(torch.rand(1).item())
     assert drawn[0] == drawn[1]
 
@@ -87,7 +87,7 @@ def test_reports_the_phase_that_failed(phase: str, change: dict[str, Any]) -> No
         "batch": lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
         "loss": lambda model, batch: model(batch[0]).mean(),
     }
-    trial_run = TrialRun(Workload(**{**parts, **change}), share=4)
+    trial_run = TrialRun(Workload(**{**parts, **change}), rank_samples=4)
     assert trial_run.phase == "start"
     with pytest.raises(ValueError, match="no"):
         trial_run.run((2, 2))
@@ -101,4 +101,4 @@ def test_without_an_update_there_is_no_peak_to_report() -> None:
         criterion=nn.CrossEntropyLoss(),
     )
     with pytest.raises(WorkloadError, match="no update was made"):
-        TrialRun(workload, share=4).run((2, 2))
+        TrialRun(workload, rank_samples=4).run((2, 2))

@@ -49,7 +49,7 @@ class Case:
     def settings(self) -> TrialSettings:
         """The settings of a device for its trials."""
         return TrialSettings(
-            source=FileSource(f"{Path(__file__).parent / 'compared.py'}:{self.name}"), share=2 * self.size
+            source=FileSource(f"{Path(__file__).parent / 'compared.py'}:{self.name}"), rank_samples=2 * self.size
         )
 
     @property

@@ -103,7 +103,7 @@ def test_the_card_gives_the_predicted_peaks(tmp_path: Path) -> None:
     words = [RECORD, RECORDED, file, "--micro-batch", "24", "--parts", "2"]
     subprocess.run([sys.executable, *map(str, words)], check=True, timeout=300)
     with (
-        CudaDevice(TrialSettings(source=FileSource(str(RECORDED)), share=96)) as device,
+        CudaDevice(TrialSettings(source=FileSource(str(RECORDED)), rank_samples=96)) as device,
         device.simulation() as simulation,
     ):
         compared = compare_snapshot(file, simulation, 48, 24)

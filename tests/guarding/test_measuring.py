@@ -35,7 +35,7 @@ ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}
 
 
 def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> PlanSetup:
-    return make_plan_setup(simulated_card(tracer, request.share, int(gib * GIB)))
+    return make_plan_setup(simulated_card(tracer, request.rank_samples, int(gib * GIB)))
 
 
 def measure_traces(
@@ -122,7 +122,7 @@ def test_without_a_target_two_of_the_size_are_an_update() -> None:
     request = request_of(make_case(workload="model.py", gpu="rtx3090", micro_batch=32, target_batch=100))
     assert request.schedule(32).micro_batches == (25, 25, 25, 25)
     request = request_of(make_case(workload="model.py", gpu="rtx3090", micro_batch=32, world_size=4))
-    assert (request.target_batch, request.share) == (256, 64)
+    assert (request.target_batch, request.rank_samples) == (256, 64)
 
 
 def test_a_size_that_is_requested_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path)
     (path := tmp_path / "model.py").write_text(READING)
     case = make_case(workload=str(path), gpu="rtx3090", values="cpu", target_batch=48, micro_batch=16)
     request, card, found = request_of(case), find_card("rtx3090"), []
-    settings = TrialSettings(source=FileSource(str(path)), share=request.share, options=case.options)
+    settings = TrialSettings(source=FileSource(str(path)), rank_samples=request.rank_samples, options=case.options)
     for _ in range(2):
-        traces = TraceCache(partial(InProcessTracer, settings, card), request.share)
+        traces = TraceCache(partial(InProcessTracer, settings, card), request.rank_samples)
         device = SimulatedDevice(card, traces, torch_version=read_torch_release(), environment={})
         with device:
             found.append(measure_simulated(make_plan_setup(device, str(path)), request, None))

@@ -76,8 +76,8 @@ def measure_here(
     for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
     reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.options.gpu))
-    settings = TrialSettings(source=FileSource(reference), share=request.share)
-    traces = TraceCache(partial(InProcessTracer, settings, card), request.share)
+    settings = TrialSettings(source=FileSource(reference), rank_samples=request.rank_samples)
+    traces = TraceCache(partial(InProcessTracer, settings, card), request.rank_samples)
     if case.micro_batch is not None:
         micro_batches = request.schedule(request.cap).micro_batches
     with SimulatedDevice(card, traces, torch_version=read_torch_release(), memory=case.options.memory) as device:

@@ -95,7 +95,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.chdir(place)
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        card, settings = find_card("rtx3090"), TrialSettings(source=FileSource("model.py"), share=sum(PARTS))
+        card, settings = find_card("rtx3090"), TrialSettings(source=FileSource("model.py"), rank_samples=sum(PARTS))
         traces = TraceCache(lambda: Tracer(settings, card), sum(PARTS))
         with SimulatedDevice(card, traces, torch_version=read_torch_release()) as device:
             device.inspect()

@@ -57,7 +57,7 @@ def trace(path: Path, **options: Any) -> Trace:
     child, card = SimulatedChild(), find_card("rtx3090")
     try:
         source = FileSource(str(path)).to_record()
-        child.handle(LoadOnCard(card=card, source=source, share=8, options=options))
+        child.handle(LoadOnCard(card=card, source=source, rank_samples=8, options=options))
         made = child.handle(TraceParts(parts=(2, 2)))
     finally:
         child.close()

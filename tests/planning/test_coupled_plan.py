@@ -54,7 +54,7 @@ def plan(model: nn.Module, loss: Any, **more: Any) -> Plan:
 
 
 def inspect(model: Any, loss: Any = small.class_loss, **more: Any) -> Inspection:
-    return inspect_workload(Workload(model=model, batch=small.pairs, loss=loss, **more), share=8)
+    return inspect_workload(Workload(model=model, batch=small.pairs, loss=loss, **more), rank_samples=8)
 
 
 def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
@@ -116,7 +116,7 @@ def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
 def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
     path = tmp_path / "centred.py"
     path.write_text(FILE)
-    with CpuDevice(TrialSettings(source=FileSource(str(path)), share=8)) as device:
+    with CpuDevice(TrialSettings(source=FileSource(str(path)), rank_samples=8)) as device:
         found = device.inspect()
     assert found.coupling == Coupling(("1",), False, None)
     assert "module_mixes_samples" in codes(found.accumulation_warnings)

@@ -83,9 +83,9 @@ def test_is_nothing_that_other_failures_tell() -> None:
         return F.mse_loss(model(batch[0]), batch[1])
 
     with pytest.raises(WorkloadError, match="not so many"):
-        inspect_workload(workload(loss=at_most_two), share=8)
+        inspect_workload(workload(loss=at_most_two), rank_samples=8)
     normed = workload(model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), loss=nn.MSELoss())
-    inspection = inspect_workload(normed, share=8)
+    inspection = inspect_workload(normed, rank_samples=8)
     assert (inspection.multiple_of, inspection.least_size, inspection.notes) == (1, 2, ())
 
 

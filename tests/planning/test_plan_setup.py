@@ -95,7 +95,7 @@ def test_a_live_optimizer_does_not_go_with_a_file() -> None:
 
 def test_the_share_the_cap_and_the_schedule() -> None:
     request = make_request(257, world_size=2, max_micro_batch=100)
-    assert (request.share, request.cap) == (129, 100)
+    assert (request.rank_samples, request.cap) == (129, 100)
     assert request.schedule(100).ranks == ((65, 64), (64, 64))
     assert make_request(8, max_micro_batch=100).cap == 8
     assert make_request(12, multiple_of=2, max_micro_batch=5).cap == 4

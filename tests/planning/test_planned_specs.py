@@ -66,7 +66,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
     asked: dict[str, Any] = {"target_batch": 8, "max_micro_batch": 4, "memory": LIMIT, "batchnorm": mode}
     plan = autoaccum.plan(model=live, batch=batch, loss=class_loss, **asked)
     workload = autoaccum.Workload(model=Classifier(norm=True), batch=batch, loss=class_loss, batchnorm=mode)  # type: ignore[arg-type]
-    assert inspect_workload(workload, share=8).least_size == (2 if mode in ("micro", "running") else 1)
+    assert inspect_workload(workload, rank_samples=8).least_size == (2 if mode in ("micro", "running") else 1)
     assert plan.spec.batchnorm == mode
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     said = " ".join(map(str, plan.warnings))

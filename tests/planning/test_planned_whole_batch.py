@@ -97,9 +97,9 @@ def test_an_accumulator_takes_the_plan_s_way() -> None:
 
 
 def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
-    assert inspect_workload(EXACT, share=2).least_size == 1
+    assert inspect_workload(EXACT, rank_samples=2).least_size == 1
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        inspect_workload(EXACT, share=1)
+        inspect_workload(EXACT, rank_samples=1)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
     ],
 )
 def test_a_warning_names_the_cure(workload: autoaccum.Workload, cure: str) -> None:
-    said = inspect_workload(workload, share=8).accumulation_warnings
+    said = inspect_workload(workload, rank_samples=8).accumulation_warnings
     assert any(cure in str(sentence) for sentence in said), said
 
 

@@ -193,7 +193,7 @@ def test_settings_reach_the_device_which_is_closed(
         plan("model.py", target_batch=257, **asked)
     assert device.closed
     (settings,) = made
-    assert (settings.share, settings.job_seconds()) == (129, 5.0)
+    assert (settings.rank_samples, settings.job_seconds()) == (129, 5.0)
     options = settings.options
     assert (options.device, options.memory, options.reserve) == ("cpu", parse_size("2GiB"), parse_size("10%"))
 

@@ -67,7 +67,7 @@ def only(**amounts: Amount) -> UpdateCost:
 def gpt2() -> UpdateCost:
     """What an update of GPT-2 costs, counted on a card of the same kernels as most."""
     path = Path(__file__).parents[2] / "examples" / "gpt2.py"
-    tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), share=64), find_card("rtx4090"))
+    tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), rank_samples=64), find_card("rtx4090"))
     try:
         return tracer.call(CountCost(parts=(2, 4, 2)))
     finally:

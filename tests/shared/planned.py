@@ -46,9 +46,11 @@ def make_request(target: int, **asked: Any) -> PlanRequest:
     return PlanRequest(target, options, **{name: value for name, value in asked.items() if name not in _OPTIONS})
 
 
-def make_settings(reference: str, share: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:
+def make_settings(reference: str, rank_samples: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:
     memory = None if memory_bytes is None else MemorySize(bytes=memory_bytes)
-    return TrialSettings(source=FileSource(reference), share=share, options=make_options(memory=memory, **options))
+    return TrialSettings(
+        source=FileSource(reference), rank_samples=rank_samples, options=make_options(memory=memory, **options)
+    )
 
 
 def make_plan_setup(device: Device, name: str = "model.py") -> PlanSetup:
@@ -65,19 +67,21 @@ def plan_on(
 
 def simulated_card(
     tracer: Tracer,
-    share: int,
+    rank_samples: int,
     memory_bytes: int = 2 * GIB,
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> SimulatedDevice:
     """Return an RTX 3090 with that budget, whose traces `tracer` makes."""
     memory = MemorySize(bytes=memory_bytes)
-    traces = TraceCache(lambda: tracer, share)
+    traces = TraceCache(lambda: tracer, rank_samples)
     return SimulatedDevice(CARD, traces, torch_version=(2, 13), memory=memory, environment=environment)
 
 
 def plan_simulated(tracer: Tracer, target: int = 256, memory_bytes: int = 2 * GIB, **asked: Any) -> Plan:
     """Return the plan of a request on `simulated_card`."""
     how = {name: asked.pop(name) for name in ("environment",) if name in asked}
-    share = make_request(target, **{name: value for name, value in asked.items() if name != "on_event"}).share
-    return plan_on(simulated_card(tracer, share, memory_bytes, **how), target, **asked)
+    rank_samples = make_request(
+        target, **{name: value for name, value in asked.items() if name != "on_event"}
+    ).rank_samples
+    return plan_on(simulated_card(tracer, rank_samples, memory_bytes, **how), target, **asked)

@@ -29,7 +29,7 @@ def label(
 ) -> LabelledTrace:
     """Trace two updates of a workload of `WORKLOADS`, the second by `parts`."""
     options = Options(world_size=ranks, parallel=parallel, mesh=mesh)
-    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), share=sum(parts), options=options)
+    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), rank_samples=sum(parts), options=options)
     tracer = InProcessTracer(settings, find_card("h100"))
     try:
         return tracer.call(LabelParts(parts=parts, grad_sync=grad_sync))

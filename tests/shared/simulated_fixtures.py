@@ -55,7 +55,7 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
         load = LoadOnCard(
             card=card,
             source=FileSource(str(path)).to_record(),
-            share=256,
+            rank_samples=256,
             options=options.to_record(),
         )
         loaded = child.handle(load)

@@ -110,7 +110,9 @@ class Explainer:
             return self.replayer.peak_bytes(trace)
 
         with suppress(AutoaccumError):
-            return curve_points(peak_bytes, size=size, most=max(self.traces.share, size), limit_bytes=self.limit_bytes)
+            return curve_points(
+                peak_bytes, size=size, most=max(self.traces.rank_samples, size), limit_bytes=self.limit_bytes
+            )
         return ()
 
     def _changes(self, trace: Trace, labelled: LabelledTrace) -> tuple[tuple[Change, ...], tuple[Message, ...]]:

@@ -182,7 +182,7 @@ class SimulatedChild(Handler):
         # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
-            self._in_use, self._share = CardInUse(request.card, request.others), request.share
+            self._in_use, self._share = CardInUse(request.card, request.others), request.rank_samples
             self._options = make_options(**request.options)
             if self._options.world_size > 1:
                 prepare_ranks()
@@ -229,19 +229,19 @@ class SimulatedChild(Handler):
 
         No values are computed, so neither the loss nor its weighting can be checked.
         """
-        mode, share = self._mode, self._share
-        size = probe_size(workload, SAMPLES, share)
+        mode, rank_samples = self._mode, self._share
+        size = probe_size(workload, SAMPLES, rank_samples)
         request = TraceParts(
-            parts=(size,) if size == share else (size, size),
+            parts=(size,) if size == rank_samples else (size, size),
             needs_whole_batch=bool(workload.coupled) or workload.batchnorm == "exact",
             savers=savers,
         )
         with collect_warnings() as messages:
             trial = TracedTrial(workload, request, mode, self._mesh)
             trace = trial.trace()
-        workload, least_size, notes = probe_sizes(workload, trial.built[0], share, has_drawn=trial.has_drawn)
+        workload, least_size, notes = probe_sizes(workload, trial.built[0], rank_samples, has_drawn=trial.has_drawn)
         inspection = Inspection(
-            **describe_run(workload, trial, share, terms=list(trial.result.terms), weighting=messages),
+            **describe_run(workload, trial, rank_samples, terms=list(trial.result.terms), weighting=messages),
             environment=describe_environment(DEVICE),
             least_size=least_size,
             parallel=self._parallel,

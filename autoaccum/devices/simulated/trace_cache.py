@@ -65,7 +65,7 @@ class TraceCache:
     """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new one.
 
     Attributes:
-        share: Samples per update; no larger size is traced.
+        rank_samples: Samples per update; no larger size is traced.
         step: The number of samples of which every micro-batch is a multiple.
         needs_whole_batch: Whether the parts of an update need each other: each schedule is traced whole, and none is
             extrapolated.
@@ -82,7 +82,7 @@ class TraceCache:
     def __init__(
         self,
         make_tracer: Callable[[], Tracer],
-        share: int,
+        rank_samples: int,
         *,
         confirms: bool = True,
         replays: Replays | None = None,
@@ -90,7 +90,7 @@ class TraceCache:
         tracer: Tracer | None = None,
     ) -> None:
         self._make_tracer, self._tracer = make_tracer, tracer
-        self.share, self.confirms, self.replays, self.alike = share, confirms, replays, alike
+        self.rank_samples, self.confirms, self.replays, self.alike = rank_samples, confirms, replays, alike
         self.step = 1
         self.needs_whole_batch = False
         self.grad_sync: GradSync | None = None
@@ -131,8 +131,10 @@ class TraceCache:
         """Return what an update by small micro-batches costs, of two sizes where possible."""
         if self._traces.cost is None:
             pairs = self._sizes[:2], (self.step, 2 * self.step)
-            pair = next((pair for pair in pairs if max(pair) <= self.share), None)
-            self._traces.cost = self.ask(CountCost, (self.share,) if pair is None else (*pair, pair[0]), deadline)
+            pair = next((pair for pair in pairs if max(pair) <= self.rank_samples), None)
+            self._traces.cost = self.ask(
+                CountCost, (self.rank_samples,) if pair is None else (*pair, pair[0]), deadline
+            )
         return self._traces.cost
 
     def ask(self, kind: type[PartsRequest[Reply]], parts: tuple[int, ...], deadline: Deadline, **fields: Any) -> Reply:
@@ -201,7 +203,7 @@ class TraceCache:
         The first call traces small sizes, if there is time left; `choose` chooses parts to check them by.
         """
         traces, sizes = self._traces, self._sizes
-        if traces.refuted or self.needs_whole_batch or self.share < max(sizes) or min(pair) < min(sizes):
+        if traces.refuted or self.needs_whole_batch or self.rank_samples < max(sizes) or min(pair) < min(sizes):
             return None
         try:
             if traces.affine is None or traces.at is None:
@@ -290,7 +292,7 @@ def run_on_cards(
     cards: Sequence[Card],
     run: Callable[[Card, TraceCache], _Result],
     make_tracer: Callable[[Card, tuple[Card, ...]], Tracer],
-    share: int,
+    rank_samples: int,
     *,
     confirms: bool = False,
 ) -> Generator[tuple[Card, _Result], None, None]:
@@ -302,7 +304,7 @@ def run_on_cards(
         cards: The cards.
         run: Returns the result of a card, from its traces.
         make_tracer: Starts a process that traces the workload on a card, of which others may share the traces.
-        share: As of `TraceCache`.
+        rank_samples: As of `TraceCache`.
         confirms: As of `TraceCache`.
     """
     waiting, replays = list(cards), Replays()
@@ -313,7 +315,7 @@ def run_on_cards(
             alike = tuple(others)
             tracer = None if traces is None else traces.hand_on(first, alike)
             start = partial(make_tracer, first, alike)
-            traces = TraceCache(start, share, confirms=confirms, replays=replays, alike=alike, tracer=tracer)
+            traces = TraceCache(start, rank_samples, confirms=confirms, replays=replays, alike=alike, tracer=tracer)
             for card in (first, *others):
                 if card in (first, *traces.alike):
                     result = run(card, traces)

@@ -35,8 +35,8 @@ CARD = InstalledCard(
 class SyntheticCard(CudaDevice):
     """A card that has told its memory, and whose simulation is a synthetic tracer."""
 
-    def __init__(self, tracer: SyntheticTracer, share: int = 64) -> None:
-        super().__init__(TrialSettings(source=FileSource("model.py"), share=share))
+    def __init__(self, tracer: SyntheticTracer, rank_samples: int = 64) -> None:
+        super().__init__(TrialSettings(source=FileSource("model.py"), rank_samples=rank_samples))
         self._limit_bytes, self._card, self._tracer = 2 * GIB, CARD, tracer
 
     def _use_child(self, *, fresh: bool = False) -> Any:
@@ -106,7 +106,7 @@ def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], 
 
         criterion = nn.CrossEntropyLoss()
     """)
-    device = CudaDevice(TrialSettings(source=FileSource(workload), share=64))
+    device = CudaDevice(TrialSettings(source=FileSource(workload), rank_samples=64))
     assert device.explains
     device._limit_bytes, device._card = 2 * GIB, CARD  # As its first process would report.
     found = device.explain((16, 16), changes=False)

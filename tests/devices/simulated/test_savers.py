@@ -52,7 +52,7 @@ Count = Callable[..., UpdateCost]
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[PartsRequest[Any]], Any]]:
     path = tmp_path_factory.mktemp("workload") / "blocks.py"
     path.write_text(WORKLOAD)
-    tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), share=2 * SIZE), find_card("rtx3090"))
+    tracer = InProcessTracer(TrialSettings(source=FileSource(str(path)), rank_samples=2 * SIZE), find_card("rtx3090"))
     yield tracer.call
     tracer.close()
 

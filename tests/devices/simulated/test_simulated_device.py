@@ -19,10 +19,10 @@ from autoaccum.units import GIB, MIB, MemorySize
 CARD = find_card("rtx3090")
 
 
-def device(tracer: SyntheticTracer | None = None, *, card: Card = CARD, share: int = 256, **options: Any) -> Any:
+def device(tracer: SyntheticTracer | None = None, *, card: Card = CARD, rank_samples: int = 256, **options: Any) -> Any:
     options = {"memory": MemorySize(bytes=2 * GIB), "environment": {}, **options}
     made = tracer or SyntheticTracer()
-    return SimulatedDevice(card, TraceCache(lambda: made, share), torch_version=(2, 13), **options)
+    return SimulatedDevice(card, TraceCache(lambda: made, rank_samples), torch_version=(2, 13), **options)
 
 
 # --- the budget -----------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class DigestingTracer(InProcessTracer):
 def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, Any]:
     """All that is predicted of an update of `TARGET` samples; and the explanation, for the workload's `first` card."""
     card = find_card(gpu)
-    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), share=TARGET)
+    settings = TrialSettings(source=FileSource(f"{WORKLOADS}:{workload}"), rank_samples=TARGET)
     tracer = DigestingTracer(settings, card)
     with SimulatedDevice(
         card,
