@@ -129,8 +129,8 @@ class PlanRequest:
         trainable = [size for size in sizes if size >= least_size]
         if not trainable:
             raise UsageError(
-                f"equal parts of {self.rank_samples} samples, of at most {self.cap}, are smaller than {least_size}, the "
-                "least that can be trained",
+                f"equal parts of {self.rank_samples} samples, of at most {self.cap}, are smaller than {least_size},"
+                " the least that can be trained",
                 hint="allow larger ones, or uneven parts (without --equal)",
             )
         return trainable
