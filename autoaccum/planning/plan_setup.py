@@ -140,9 +140,6 @@ def resolve_workload(
         UsageError: Not exactly one way is taken, or an argument does not go with it.
         WorkloadError: The Workload or the live objects cannot be used with these options.
     """
-    from autoaccum.sources.samples import apply_spec
-    from autoaccum.sources.workload import Workload
-
     given = [name for name, value in live.items() if value is not None]
     if workload is not None and given:
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
@@ -154,6 +151,9 @@ def resolve_workload(
                 hint="give a name of torch.optim, or write def optimizer(params) in the file",
             )
         return FileSource(os.fspath(workload))
+    from autoaccum.sources.samples import apply_spec  # With torch, which a file needs in a child alone.
+    from autoaccum.sources.workload import Workload
+
     if workload is None and live.get("trainer") is None:
         return _read_live_objects(live, given, options, verb)
     if workload is None:
