@@ -20,7 +20,6 @@ from autoaccum.sources.workload import Workload
 from autoaccum.spec import DeviceFacts, TrainingSpec
 from autoaccum.units import GIB
 
-CARD = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA A100-SXM4-40GB", "total_bytes": 40 * GIB}
 HERE = {"model": "GPT", "parameters": 10, "parameter_bytes": 40, "optimizer": "AdamW", "precision": "fp32"} | {
     "loss": "a loss divided by samples",
     "kind": "cuda",
