@@ -145,6 +145,8 @@ def _match(error: BaseException) -> OutOfMemory | None:
         return OutOfMemory(is_definite_oom=True, text=type(error).__name__)
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return OutOfMemory(is_definite_oom=True, text="ENOMEM")
+    if isinstance(error, SystemError):  # C code that fails without an exception of its own, as where it has no memory.
+        return OutOfMemory(is_definite_oom=False, text="SystemError")
     if not isinstance(error, (RuntimeError, OSError)):
         return None
     text = str(error)

@@ -108,6 +108,12 @@ def test_types_come_first(error: Exception) -> None:
     assert getattr(find_out_of_memory(error), "is_definite_oom", False)
 
 
+def test_c_code_that_fails_without_an_exception_may_have_had_no_memory() -> None:
+    oom = find_out_of_memory(SystemError("error return without exception set"))
+    assert oom is not None
+    assert not oom.is_definite_oom
+
+
 def test_real_errors_of_torch_and_numpy_are_recognised() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 50)
