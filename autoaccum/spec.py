@@ -275,6 +275,8 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
         )
     if given == [NO_SAVERS]:
         return ()
+    if NO_SAVERS in given:
+        raise error(f"savers are {NO_SAVERS}, which stands alone", hint="leave it out, or all others")
     for word in given:
         if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
             raise error(
