@@ -19,7 +19,8 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.slow)
     of_lightning = _OF_LIGHTNING if "lightning" in item.path.name else ()
-    for theirs in _OF_FRAMEWORKS if "framework" in item.path.name else of_lightning:
+    trains_by_frameworks = any(word in item.path.name for word in ("framework", "arguments"))
+    for theirs in _OF_FRAMEWORKS if trains_by_frameworks else of_lightning:
         item.add_marker(pytest.mark.filterwarnings(f"ignore:{theirs}"))
 
 
