@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from warm_children import Nurseries
 
-# Lightning warns of loaders without workers, and uses what torch deprecates; other frameworks let torch warn.
+# By names of files: Lightning warns of loaders without workers and uses what torch deprecates; others let torch warn.
 _OF_LIGHTNING = ("::lightning", "::pytorch_lightning", "::torch.jit", ":DeprecationWarning", ":FutureWarning")
 _OF_FRAMEWORKS = (*_OF_LIGHTNING, "::accelerate", "::transformers", "::torch")
 
