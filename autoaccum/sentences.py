@@ -468,6 +468,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "held_out_loss_not_finite": "the loss on held-out data is {loss} after update {update}",
     "trial_warning": "trial {number}: {warning}",
     "study_out_of_time": "its time of {seconds:g} s is used up",
+    "best_not_planned": "the best setting has no plan: {error}",
     "rate_near_end": "the best learning rate lies near the end of the range, {end:.3g}: search beyond it",
 }
 

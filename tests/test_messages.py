@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import autoaccum
 from autoaccum import errors
 from autoaccum.messages import Message
 from autoaccum.sentences import SENTENCES
@@ -164,6 +166,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "held_out_loss_not_finite": [{"loss": "nan", "update": 3}],
     "trial_warning": [{"number": 3, "warning": Message("not_verified")}],
     "study_out_of_time": [{"seconds": 60.0}],
+    "best_not_planned": [{"error": "micro-batch 1 does not fit"}],
     "rate_near_end": [{"end": 0.1}],
 }
 """By code, facts that its sentence needs; a code that is not here needs none."""
@@ -178,6 +181,23 @@ def test_every_code_has_an_example_and_the_snapshot_has_its_sentence() -> None:
     """After a change: `PYTHONPATH=.:tests python -m test_messages`, and read the difference."""
     assert EXAMPLES.keys() <= SENTENCES.keys()
     assert snapshot() == SNAPSHOT.read_text(encoding="utf-8")
+
+
+def test_every_code_is_used_and_every_message_has_the_facts_of_its_sentence() -> None:
+    used: set[str] = set()
+    for path in Path(autoaccum.__file__).parent.rglob("*.py"):
+        if path.name == "sentences.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value)
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "message"):
+                continue
+            if isinstance(node.args[0], ast.Constant):
+                code, names = str(node.args[0].value), {keyword.arg for keyword in node.keywords}
+                assert code in SENTENCES, f"{path}:{node.lineno}: {code}"
+                assert None in names or names == set(EXAMPLES.get(code, [{}])[0]), f"{path}:{node.lineno}: {code}"
+    assert SENTENCES.keys() <= used
 
 
 @pytest.mark.parametrize("message", messages(), ids=lambda message: message.code)
