@@ -4,7 +4,8 @@ Packages are imported on the first call, so that importing this module loads nei
 
 What several functions take:
 
-    workload: `model.py` or `model.py:name`, where the name may be a Trainer's; or a `Workload`.
+    workload: `model.py` or `model.py:name`, where the name may be a Trainer's; or a `Workload`; or a training command
+        as a list of words, with `{micro_batch}` and `{iter_size}` where it takes them.
     trainer: A Trainer of transformers or Lightning, in place of a workload: its model, its loss, optimizer, precision
         and evaluation, and batches of the longest of 256 samples of its dataset. With one of Lightning goes what
         `trainer.fit` takes: the `model`, and `data` if the model has no loader.
@@ -64,9 +65,9 @@ _LIVE = (
 
 
 def plan(
-    workload: str | os.PathLike[str] | Workload | None = None,
+    workload: str | os.PathLike[str] | Workload | Sequence[str] | None = None,
     *,
-    target_batch: int,
+    target_batch: int | None = None,
     trainer: Any = None,
     data: Any = None,
     model: nn.Module | None = None,
@@ -130,10 +131,13 @@ def plan(
 
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
+    from autoaccum.sources.command import check_target, read_command
 
+    source, checked = read_command(workload, Options.of("plan", options), verb="plan")
+    check_target(source, target_batch)
     request = PlanRequest(
         target_batch,
-        Options.of("plan", options),
+        checked,
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
         max_trials=max_trials,
@@ -144,7 +148,7 @@ def plan(
         report=report,
     )
     live = {name: given[name] for name in (*_LIVE, "evaluate")}
-    return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
+    return make_plan(source, request, live=live, on_event=on_event, on_output=on_output)
 
 
 def compare(

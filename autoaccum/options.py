@@ -29,7 +29,7 @@ Command = Literal["plan", "compare", "fit", "verify", "tune", "guard", "explain"
 
 _CHOOSING: Final = ("plan", "compare", "fit")
 """Commands that choose savers."""
-_SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "values", "time_limit", "trial_limit"})
+_SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "values", "time_limit", "trial_limit", "updates"})
 _SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
@@ -39,12 +39,12 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     | _SHARDING
     | {"memory", "reserve", "accumulate_in", "ema", "hold_outputs", "evaluation_batch", "optimizer"},
     "tune": _SHARDING
-    | {"world_size", "equal", "gpu", "values", "accumulate_in", "ema", "hold_outputs"}
+    | {"world_size", "equal", "gpu", "values", "accumulate_in", "ema", "hold_outputs", "updates"}
     | {"evaluation_batch", "longest_of", "trial_limit"},
     "guard": frozenset({"device", "trial_limit", "accumulate_in", "multiple_of"}),
     "explain": _SHARDING
     | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit", "evaluation_batch"}
-    | {"multiple_of"},
+    | {"multiple_of", "updates"},
 }
 
 
@@ -62,6 +62,7 @@ class OptionArguments(SpecArguments, total=False):
     equal: bool
     time_limit: float | None
     trial_limit: float | None
+    updates: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,8 @@ class Options:
         equal: Only equal micro-batches.
         time_limit: Seconds that the search may take; for `verify`, the search for the causes of a difference.
         trial_limit: Seconds that one trial may take.
+        updates: The updates after which a run of a command ends. The first one makes the optimizer's state; the next
+            ones find it, and the memory that the first one left cached.
 
     Raises:
         UsageError: An option has a value that cannot be used.
@@ -103,10 +106,12 @@ class Options:
     equal: bool = False
     time_limit: float | None = None
     trial_limit: float | None = None
+    updates: int = 3
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec", read_spec(self.spec, precisions=(*get_args(Precision), "fp64")))
         object.__setattr__(self, "world_size", read_count(self.world_size, "world_size"))
+        object.__setattr__(self, "updates", read_count(self.updates, "updates"))
         for name in ("time_limit", "trial_limit"):
             if getattr(self, name) is not None:
                 read_seconds(getattr(self, name), f"the {name.replace('_', ' ')}")

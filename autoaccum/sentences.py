@@ -349,6 +349,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "later ones run with {saver}",
     "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
+    "command_batchnorm": "BatchNorm normalises by the micro-batch in {layers:names}: the gradient is not the full "
+    "batch's",
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",
     "random_memory": "random numbers decide what runs (skipped layers, for example): an update that skips less than "
     "the trials did takes more memory",

@@ -235,6 +235,7 @@ class WorkloadFacts:
         whole_batch: How the parts of an update run if they need each other; None: one after the other.
         modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
         recipe: What a training step written out needs to know.
+        command: The words of a command, with places for sizes; empty for a workload.
     """
 
     reference: str = ""
@@ -254,6 +255,7 @@ class WorkloadFacts:
     whole_batch: WholeBatchMode | None = None
     modules: Mapping[str, int] = field(default_factory=dict)
     recipe: StepRecipe = StepRecipe()
+    command: tuple[str, ...] = ()
 
 
 def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ OPTIONS: Mapping[str, tuple[str, Any]] = {
     "equal": ("", True),
     "time_limit": ("50", 50.0),
     "trial_limit": ("5", 5.0),
+    "updates": ("4", 4),
 }
 """The value of each option on the command line and in the record."""
 

@@ -57,12 +57,13 @@ def command(snapshot: str, workload: str, micro_batch: int, target_batch: int | 
     from autoaccum.serialization import to_plain
 
     outputs = Outputs(asked)
-    request = PlanRequest(target_batch or micro_batch, Options.of("explain", asked))
+    samples = target_batch or micro_batch
+    request = PlanRequest(samples, Options.of("explain", asked))
     with Progress(make_console(stderr=True), quiet=outputs.quiet) as progress:
         progress.show("tracing the update ...")
         setup = make_setup(workload, request, on_output=progress.print_output, verb="explain")
         with setup.running(), make_simulated(setup.settings, asked["gpu"]) as device:
-            update = compare_snapshot(snapshot, device, request.target_batch, micro_batch)
+            update = compare_snapshot(snapshot, device, samples, micro_batch)
     outputs.show(lambda: {"agrees": update.agrees, **to_plain(update)}, lambda: snapshot_blocks(update))
     if not update.agrees:
         raise click.exceptions.Exit(_CODE_DIFFERENT)

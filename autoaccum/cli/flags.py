@@ -114,15 +114,25 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "End the search after this time, with the largest size that ran.",
     },
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
+    "updates": {
+        "type": count,
+        "default": 3,
+        "show_default": True,
+        "metavar": "N",
+        "help": "Of a command: end each run after N optimizer steps.",
+    },
 }
 
 OUTPUT_FLAGS: Final = ("as_json", "output", "emit", "plot", "report", "force", "verbose", "quiet")
 """The parameters of commands that concern only the output of a run."""
 
+_COMMAND: Final = "COMMAND"
+"""Stands for the words after `--` while click reads the rest."""
+
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
         *("max_micro_batch", "fit_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "exact_max"),
-        *("reserve", "max_trials", "time_limit", "trial_limit", "values"),
+        *("reserve", "max_trials", "time_limit", "trial_limit", "values", "updates"),
     ),
     "The training loop": ("optimizer", "batchnorm", "coupled", "ema", "hold_outputs", "evaluation_batch", "longest_of"),
     "Memory savers": ("savers", "accumulate_in"),
@@ -139,6 +149,19 @@ class HelpWithHeadings(click.Command):
         super().__init__(*arguments, **settings)
         # click does not rewrap a paragraph that starts with a backspace.
         self.help = re.sub(r"(?m)^(?=[A-Z][^.\n]*:\n)", "\b\n", inspect.cleandoc(self.help or ""))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take what follows `--` for a training command, as the workload: a tuple of its words.
+
+        One word without a place for a size is the name of a file, such as `-model.py`.
+        """
+        at = args.index("--") if "--" in args else len(args)
+        is_file = len(args) - at <= 2 and "{" not in "".join(args[at:])
+        if is_file or not any(parameter.name == "workload" for parameter in self.params):
+            return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, [*args[:at], _COMMAND])
+        ctx.params["workload"] = tuple(args[at + 1 :])
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below their headings."""

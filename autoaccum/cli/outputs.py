@@ -41,7 +41,7 @@ class Outputs:
 
     Args:
         asked: The parameters of the command; those on its output are taken out.
-        workload: The reference of the workload.
+        workload: The reference of the workload, or the words of a command.
         others: Other files that are never overwritten, by what they are.
 
     Attributes:
@@ -54,7 +54,10 @@ class Outputs:
     """
 
     def __init__(
-        self, asked: dict[str, Any], workload: str | None = None, others: Mapping[str, Path] | None = None
+        self,
+        asked: dict[str, Any],
+        workload: str | tuple[str, ...] | None = None,
+        others: Mapping[str, Path] | None = None,
     ) -> None:
         given = {name: asked.pop(name, None) for name in OUTPUT_FLAGS}
         self.as_json, self.quiet, self.verbose = bool(given["as_json"]), bool(given["quiet"]), bool(given["verbose"])
@@ -66,11 +69,11 @@ class Outputs:
         if self.files:
             self._check(workload, dict(others or {}))
 
-    def _check(self, workload: str | None, taken: dict[str, Path]) -> None:
+    def _check(self, workload: str | tuple[str, ...] | None, taken: dict[str, Path]) -> None:
         from autoaccum.files import check_output
         from autoaccum.sources.source import FileSource
 
-        if workload is not None:
+        if isinstance(workload, str):
             taken["the workload itself"] = Path(FileSource(workload).file)
         for option, file in self.files.items():
             for what, path in taken.items():
@@ -149,21 +152,23 @@ def page(
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:
     """Return the words of the running command line in order, `without` some parameters, `instead` with other values."""
     context = click.get_current_context()
-    words = [*_program(), context.command.name or ""]
+    words, command = [*_program(), context.command.name or ""], list[str]()
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if not given or name in without:
             continue
         value = (instead or {}).get(name, context.params[name])
-        if isinstance(parameter, click.Argument):
+        if isinstance(parameter, click.Argument) and isinstance(value, tuple):
+            command = ["--", *value]
+        elif isinstance(parameter, click.Argument):
             words.append(f"./{value}" if value.startswith("-") else value)
         elif isinstance(value, bool):
             words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
             for part in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], _word(part)]
-    return words
+    return words + command
 
 
 def _word(value: Any) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "report", "force"),
     *("verbose", "quiet"),
     world_size={"type": CountOrRange()},
+    target_batch={"required": False},
     output="Write the plan to a file, for `fit --plan` and Plan.load.",
 )
 @click.option(
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
-def command(workload: str, framework: str | None, **request: Any) -> None:
+def command(workload: str | tuple[str, ...], framework: str | None, **request: Any) -> None:
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
     WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
@@ -127,7 +128,9 @@ def command(workload: str, framework: str | None, **request: Any) -> None:
 
     with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
         began = time.monotonic()
-        result = plan(workload, on_event=listen, on_output=progress.print_output, **request)
+        # A command prints much more than a workload does.
+        on_output = progress.print_output if outputs.verbose or isinstance(workload, str) else None
+        result = plan(workload, on_event=listen, on_output=on_output, **request)
         seconds = time.monotonic() - began
     if framework is not None:
         result = for_framework(result, framework)
@@ -196,7 +199,7 @@ def _run_ranks(request: dict[str, Any]) -> bool:
     return True
 
 
-def _plan_silently(workload: str, **request: Any) -> None:
+def _plan_silently(workload: Any, **request: Any) -> None:
     """Plan as a rank that is not the first, which says and writes what comes of it, errors too, unless it has ended."""
     from autoaccum.api import plan
 

@@ -66,18 +66,7 @@ class CpuDevice(ChildDevice):
         """As `Device`; bytes are those at the choice of the budget."""
         limit_bytes = self.limit_bytes
         assert self._host is not None
-        return DeviceFacts(
-            name=self.name,
-            kind="cpu",
-            total_bytes=self._host.total_bytes,
-            free_bytes=self._host.free_bytes,
-            properties={
-                "bound": self._host.bound,
-                "limit_bytes": limit_bytes,
-                "enforced_by": "RLIMIT_DATA above VmData after loading",
-                "peak": "VmHWM above what was resident before, and what is untouched",
-            },
-        )
+        return describe_host(self._host, limit_bytes)
 
     @property
     def _host_budget_bytes(self) -> int:
@@ -86,3 +75,19 @@ class CpuDevice(ChildDevice):
     def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
         self._host = read_host_memory()
         return self._host
+
+
+def describe_host(host: AvailableMemory, limit_bytes: int) -> DeviceFacts:
+    """Return what a plan records of trials on the CPU within a limit on their memory."""
+    return DeviceFacts(
+        name="cpu",
+        kind="cpu",
+        total_bytes=host.total_bytes,
+        free_bytes=host.free_bytes,
+        properties={
+            "bound": host.bound,
+            "limit_bytes": limit_bytes,
+            "enforced_by": "RLIMIT_DATA above VmData after loading",
+            "peak": "VmHWM above what was resident before, and what is untouched",
+        },
+    )

@@ -13,9 +13,12 @@ from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.installed_torch import read_torch_release, torch_build
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
+from autoaccum.sources.command import CommandSource
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.devices.simulated.trace_cache import TraceCache
     from autoaccum.simulation.cards import Card
 
 _Result = TypeVar("_Result")
@@ -39,6 +42,10 @@ def make_device(settings: TrialSettings) -> Device:
         raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
     check_device(options.device)
     index = card_index(options.device)
+    if isinstance(settings.source, CommandSource):
+        from autoaccum.devices.command.command_device import CommandDevice
+
+        return CommandDevice(settings, index)
     if index is None:
         from autoaccum.devices.cpu import CpuDevice
 
@@ -51,12 +58,11 @@ def make_device(settings: TrialSettings) -> Device:
 def make_simulated(settings: TrialSettings, gpu: str) -> SimulatedDevice:
     """Make the simulated card of this name or size; raise UsageError if there is none."""
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.simulation_requests import Tracer
-    from autoaccum.devices.simulated.trace_cache import TraceCache
     from autoaccum.simulation.cards import find_card
 
     card = find_card(gpu)
-    traces = TraceCache(partial(Tracer, settings, card), settings.rank_samples)
+    kind, make_tracer = _tracing(settings)
+    traces = kind(partial(make_tracer, card), settings.rank_samples)
     return SimulatedDevice(card, traces, **_simulated_fields(settings))
 
 
@@ -66,16 +72,28 @@ def run_on_cards(
     """Run something on simulated cards, whatever card the options name; as `trace_cache.run_on_cards`."""
     from autoaccum.devices.simulated import trace_cache
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.simulation_requests import Tracer
 
-    fields = _simulated_fields(settings)
+    fields, (kind, make_tracer) = _simulated_fields(settings), _tracing(settings)
     return trace_cache.run_on_cards(
         cards,
         lambda card, traces: run(card, SimulatedDevice(card, traces, **fields)),
-        partial(Tracer, settings),
+        make_tracer,
         settings.rank_samples,
         confirms=confirms,
+        kind=kind,
     )
+
+
+def _tracing(settings: TrialSettings) -> tuple[type[TraceCache], Callable[..., Tracer]]:
+    """Return what keeps the traces of the source, and what starts a process that makes them on a card."""
+    if isinstance(settings.source, CommandSource):
+        from autoaccum.devices.command.command_tracer import CommandTracer, CommandTraces
+
+        return CommandTraces, partial(CommandTracer, settings)
+    from autoaccum.devices.simulated.simulation_requests import Tracer
+    from autoaccum.devices.simulated.trace_cache import TraceCache
+
+    return TraceCache, partial(Tracer, settings)
 
 
 def _simulated_fields(settings: TrialSettings) -> dict[str, Any]:

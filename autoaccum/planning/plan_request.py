@@ -22,6 +22,7 @@ timed; for a simulated card by an estimate."""
 _MIN_LOAD_SECONDS = 30.0
 """The least time to load and check the workload, whatever the time limit is: no plan is made without."""
 _MAX_SAMPLES, _MAX_RANKS = 10_000_000, 100_000
+_MOST_WITHOUT_TARGET = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PlanRequest:
     """The request for a plan.
 
     Attributes:
-        target_batch: Samples per update, over all ranks.
+        target_batch: Samples per update, over all ranks; None: of a command, the largest micro-batch is the answer.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
         fit_micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one
@@ -47,7 +48,7 @@ class PlanRequest:
             equal parts do not divide the target, or a flag is neither True nor False.
     """
 
-    target_batch: int
+    target_batch: int | None
     options: Options = field(default_factory=Options)
     max_micro_batch: int | None = None
     max_trials: int | None = None
@@ -90,6 +91,8 @@ class PlanRequest:
     @property
     def rank_samples(self) -> int:
         """Samples per update on the rank with the longest share."""
+        if self.target_batch is None:
+            return self.max_micro_batch or _MOST_WITHOUT_TARGET
         return even_parts(self.target_batch // self.multiple_of, self.options.world_size)[0] * self.multiple_of
 
     @property
@@ -123,7 +126,7 @@ class PlanRequest:
                 hint="give a larger one",
             )
         each = self.multiple_of
-        if self.exact_max:
+        if self.exact_max or self.target_batch is None:
             return range(least_size, self.cap + 1, each)
         sizes = part_sizes(self.rank_samples, self.cap, equal=self.options.equal, multiple_of=each)
         trainable = [size for size in sizes if size >= least_size]
@@ -154,7 +157,9 @@ class PlanRequest:
         return tuple(sizes.values())
 
     def schedule(self, ceiling: int) -> Schedule:
-        """Cut the target into the fewest parts of at most `ceiling` samples."""
+        """Cut the target into the fewest parts of at most `ceiling` samples; without one, an update is one part."""
+        if self.target_batch is None:
+            return Schedule(((ceiling,),) * self.options.world_size)
         return make_schedule(
             self.target_batch,
             ceiling,

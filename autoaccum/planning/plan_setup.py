@@ -18,6 +18,7 @@ from autoaccum.errors import UsageError
 from autoaccum.messages import Message
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.sources.command import CommandSource
 from autoaccum.sources.source import FileSource, Source
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ def make_setup(
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     options = request.options
+    if isinstance(workload, CommandSource):
+        settings = TrialSettings(
+            source=workload,
+            rank_samples=request.rank_samples,
+            options=options,
+            load_limit_seconds=request.load_limit_seconds,
+            on_output=on_output,
+        )
+        return PlanSetup(make_device(settings), settings)
     given = resolve_workload(workload, live or {}, options, rank_samples=request.rank_samples, verb=verb)
     tensors = None
     with ExitStack() as files:

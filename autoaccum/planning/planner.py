@@ -38,6 +38,7 @@ from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
+    from autoaccum.sources.command import CommandSource
     from autoaccum.sources.workload import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
@@ -46,7 +47,7 @@ _FORECAST_TIME_SHARE = 0.25
 
 
 def make_plan(
-    workload: str | os.PathLike[str] | Workload | None,
+    workload: str | os.PathLike[str] | Workload | CommandSource | None,
     request: PlanRequest,
     *,
     live: Mapping[str, Any] | None = None,
@@ -56,7 +57,7 @@ def make_plan(
     """Plan what `autoaccum.plan` is asked for.
 
     Args:
-        workload: The name of a file, a Workload, or None where live objects are given.
+        workload: The name of a file, a Workload, a command, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
         live: Live objects by the names of `autoaccum.plan`'s arguments; those not given are None or left out.
         on_event: Called with each record of `autoaccum.planning.plan_events`.

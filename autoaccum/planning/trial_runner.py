@@ -51,6 +51,7 @@ class TrialRunner:
     Attributes:
         trials: All trials so far, in order; nothing is ever removed.
         needs_whole_batch: Whether the parts of an update need each other: trials run the whole schedule.
+        is_command: Whether a command runs: the trial that confirms its schedule runs all parts of an update.
         of_all_ranks: Whether a rank holds the outputs of all: trials run the parts of all ranks.
 
     Args:
@@ -76,12 +77,14 @@ class TrialRunner:
         self._least_size, self._start_seconds = inspection.least_size, start_seconds
         self.trials: list[Trial] = []
         self.needs_whole_batch = inspection.workload.whole_batch is not None
+        self.is_command = bool(inspection.workload.command)
         # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
         self.of_all_ranks = request.options.world_size > 1 and inspection.workload.whole_batch == "recompute"
 
     def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`, within the limits unless `unlimited`."""
-        parts, reserve = self.parts_to_try(size, fresh=fresh), self._reserve_seconds
+        schedule, reserve = self._request.schedule(size), self._reserve_seconds
+        parts = schedule.micro_batches if self.is_command and unlimited else self.parts_to_try(size, fresh=fresh)
         left = None
         if not unlimited:
             self._limits.check_number(len(self.trials))
@@ -89,8 +92,9 @@ class TrialRunner:
         trial = self._run(parts, fresh=fresh, limit_seconds=left)
         if trial.timed_out and left is not None:  # If time is left, the trial's own limit ended it: an error.
             self._limits.seconds_left(reserve)
+        if self.is_command:  # It may hold all that it reads for an update.
+            return dataclasses.replace(trial, fresh=trial.fresh and parts == schedule.micro_batches)
         # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
-        schedule = self._request.schedule(size)
         confirms = not self._scales(schedule, fresh=fresh) or parts == schedule.trial_parts
         return trial if confirms else dataclasses.replace(trial, fresh=False)
 
@@ -108,7 +112,7 @@ class TrialRunner:
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self._least_size
         if self.needs_whole_batch:
-            samples = self._request.target_batch if self.of_all_ranks else self._request.rank_samples
+            samples = schedule.target_batch if self.of_all_ranks else self._request.rank_samples
             ranks = schedule.ranks if self.of_all_ranks else (schedule.micro_batches,)
             all_parts = tuple(part for parts in ranks for part in parts if part)
             return all_parts if is_own else (size,) * max(2, samples // size)
@@ -124,7 +128,7 @@ class TrialRunner:
                 return time_update(size)
 
             name = self._device.describe().card or self._device.name
-            return measure_throughput(time_one, self._request.target_batch, sizes, name)
+            return measure_throughput(time_one, self._request.target_batch or sizes[-1], sizes, name)
 
     def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:
         """Return whether a trial is predicted from traces of other sizes."""

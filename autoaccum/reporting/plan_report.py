@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
+from autoaccum.sources.command import fill_sizes
 from autoaccum.spec import OFFLOADS
 from autoaccum.units import MIB, format_bytes, format_parts, format_rate
 
@@ -132,6 +134,8 @@ def describe_extra_memory(plan: Plan) -> list[str]:
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     """Return the line of Python that trains by the plan: with its file, or with its numbers; or what gives it."""
     workload, spec = plan.workload, plan.spec
+    if workload.command:
+        return command_line(workload.command, plan)
     if trainer := workload.recipe.trainer:
         if trainer != "transformers" or spec.precision == "fp16":
             return f"the arguments that --for {trainer} prints"
@@ -153,6 +157,12 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if workload.recipe.batch == "own":
         options += ["split=split", "size=size"]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
+
+
+def command_line(words: Sequence[str], plan: Plan) -> str:
+    """Return a command with the sizes of a plan in their places."""
+    sizes = {name: getattr(plan, name) for name in ("micro_batch", "iter_size", "world_size")}
+    return shlex.join(fill_sizes(words, **sizes))
 
 
 def _parts(plan: Plan) -> str:

@@ -12,7 +12,7 @@ REFUSED = {
     "": {
         "plam": "no such command 'plam'",
         "plan": "missing argument 'WORKLOAD': see `autoaccum plan --help`",
-        "plan model.py": "missing option '--target-batch'",
+        "plan model.py": "no target batch is given: say how many samples make an update (--target-batch N)",
         "plan model.py --target-batch 0": "'--target-batch': 0 is not in the range x>=1: see `autoaccum plan --help`",
         "plan model.py --target-batch 2.5": "'2.5' is not a valid integer",
         "plan model.py:MODEL --target-batch 8 --force -o model.py": "-o names the workload itself, model.py",

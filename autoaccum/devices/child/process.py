@@ -85,6 +85,7 @@ class ChildProcess:
         measured: Whether its memory is measured; one that is not is faster (`child_environment`).
         paths: Where its modules are; None: where this process finds them.
         owner: As the attribute.
+        grace_seconds: The time that it has to end by itself what it started, whenever it is ended.
 
     Raises:
         UsageError: This process is such a child itself.
@@ -99,6 +100,7 @@ class ChildProcess:
         measured: bool = True,
         paths: ImportPaths | None = None,
         owner: str = "the machine",
+        grace_seconds: float = 0.0,
     ) -> None:
         if _INSIDE in os.environ:
             raise UsageError(
@@ -108,7 +110,7 @@ class ChildProcess:
         self._on_output = on_output
         self._printed = b""
         self._ended = False
-        self.owner, self.calls = owner, 0
+        self.owner, self.calls, self._grace_seconds = owner, 0, grace_seconds
         self._connection, theirs = Pipe()
         try:
             self._process = start_process(
@@ -152,11 +154,18 @@ class ChildProcess:
             JobFailed: The job failed, and the child can run another.
             ChildDied: It died or took too long, and was ended.
         """
-        preparing, self._preparing = self._preparing, None
-        if preparing is not None:
-            self._wait_for_reply(preparing, _START_SECONDS)
+        self._wait_for_start()
+        self.post(request)
+        return self.receive(request, limit_seconds)
+
+    def post(self, request: Request[Any]) -> None:
+        """Send a request, whose reply is to be received later, so that several children can work at once."""
         self.calls += 1
         self._send(request)
+
+    def receive(self, request: Request[Reply], limit_seconds: float) -> Reply:
+        """Wait for the reply to the request that was posted last; raises as `call`."""
+        self._wait_for_start()
         return self._wait_for_reply(request, limit_seconds)
 
     def run(self, request: Request[Reply], limit_seconds: float) -> Reply:
@@ -186,6 +195,7 @@ class ChildProcess:
         if self._ended:
             return
         self._ended = True
+        grace_seconds = max(grace_seconds, self._grace_seconds)
         try:
             self._connection.close()
             deadline = time.monotonic() + grace_seconds
@@ -201,6 +211,11 @@ class ChildProcess:
             self._pass_output(last=True)
             if self._process.stdout is not None:
                 self._process.stdout.close()
+
+    def _wait_for_start(self) -> None:
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None:
+            self._wait_for_reply(preparing, _START_SECONDS)
 
     def _send(self, request: Request[Any]) -> None:
         """Send a request; a child that has died is noticed when its reply is waited for."""

@@ -157,6 +157,11 @@ class ParentConnection:
             return None
         return read_request(message)
 
+    @property
+    def parent_has_gone(self) -> bool:
+        """Whether the parent has closed its end, or was ended; while a job runs, it sends nothing."""
+        return bool(self._connection.poll())
+
     def reply(self, reply: Any) -> None:
         """Reply to a request, by a `Failure` where its job failed."""
         if os.getpid() != self._pid:  # A copy that the workload made by os.fork: only the original answers.

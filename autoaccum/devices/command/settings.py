@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import msgspec
-
 from autoaccum.devices.child.failures import Failure
 from autoaccum.messages import Message
-from autoaccum.serialization import read_record
+from autoaccum.serialization import decode_record, encode_record
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 
@@ -111,7 +109,8 @@ class ProcessReport:
         world_size: The number of ranks, by the launcher; 1 without one.
         updates: The number of updates it made.
         backwards: The backward passes of each update.
-        batches: For each call of an outermost module in the last update, the shapes of its tensors in order.
+        first_batch: The shapes of the tensors that the first call of an outermost module had.
+        batches: For each such call in the last update, the shapes of its tensors in order.
         peak_reserved_bytes, peak_allocated_bytes, allocator_retries: As of `Trial`.
         caught_oom: Whether it ran out of memory, caught that, and went on.
         message: Why its outcome is `tight`, or not `ok`, though it ran to its end.
@@ -132,6 +131,7 @@ class ProcessReport:
     world_size: int = 1
     updates: int = 0
     backwards: tuple[int, ...] = ()
+    first_batch: tuple[tuple[int, ...], ...] = ()
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
     outcome: Literal["ok", "tight", "oom"] = "ok"
     message: str | None = None
@@ -157,15 +157,15 @@ def write_record(path: Path, record: WatchSettings | ProcessReport) -> None:
     """Write a record to a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(record, enc_hook=dict))
+    partial.write_bytes(encode_record(record))
     partial.replace(path)
 
 
 def read_settings(path: str) -> WatchSettings:
     """Return the settings that `write_record` wrote."""
-    return read_record(msgspec.json.decode(Path(path).read_bytes()), WatchSettings)
+    return decode_record(Path(path).read_bytes(), WatchSettings)
 
 
 def read_report(path: Path) -> ProcessReport:
     """Return the report that `write_record` wrote."""
-    return read_record(msgspec.json.decode(path.read_bytes()), ProcessReport)
+    return decode_record(path.read_bytes(), ProcessReport)

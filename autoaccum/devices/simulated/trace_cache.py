@@ -295,6 +295,7 @@ def run_on_cards(
     rank_samples: int,
     *,
     confirms: bool = False,
+    kind: type[TraceCache] = TraceCache,
 ) -> Generator[tuple[Card, _Result], None, None]:
     """Run something on each card; cards that answer alike share their traces, and come together.
 
@@ -306,6 +307,7 @@ def run_on_cards(
         make_tracer: Starts a process that traces the workload on a card, of which others may share the traces.
         rank_samples: As of `TraceCache`.
         confirms: As of `TraceCache`.
+        kind: The class of the traces.
     """
     waiting, replays = list(cards), Replays()
     traces: TraceCache | None = None
@@ -315,7 +317,7 @@ def run_on_cards(
             alike = tuple(others)
             tracer = None if traces is None else traces.hand_on(first, alike)
             start = partial(make_tracer, first, alike)
-            traces = TraceCache(start, rank_samples, confirms=confirms, replays=replays, alike=alike, tracer=tracer)
+            traces = kind(start, rank_samples, confirms=confirms, replays=replays, alike=alike, tracer=tracer)
             for card in (first, *others):
                 if card in (first, *traces.alike):
                     result = run(card, traces)

@@ -1,0 +1,109 @@
+"""Trials of a command on the CPU or a card of this machine: each is a run of it, in processes of its own."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
+from autoaccum.devices.budget import AvailableMemory, choose_budget
+from autoaccum.devices.child.failures import JobFailed, failure_error
+from autoaccum.devices.command.command_runs import (
+    CommandRun,
+    Observations,
+    first_report,
+    inspection_of,
+    trial_of,
+)
+from autoaccum.devices.command.settings import ProcessReport
+from autoaccum.devices.cpu import describe_host
+from autoaccum.devices.cuda import InstalledCard
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.serialization import read_record
+from autoaccum.spec import DeviceFacts
+
+_PROBE_SIZE = 2
+
+
+class CommandDevice(Device):
+    """A device of this machine on which a command runs.
+
+    A first run, without a limit, tells what the command does; the budget is chosen then. Each trial is a run of the
+    command that ends after its last update (`Options.updates`). What counts of its memory is said in
+    `devices.command.watch`; of several ranks, each is held to the budget.
+
+    Args:
+        settings: The settings that all trials share.
+        index: The index of the card; None: the CPU.
+    """
+
+    def __init__(self, settings: TrialSettings, index: int | None) -> None:
+        self._settings, self._index = settings, index
+        self._observations = Observations.of(settings)
+        self._inspection: Inspection | None = None
+        self._host: AvailableMemory | None = None
+        self._card: InstalledCard | None = None
+        self._limit_bytes = 0
+
+    @property
+    def name(self) -> str:
+        """`cpu` or `cuda:N`."""
+        return "cpu" if self._index is None else f"cuda:{self._index}"
+
+    @property
+    def limit_bytes(self) -> int:
+        """The budget in bytes; the first use runs the command."""
+        self.inspect()
+        return self._limit_bytes
+
+    def describe(self) -> DeviceFacts:
+        """As `Device`."""
+        self.inspect()
+        if self._card is not None:
+            return self._card.describe(self.name, self._limit_bytes)
+        assert self._host is not None
+        return describe_host(self._host, self._limit_bytes)
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`, by a run in micro-batches of two samples."""
+        if self._inspection is None:
+            options = self._settings.options
+            size = max(_PROBE_SIZE, options.spec.get("multiple_of") or 1)
+            parts = self._observations.parts(min(size, self._settings.rank_samples))
+            trial, report = self._run(parts, None, limit_seconds)
+            if trial.outcome == "oom":
+                raise DoesNotFitError(trial.message or "", hint=f"it needs more memory than {self.name} has free")
+            if report is None or not trial.ran:
+                if trial.fault == "user":
+                    raise WorkloadError(trial.message or "", user_traceback=trial.traceback)
+                raise NotMeasuredError(trial.message or "")
+            if self._index is None:
+                available = self._host = read_host_memory()
+            else:
+                self._card = read_record(report.available["card"], InstalledCard)
+                available = self._card.available
+            self._limit_bytes = choose_budget(available, options.memory, options.reserve)
+            self._inspection = inspection_of(
+                self._settings, report, update_bytes=trial.peak_reserved_bytes, update_samples=parts[0]
+            )
+        return self._inspection
+
+    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+        return self._run(parts, limit_bytes, limit_seconds)[0]
+
+    def _run(
+        self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None
+    ) -> tuple[Trial, ProcessReport | None]:
+        with closing(CommandRun(self._settings, parts, device=self.name, limit_bytes=limit_bytes)) as run:
+            try:
+                end = run.wait(limit_seconds)
+            except JobFailed as failed:
+                raise failure_error(failed.failure, self.name) from None
+        trial = trial_of(end, parts, crashes_for_memory=self._index is None)
+        report = first_report(end)
+        if trial.ran and report is not None and (error := self._observations.check(parts, report)) is not None:
+            trial = Trial(parts=parts, outcome="error", message=str(error), fault="user", seconds=trial.seconds)
+        return trial, report
+
+    def close(self) -> None:
+        """Do nothing: each run has ended."""

@@ -1,0 +1,265 @@
+"""Runs of a command as trials: what it is told, what it did, and whether that is what it was told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sysconfig
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.child.process import ChildProcess, child_environment
+from autoaccum.devices.command.settings import ProcessReport, WatchSettings
+from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
+from autoaccum.errors import WorkloadError
+from autoaccum.messages import message
+from autoaccum.options import resolve_spec
+from autoaccum.sources.command import CommandSource
+from autoaccum.spec import WorkloadFacts
+
+_HOOK: Final = Path(__file__).resolve().parent / "hook"
+_GRACE_SECONDS: Final = 30.0
+_CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+_ENOUGH_UPDATES: Final = 2
+"""The second update finds the optimizer's state: a script that has data for no more is measured too."""
+
+
+class CommandRun:
+    """One run of a command, which begins at once; several can run at the same time.
+
+    Args:
+        settings: The settings that all trials share.
+        parts: The micro-batches of an update, in samples, all equal.
+        watch: Further fields of `WatchSettings`.
+
+    Raises:
+        NotMeasuredError: Its process cannot be started.
+    """
+
+    def __init__(self, settings: TrialSettings, parts: tuple[int, ...], **watch: Any) -> None:
+        source, options = settings.source, settings.options
+        assert isinstance(source, CommandSource)
+        self._source, self.parts = source, parts
+        self._files = ExitStack()
+        self.folder = Path(self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")))
+        self.watch = WatchSettings(
+            folder=str(self.folder), parts=parts, updates=options.updates, values=options.values, **watch
+        )
+        words = source.fill(micro_batch=max(parts), iter_size=len(parts), world_size=options.world_size)
+        self._process = ChildProcess(
+            "autoaccum.devices.command.supervisor:Supervisor",
+            on_output=settings.on_output,
+            measured=False,
+            grace_seconds=_GRACE_SECONDS,
+        )
+        self._files.callback(self._process.close)
+        self._request = RunCommand(
+            words=tuple(words),
+            folder=source.folder,
+            environment=command_environment(self.watch.device),
+            settings=self.watch,
+            limit_seconds=settings.job_seconds(),
+            shows_output=settings.on_output is not None,
+        )
+        self._process.post(self._request)
+
+    def wait(self, limit_seconds: float | None = None) -> CommandEnd:
+        """Return how it ended; it is closed then, but for its folder.
+
+        Raises:
+            JobFailed: It could not be run.
+        """
+        seconds = min(self._request.limit_seconds, limit_seconds or self._request.limit_seconds)
+        return self._process.receive(self._request, seconds + _GRACE_SECONDS)
+
+    def close(self) -> None:
+        """End everything that it started, and remove its files. Idempotent."""
+        self._files.close()
+
+
+def command_environment(device: str | None) -> dict[str, str]:
+    """Return the environment of a command: this process's, with the hook, and the device as its only one.
+
+    On the CPU memory is made repeatable (`child_environment`).
+    """
+    environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    if device == "cpu":
+        names = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
+        environment |= {name: value for name, value in child_environment().items() if name in names}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif device is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = int(device.partition(":")[2] or 0)
+        if "LOCAL_RANK" not in os.environ and index:
+            environment["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), os.environ.get("PYTHONPATH")]))
+    environment["AUTOACCUM_PACKAGES"] = sysconfig.get_path("purelib")
+    return environment
+
+
+def trial_of(end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: bool = False) -> Trial:
+    """Return the trial that a run was.
+
+    If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`).
+    """
+    trial = Trial(parts=parts, outcome="ok", seconds=end.seconds, timed_out=end.timed_out, fresh=True)
+    doing = f"micro-batch {max(parts)}"
+
+    def failed(text: str, **fields: Any) -> Trial:
+        usual = {"outcome": "error", "fault": "user", "message": f"{doing}: {text}", "traceback": end.output}
+        return dataclasses.replace(trial, **{**usual, **fields})
+
+    failures = [report.failure for report in end.reports if report.failure is not None]
+    for failure in sorted(failures, key=lambda failure: failure.outcome != "oom"):
+        return trial.failed(failure)
+    if end.is_oom_kill:
+        text = "a process was ended by the kernel for lack of memory"
+        return failed(text, outcome="oom", fault=None, traceback=None)
+    report = first_report(end)
+    if report is not None and report.updates >= _ENOUGH_UPDATES and (end.exit_status or 0) == 0 and not end.timed_out:
+        return _measured(trial, end)
+    if end.timed_out:
+        seen = "" if report is None else f" after {_counted(report)}"
+        return failed(f"the command took longer than the limit on time{seen}, and was ended", fault="measurement")
+    if crashes_for_memory and end.exit_status in {*(-number for number in _CRASHES), *(128 + n for n in _CRASHES)}:
+        text = f"the command crashed with exit status {end.exit_status}, as libraries do that get no memory"
+        return failed(text, outcome="oom", fault=None, is_definite_oom=False, traceback=None)
+    if end.exit_status:
+        return failed(f"the command left with exit status {end.exit_status}")
+    seen = "no Python process in it has imported torch" if report is None else f"it made {_counted(report)}"
+    return failed(
+        f"the command ended before its second update ({seen}): let it train for {_ENOUGH_UPDATES} updates or more",
+        fault="measurement",
+    )
+
+
+def first_report(end: CommandEnd) -> ProcessReport | None:
+    """Return the report of the process that trains; of several ranks, the first."""
+    return max(end.reports, key=lambda report: (report.updates, sum(report.backwards), -report.rank), default=None)
+
+
+def _counted(report: ProcessReport) -> str:
+    return f"{report.updates} optimizer steps and {sum(report.backwards)} backward passes"
+
+
+def _measured(trial: Trial, end: CommandEnd) -> Trial:
+    """Return a trial with the worst outcome and the highest peaks of its ranks."""
+    order = ("ok", "tight", "oom")
+    worst = max(end.reports, key=lambda report: order.index(report.outcome))
+
+    def highest(name: str) -> Any:
+        return max((value for report in end.reports if (value := getattr(report, name)) is not None), default=None)
+
+    names = ("peak_reserved_bytes", "peak_allocated_bytes", "allocator_retries")
+    peaks = {name: highest(name) for name in names}
+    return dataclasses.replace(trial, outcome=worst.outcome, message=worst.message, **peaks)
+
+
+@dataclass
+class Observations:
+    """What a script does with its sizes, from all its runs so far: a run that contradicts is refused.
+
+    Attributes:
+        source: The command.
+        first: The micro-batch of the first run, and the shapes of its batches.
+    """
+
+    source: CommandSource
+    first: tuple[int, list[int]] | None = None
+    place: int | None = None
+
+    @classmethod
+    def of(cls, settings: TrialSettings) -> Observations:
+        """Return those of a command that has not run yet."""
+        assert isinstance(settings.source, CommandSource)
+        return cls(settings.source)
+
+    def parts(self, size: int) -> tuple[int, ...]:
+        """Return the parts of a run that shows whether a size fits: two micro-batches, if the command can be told."""
+        return (size, size) if self.source.takes_iter_size else (size,)
+
+    def check(self, parts: tuple[int, ...], report: ProcessReport) -> WorkloadError | None:
+        """Return why a run of these parts was not what the command was told; None if it was.
+
+        The samples are the first dimension that differs between runs of two micro-batches: as many for each sample of
+        the micro-batch in all runs. Backward passes per update are a multiple of the micro-batches of an update.
+        """
+        size, iter_size = max(parts), len(parts)
+        backwards = report.backwards[-1] if report.backwards else 0
+        if self.source.takes_iter_size and iter_size > 1 and backwards % iter_size:
+            passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
+            return WorkloadError(
+                f"the script makes one update per {passes}, not per {iter_size}: {self._option('{iter_size}')} is"
+                " ignored",
+                hint="let the script take an optimizer step after so many micro-batches only",
+            )
+        shrunk = report.caught_oom or _sizes_of([report.first_batch]) != _sizes_of(report.batches[-1:])
+        lengths = _sizes_of(report.batches)
+        if self.first is None:
+            self.first = size, lengths
+            return None
+        before, first = self.first
+        if size == before or len(lengths) < 1 or len(first) < 1:
+            return None
+        if self.place is None:
+            self.place = next(
+                (at for at, pair in enumerate(zip(first, lengths, strict=False)) if len(set(pair)) > 1), None
+            )
+            if self.place is None:
+                return WorkloadError(
+                    f"the script's batches have the same shapes at {{micro_batch}} = {before} and {size}:"
+                    f" {self._option('{micro_batch}')} is ignored",
+                    hint="write {micro_batch} where the command takes its batch size",
+                )
+        if self.place >= len(lengths) or lengths[self.place] * before != first[self.place] * size:
+            asked = first[self.place] * size // before
+            seen = lengths[self.place] if self.place < len(lengths) else 0
+            why = (
+                "it ran out of memory, caught that, and went on with smaller ones" if shrunk else "its data has no more"
+            )
+            return WorkloadError(
+                f"at {{micro_batch}} = {size} the script's batches have {seen} rows, not {asked}: {why}",
+                hint=f"try no larger size than it trains with (--max-micro-batch {before * seen // first[self.place]})",
+            )
+        return None
+
+    def _option(self, place: str) -> str:
+        """Return the option of the command that takes a size."""
+        words = self.source.words
+        at = next(at for at, word in enumerate(words) if place in word)
+        word = words[at].replace(place, "").rstrip("=: ")
+        return word or (words[at - 1] if at else place)
+
+
+def _sizes_of(calls: Any) -> list[int]:
+    return [length for call in calls for shape in call for length in shape]
+
+
+def inspection_of(settings: TrialSettings, report: ProcessReport, **fields: Any) -> Inspection:
+    """Return what a first run tells of a command."""
+    source = settings.source
+    assert isinstance(source, CommandSource)
+    warnings = [message("command_batchnorm", layers=list(report.batchnorms))] if report.batchnorms else []
+    return Inspection(
+        workload=WorkloadFacts(
+            name=source.files[0].name if source.files else source.words[0],
+            digest=source.digest,
+            model=report.model,
+            parameters=report.parameters,
+            parameter_bytes=report.parameter_bytes,
+            dtypes=report.dtypes,
+            optimizer=report.optimizer,
+            loss="model",
+            reduction="mean",
+            command=tuple(source.words),
+        ),
+        spec=resolve_spec({"precision": report.precision}, settings.options.spec),
+        environment=report.environment,
+        accumulation_warnings=tuple(warnings),
+        **fields,
+    )

@@ -1,0 +1,193 @@
+"""Traces of a command on a simulated card: each is a run of the command, in processes of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.budget import Deadline
+from autoaccum.devices.child.failures import JobFailed, failure_error
+from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.command.command_runs import (
+    CommandRun,
+    Observations,
+    first_report,
+    inspection_of,
+    trial_of,
+)
+from autoaccum.devices.command.settings import ProcessReport
+from autoaccum.devices.simulated.simulation_requests import (
+    CountCost,
+    LabelParts,
+    ListAlike,
+    SuggestChanges,
+    TraceParts,
+    Tracer,
+    UseCard,
+)
+from autoaccum.devices.simulated.trace_cache import Choose, TraceCache
+from autoaccum.devices.trial_requests import Inspect, PartsRequest
+from autoaccum.errors import NotMeasuredError, WorkloadError
+from autoaccum.messages import message
+from autoaccum.simulation.cards import Card
+from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.tracing.trace_scaling import AffineTrace, fit_affine_trace
+
+_SAME_BYTES = 0.01
+"""The share by which the tensors of a run may differ from those that small runs let expect."""
+
+
+class CommandTracer(Tracer):
+    """Answers the requests of `simulation_requests` by runs of a command on a simulated card.
+
+    The runs of the two small sizes that others are extrapolated from begin together.
+
+    Args:
+        settings: The settings that all trials share.
+        card: The card.
+        others: Cards that may share the traces.
+    """
+
+    def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
+        self._settings, self._card, self._others = settings, card, others
+        self._observations = Observations.of(settings)
+        self._running: dict[tuple[int, ...], CommandRun] = {}
+        self._known: dict[tuple[int, ...], ProcessReport] = {}
+        self._alike = {other.name for other in others}
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Answer a request.
+
+        Raises:
+            WorkloadError: The command fails, or does not do what it is told.
+            NotMeasuredError: It cannot be simulated, or took too long.
+        """
+        answer: Any = self._answer(request, limit_seconds)
+        return answer  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End all runs."""
+        while self._running:
+            self._running.popitem()[1].close()
+
+    def _answer(self, request: Request[Any], limit_seconds: float | None) -> Any:
+        if isinstance(request, Inspect):
+            step = self._settings.options.spec.get("multiple_of") or 1
+            small = [self._observations.parts(size) for size in small_sizes(step)]
+            for parts in small:
+                if max(parts) <= self._settings.rank_samples:
+                    self._start(parts)
+            report = self._report(small[0] if self._running else self._observations.parts(1), limit_seconds)
+            assert report.simulated is not None
+            seen = report.simulated
+            return inspection_of(self._settings, report, cautions=seen.notices, notes=seen.notes)
+        if isinstance(request, ListAlike):
+            return tuple(self._alike)
+        if isinstance(request, UseCard):
+            return False
+        if isinstance(request, SuggestChanges):
+            return ()
+        assert isinstance(request, PartsRequest)
+        parts = request.parts
+        purpose = "label" if isinstance(request, LabelParts) else "cost" if isinstance(request, CountCost) else "trace"
+        report = self._report(self._told(parts), limit_seconds, purpose)
+        assert report.simulated is not None
+        if isinstance(request, TraceParts):
+            assert report.simulated.trace is not None
+            return dataclasses.replace(report.simulated.trace, parts=parts)
+        if isinstance(request, LabelParts):
+            labelled = report.simulated.labelled
+            assert labelled is not None
+            return dataclasses.replace(labelled, trace=dataclasses.replace(labelled.trace, parts=parts))
+        return report.simulated.cost
+
+    def _told(self, parts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the parts that the command can be told."""
+        return parts if self._observations.source.takes_iter_size else parts[:1]
+
+    def _start(self, parts: tuple[int, ...], purpose: str = "trace") -> CommandRun:
+        options = self._settings.options
+        run = CommandRun(
+            self._settings,
+            parts,
+            card=self._card,
+            others=self._others,
+            world_size=options.world_size,
+            purpose=purpose,
+        )
+        if purpose == "trace":
+            self._running[parts] = run
+        return run
+
+    def _report(self, parts: tuple[int, ...], limit_seconds: float | None, purpose: str = "trace") -> ProcessReport:
+        """Return the report of a run of these parts, which begins now if it has not begun."""
+        if purpose == "trace" and parts in self._known:
+            return self._known[parts]
+        run = self._running.pop(parts, None) if purpose == "trace" else None
+        run = run or self._start(parts, purpose)
+        try:
+            end = run.wait(limit_seconds)
+        except JobFailed as failed:
+            raise failure_error(failed.failure, f"the simulated {self._card.name}") from None
+        finally:
+            self._running.pop(parts, None)
+            run.close()
+        trial, report = trial_of(end, parts), first_report(end)
+        if not trial.ran or report is None or report.simulated is None:
+            text = trial.message or "nothing was recorded"
+            if trial.fault == "user":
+                raise WorkloadError(text, user_traceback=trial.traceback)
+            raise NotMeasuredError(text)
+        if (error := self._observations.check(parts, report)) is not None:
+            raise error
+        self._alike &= set(report.simulated.alike)
+        if purpose == "trace":
+            self._known[parts] = report
+        return report
+
+
+class CommandTraces(TraceCache):
+    """The traces of a command, which runs whole for each.
+
+    Two small sizes give all others, and the run that confirms a size checks them.
+    """
+
+    def traces_of(self, parts: tuple[int, ...], deadline: Deadline, *, fresh: bool) -> list[Trace]:
+        """As `TraceCache.traces_of`."""
+        size = max(parts)
+        trace = None if fresh and self.confirms else self.extrapolate((size, size), deadline)
+        return [trace or self.make(parts, deadline)]
+
+    def keep(self, made: Trace) -> None:
+        """As `TraceCache.keep`; one whose tensors take other memory than expected ends the extrapolation."""
+        traces, size = self._traces, max(made.parts)
+        traces.made[made.parts] = made
+        if traces.affine is None or size in traces.affine.sizes:
+            return
+        expected, seen = (_most_held(trace) for trace in (traces.affine.at(size), made))
+        if abs(expected - seen) > _SAME_BYTES * seen:
+            traces.refute(message("trace_differs", parts=list(made.parts), sizes=list(traces.affine.sizes)))
+
+    def _fit(self, deadline: Deadline, choose: Choose | None) -> AffineTrace:
+        return fit_affine_trace([self.make((size, size), deadline) for size in small_sizes(self.step)])
+
+
+def small_sizes(step: int) -> tuple[int, int]:
+    """Return the two sizes that others are extrapolated from, multiples of `step`.
+
+    >>> small_sizes(1), small_sizes(8)
+    ((2, 5), (8, 24))
+    """
+    return (2, 5) if step == 1 else (step, 3 * step)
+
+
+def _most_held(trace: Trace) -> int:
+    """Return the most bytes that tensors hold at once, without workspaces."""
+    held = most = 0
+    for event in trace.events:
+        size = trace.sizes[event if event >= 0 else ~event]
+        if isinstance(size, int) and size > 0:
+            held += size if event >= 0 else -size
+            most = max(most, held)
+    return most
