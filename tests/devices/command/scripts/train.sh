@@ -1,0 +1,9 @@
+#!/bin/bash
+# ./train.sh --batch-size 16 --accum 2
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+echo "training on $(hostname)"
+${PYTHON:-python} right.py --epochs 2 "$@"
+echo "done"
