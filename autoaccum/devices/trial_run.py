@@ -110,6 +110,16 @@ class TrialRun:
         return self.made
 
     @property
+    def models(self) -> Sequence[nn.Module]:
+        """The model, once it is built."""
+        return () if self.made is None else self.made[:1]
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Its optimizer, once it is built."""
+        return () if self.made is None else self.made[1:]
+
+    @property
     def averages(self) -> list[Tensor]:
         """The copies of weights and buffers, if there is an EMA."""
         return [] if self._ema is None else self._ema.tensors

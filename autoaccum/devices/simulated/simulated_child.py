@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import singledispatchmethod
 from importlib import import_module
@@ -53,7 +53,7 @@ from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.tracing.labelling import BlockLabeller
 from autoaccum.simulation.tracing.one_rank import prepare_ranks
-from autoaccum.simulation.tracing.recorder import Watcher
+from autoaccum.simulation.tracing.recorder import Watcher, manual_garbage_collection
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.sources.workload import Workload
@@ -125,22 +125,6 @@ class TracedTrial(TrialRun):
         with counter:
             self.trace(counter)
         return counter.cost(self._request.parts)
-
-
-@contextmanager
-def manual_garbage_collection() -> Iterator[None]:
-    """Collect garbage only on request, so that blocks are freed at the same place in every run.
-
-    The threshold of 0 keeps collection off even if the workload enables it, as some do after timing a section.
-    """
-    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
-    gc.disable()
-    gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        (gc.enable if was_enabled else gc.disable)()
 
 
 class SimulatedChild(Handler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
@@ -53,7 +53,7 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class ModuleTracker:
-    """Tracks which module of a model is running, in forward and in backward, within `tracking()`.
+    """Tracks which module of its models is running, in forward and in backward, within `tracking()`.
 
     Autograd gives each operation of forward a sequence number, which its backward node keeps (`_sequence_nr`; the next
     number is `torch.autograd._get_sequence_nr`). The tracker records the running module and this number whenever a
@@ -66,8 +66,9 @@ class ModuleTracker:
         owners: By parameter, the index of the module that has it.
     """
 
-    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
-        self._model = model
+    def __init__(self, models: Callable[[], Sequence[nn.Module]]) -> None:
+        self._models = models
+        self._firsts: list[int] = []
         self._modules: list[nn.Module] = []
         self._indices: dict[int, int] = {}
         self._stacks: WeakKeyDictionary[greenlet, list[tuple[int, bool]]] = WeakKeyDictionary()
@@ -110,13 +111,25 @@ class ModuleTracker:
         self._find_modules()
         return zip(self._modules, count(1), strict=False)
 
+    def name_modules(self) -> tuple[ModuleName, ...]:
+        """Return the names of the modules by their indices; with several models, each begins with its model's class."""
+        if len(self._firsts) < 2:
+            return tuple(self.names)
+        named = [NO_MODULE]
+        for index, (path, kind) in enumerate(self.names[1:], start=1):
+            model = self.names[self._firsts[bisect_right(self._firsts, index) - 1]].kind
+            named.append(ModuleName(f"{model}.{path}" if path else model, kind))
+        return tuple(named)
+
     def _find_modules(self) -> None:
-        model = None if self._modules else self._model()
-        if model is not None:
+        models = self._models()
+        for model in models[len(self._firsts) :]:
+            self._firsts.append(len(self.names))
             for path, module in walk_modules(model):
-                self._indices[id(module)] = len(self.names)
-                self._modules.append(module)
-                self.names.append(ModuleName(path, model_class(module).__name__))
+                if id(module) not in self._indices:
+                    self._indices[id(module)] = len(self.names)
+                    self._modules.append(module)
+                    self.names.append(ModuleName(path, model_class(module).__name__))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._find_modules()
@@ -135,9 +148,17 @@ class ModuleTracker:
 
 
 class Run(Protocol):
-    """A training step that runs: its model and optimizer once they are made, an EMA, and what the loop holds."""
+    """A training step that runs: its models and optimizers once they are made, an EMA, and what the loop holds."""
 
-    made: tuple[nn.Module, Optimizer] | None
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models that are made by now; more may follow."""
+        ...
+
+    @property
+    def optimizers(self) -> Iterable[Optimizer]:
+        """The optimizers that are made by now."""
+        ...
 
     @property
     def averages(self) -> Iterable[Tensor]:
@@ -159,7 +180,7 @@ class BlockLabeller(Watcher):
 
     Args:
         recorder: Records the blocks of the trial run.
-        trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
+        trial_run: Gives the models, the optimizers, and the tensors that the loop holds.
         library_tensors: Tensors that a library keeps, such as its dropout state.
         auxiliary_modules: Modules outside the model, such as a loss.
         allocators: As in `RankPurposes`.
@@ -175,7 +196,7 @@ class BlockLabeller(Watcher):
     ) -> None:
         self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
         self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
-        self._tracker = ModuleTracker(lambda: None if trial_run.made is None else trial_run.made[0])
+        self._tracker = ModuleTracker(lambda: trial_run.models)
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
@@ -219,7 +240,7 @@ class BlockLabeller(Watcher):
                 self._owners.setdefault(block, Owner("parameters", module))
         return LabelledTrace(
             trace=trace,
-            modules=tuple(self._tracker.names),
+            modules=self._tracker.name_modules(),
             origins=tuple(self._origins),
             owners={**self._exchanged, **self._owners},
         )
@@ -229,9 +250,9 @@ class BlockLabeller(Watcher):
         self._find_owners()
 
     def _find_owners(self) -> None:
-        if self._trial_run.made is None:
+        if not self._trial_run.models:
             return
-        self._optimizers[self._trial_run.made[1]] = None
+        self._optimizers.update(dict.fromkeys(self._trial_run.optimizers))
         self._search_modules()
         for optimizer in self._optimizers:
             self._search_optimizer(optimizer)
@@ -249,9 +270,9 @@ class BlockLabeller(Watcher):
                     self._tracker.owners.setdefault(parameter, index)
                     self._set_parameter_owner(parameter)
             self._set_owner("parameters", [buffer for buffer in module._buffers.values() if buffer is not None], index)
-        assert self._trial_run.made is not None
-        for gradient, module in unsharded_gradients(self._trial_run.made[0]):
-            self._set_owner("gradients", [gradient], self._tracker.index_of(module))
+        for model in self._trial_run.models:
+            for gradient, module in unsharded_gradients(model):
+                self._set_owner("gradients", [gradient], self._tracker.index_of(module))
 
     def _search_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

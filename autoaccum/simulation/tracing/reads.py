@@ -95,6 +95,12 @@ def reads_for_user() -> bool:
     return not is_own and _assumed_value(frame) is None
 
 
+def locate_read() -> str:
+    """Return the line that reads a value."""
+    frame = _calling_frame()
+    return "" if frame is None else _locate(frame)
+
+
 def unknown_value_error(tensor: Tensor) -> UnknownValueError:
     """Return the error for reading `tensor`."""
     text = f"a value is read from a tensor of shape {tuple(tensor.shape)} that is on the card"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,22 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Freed, MemoryStep, OutputAllocated, Phase, Trace, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
+
+
+@contextmanager
+def manual_garbage_collection() -> Iterator[None]:
+    """Collect garbage only on request, so that blocks are freed at the same place in every run.
+
+    The threshold of 0 keeps collection off even if the workload enables it, as some do after timing a section.
+    """
+    was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.disable()
+    gc.set_threshold(0)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        (gc.enable if was_enabled else gc.disable)()
 
 
 class Watcher:

@@ -157,7 +157,7 @@ def _patch_functions(mode: FakeCudaMode, stack: ExitStack) -> None:
         (FakeTensor, "__array__", read_array),
         (FakeTensor, "__dlpack__", _raise_unknown_value),
         (FakeTensor, "data_ptr", _data_ptr),
-        (torch.nn.DataParallel, "forward", _run_wrapped),
+        (torch.nn.DataParallel, "forward", run_on_card),
         (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
         patch(stack, owner, name, value)
@@ -258,10 +258,10 @@ def _data_ptr(tensor: torch.Tensor) -> int:
     return 0 if caller == "torch._tensor" else address
 
 
-def _run_wrapped(wrapper: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """Run what `nn.DataParallel` wraps, which is all that it does with one card."""
-    on_card = tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), [inputs, kwargs])
-    return wrapper.module(*on_card[0], **on_card[1])
+def run_on_card(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """Run what `nn.DataParallel` or DDP wraps, with its inputs on the card."""
+    inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), (inputs, kwargs))
+    return wrapper.module(*inputs, **kwargs)
 
 
 def _eager(notices: dict[Message, None], model: Any = None, **options: Any) -> Any:
@@ -302,7 +302,7 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
         if not starting.daemon and getattr(starting, "_target", None) is not thread._worker:
             starting.join(_WAIT_SECONDS)
 
-    def run_on_card(running: Any) -> None:
+    def run_thread(running: Any) -> None:
         with mode:
             run(running)
 
@@ -312,5 +312,5 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
         return future
 
     patch(stack, _Thread, "start", start_and_wait)
-    patch(stack, _Thread, "_bootstrap_inner", run_on_card)
+    patch(stack, _Thread, "_bootstrap_inner", run_thread)
     patch(stack, ThreadPoolExecutor, "submit", submit_and_wait)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.scores import Predicted
 
-from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.simulation.allocator.caching_allocator import read_settings
 from autoaccum.simulation.allocator.replay import Replayer
@@ -23,7 +22,7 @@ from autoaccum.simulation.cards import Card, ContextMemory, context_memory
 from autoaccum.simulation.torch_patches import torch_release
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.recorder import Recorder, manual_garbage_collection
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.sources.batches import move_batch
 from autoaccum.units import MIB

@@ -13,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.child.requests import reply_to_json
-from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.simulation.tracing.recorder import manual_garbage_collection
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.unsupported import UnknownValueError, UnsupportedError
 
