@@ -109,7 +109,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     if of_ranks and os.environ.get("RANK", "0") != "0":
         _plan_silently(workload, **request)
         return
-    if request["world_size"] > 1 and not of_ranks and _run_ranks(request):
+    if isinstance(workload, str) and request["world_size"] > 1 and not of_ranks and _run_ranks(request):
         return
     memory: MemoryReport | None = None
 

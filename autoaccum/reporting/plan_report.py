@@ -161,8 +161,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
 
 def command_line(words: Sequence[str], plan: Plan) -> str:
     """Return a command with the sizes of a plan in their places."""
-    sizes = {name: getattr(plan, name) for name in ("micro_batch", "iter_size", "world_size")}
-    return shlex.join(fill_sizes(words, **sizes))
+    sizes = fill_sizes(words, micro_batch=plan.micro_batch, iter_size=plan.iter_size, world_size=plan.world_size)
+    return shlex.join(sizes)
 
 
 def _parts(plan: Plan) -> str:

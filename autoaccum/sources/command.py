@@ -18,6 +18,8 @@ from autoaccum.sources.source import FileSource, Source
 MICRO_BATCH: Final = "{micro_batch}"
 ITER_SIZE: Final = "{iter_size}"
 WORLD_SIZE: Final = "{world_size}"
+TOTAL_ITER_SIZE: Final = "{total_iter_size}"
+"""The micro-batches of all ranks per update, for scripts that divide their option by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class CommandSource(Source):
     @property
     def takes_iter_size(self) -> bool:
         """Whether the command is told how many micro-batches an update has."""
-        return ITER_SIZE in self.name
+        return ITER_SIZE in self.name or TOTAL_ITER_SIZE in self.name
 
     def fill(self, *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
         """Return the words with sizes in their places; other braces stay as they are."""
@@ -82,10 +84,11 @@ class CommandSource(Source):
         raise UsageError(f"`{self.name}` is a command, and a workload is needed", hint="give a file, such as model.py")
 
 
-def fill_sizes(words: Sequence[str], **sizes: int) -> list[str]:
+def fill_sizes(words: Sequence[str], *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
     """Return the words of a command with each size in the place of its name."""
     filled = list(words)
-    for name, size in sizes.items():
+    sizes = {"micro_batch": micro_batch, "iter_size": iter_size, "world_size": world_size}
+    for name, size in {**sizes, "total_iter_size": iter_size * world_size}.items():
         filled = [word.replace(f"{{{name}}}", str(size)) for word in filled]
     return filled
 
@@ -128,6 +131,6 @@ def check_target(workload: Any, target_batch: int | None) -> None:
 def _quote(word: str) -> str:
     """Quote a word for a shell, but not for its places."""
     plain = word
-    for place in (MICRO_BATCH, ITER_SIZE, WORLD_SIZE):
+    for place in (MICRO_BATCH, ITER_SIZE, WORLD_SIZE, TOTAL_ITER_SIZE):
         plain = plain.replace(place, "")
     return word if plain == shlex.quote(plain) or not plain else shlex.quote(word)

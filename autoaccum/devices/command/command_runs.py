@@ -19,7 +19,7 @@ from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
 from autoaccum.errors import WorkloadError
 from autoaccum.messages import message
 from autoaccum.options import resolve_spec
-from autoaccum.sources.command import CommandSource
+from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, TOTAL_ITER_SIZE, CommandSource
 from autoaccum.spec import WorkloadFacts
 
 _HOOK: Final = Path(__file__).resolve().parent / "hook"
@@ -170,6 +170,7 @@ class Observations:
     """
 
     source: CommandSource
+    world_size: int = 1
     first: tuple[int, list[int]] | None = None
     place: int | None = None
 
@@ -177,7 +178,7 @@ class Observations:
     def of(cls, settings: TrialSettings) -> Observations:
         """Return those of a command that has not run yet."""
         assert isinstance(settings.source, CommandSource)
-        return cls(settings.source)
+        return cls(settings.source, settings.options.world_size)
 
     def parts(self, size: int) -> tuple[int, ...]:
         """Return the parts of a run that shows whether a size fits: two micro-batches, if the command can be told."""
@@ -190,13 +191,21 @@ class Observations:
         the micro-batch in all runs. Backward passes per update are a multiple of the micro-batches of an update.
         """
         size, iter_size = max(parts), len(parts)
+        if report.world_size > 1 and report.world_size != self.world_size:
+            return WorkloadError(
+                f"the command trains on {report.world_size} ranks, and the plan is for {self.world_size}",
+                hint=f"say so (--world-size {report.world_size}): the target batch is that of all ranks",
+            )
         backwards = report.backwards[-1] if report.backwards else 0
         if self.source.takes_iter_size and iter_size > 1 and backwards % iter_size:
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
+            option = self._option(TOTAL_ITER_SIZE if TOTAL_ITER_SIZE in self.source.name else ITER_SIZE)
+            if backwards * self.world_size == iter_size > backwards:
+                why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
+            else:
+                why, way_out = f"ignores {option}", "let it take an optimizer step after so many micro-batches only"
             return WorkloadError(
-                f"the script makes one update per {passes}, not per {iter_size}: {self._option('{iter_size}')} is"
-                " ignored",
-                hint="let the script take an optimizer step after so many micro-batches only",
+                f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
         shrunk = report.caught_oom or _sizes_of([report.first_batch]) != _sizes_of(report.batches[-1:])
         lengths = _sizes_of(report.batches)
@@ -213,7 +222,7 @@ class Observations:
             if self.place is None:
                 return WorkloadError(
                     f"the script's batches have the same shapes at {{micro_batch}} = {before} and {size}:"
-                    f" {self._option('{micro_batch}')} is ignored",
+                    f" {self._option(MICRO_BATCH)} is ignored",
                     hint="write {micro_batch} where the command takes its batch size",
                 )
         if self.place >= len(lengths) or lengths[self.place] * before != first[self.place] * size:

@@ -136,12 +136,12 @@ class Supervisor(Handler):
             if timed_out or time.monotonic() > all_by:
                 break
             time.sleep(_POLL_SECONDS)
-        exit_status = process.poll()
+        exit_status, reports = process.poll(), _read_reports(settings)  # Launchers fail when they are ended.
         seconds = time.monotonic() - began
         _end_descendants(process.pid)
         next(shown, None)
         return CommandEnd(
-            reports=_read_reports(settings),
+            reports=reports,
             exit_status=exit_status,
             timed_out=timed_out,
             is_oom_kill=count_oom_kills() > kills,
