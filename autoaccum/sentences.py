@@ -349,6 +349,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "later ones run with {saver}",
     "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
+    "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught that, and went on with {rows} "
+    "rows: its effective batch is then another one",
     "command_batchnorm": "BatchNorm normalises by the micro-batch in {layers:names}: the gradient is not the full "
     "batch's",
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",

@@ -48,6 +48,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "draws_unmatched": [{"sites": ["aten.bernoulli_ (model.py:12)", "aten.rand"]}],
     "draws_not_replayed": [{"error": "aten.rand draws where aten.randn drew in the recorded run"}],
     "search_failed": [{"error": "the loss raised ValueError"}],
+    "command_catches_oom": [{"size": 32, "rows": 16}],
     "command_batchnorm": [{"layers": ["1", "4"]}],
     "batchnorm_by_parts": [{"modules": ["norm1", "norm2"]}],
     "take_batchnorm_mode": [{"mode": mode} for mode in ("exact", "frozen")],

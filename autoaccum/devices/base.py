@@ -209,9 +209,11 @@ class Device(ABC):
 
     Attributes:
         explains: Whether it can report where the memory goes.
+        findings: Warnings for the plan that trials have brought up.
     """
 
     explains: bool = False
+    findings: tuple[Message, ...] = ()
 
     @property
     def predictor(self) -> Predictor | None:

@@ -267,7 +267,7 @@ class _Planner:
             workload=dataclasses.replace(inspection.workload, reference=self.setup.settings.source.name),
             spec=inspection.spec,
             trials=result.trials,
-            warnings=all_warnings(inspection, schedule, result.warnings, prediction),
+            warnings=all_warnings(inspection, schedule, (*result.warnings, *device.findings), prediction),
             notes=all_notes(inspection, schedule, request, result.largest_fit, prediction, more_notes),
             coupling=inspection.coupling,
             explanation=explanation,

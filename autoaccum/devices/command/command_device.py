@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
@@ -19,6 +20,7 @@ from autoaccum.devices.cpu import describe_host
 from autoaccum.devices.cuda import InstalledCard
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.messages import message
 from autoaccum.serialization import read_record
 from autoaccum.spec import DeviceFacts
 
@@ -101,8 +103,14 @@ class CommandDevice(Device):
                 raise failure_error(failed.failure, self.name) from None
         trial = trial_of(end, parts, crashes_for_memory=self._index is None)
         report = first_report(end)
-        if trial.ran and report is not None and (error := self._observations.check(parts, report)) is not None:
-            trial = Trial(parts=parts, outcome="error", message=str(error), fault="user", seconds=trial.seconds)
+        if not trial.ran or report is None:
+            return trial, report
+        if (rows := self._observations.rows_after_oom(report)) is not None:
+            self.findings = (message("command_catches_oom", size=parts[0], rows=rows),)
+            text = f"it ran out of memory, caught that, and went on with {rows} rows"
+            trial = dataclasses.replace(trial, outcome="oom", message=text)
+        elif (error := self._observations.check(parts, report)) is not None:
+            trial = dataclasses.replace(trial, outcome="error", message=str(error), fault="user")
         return trial, report
 
     def close(self) -> None:

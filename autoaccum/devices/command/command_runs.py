@@ -207,7 +207,6 @@ class Observations:
             return WorkloadError(
                 f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
-        shrunk = report.caught_oom or _sizes_of([report.first_batch]) != _sizes_of(report.batches[-1:])
         lengths = _sizes_of(report.batches)
         if self.first is None:
             self.first = size, lengths
@@ -228,14 +227,17 @@ class Observations:
         if self.place >= len(lengths) or lengths[self.place] * before != first[self.place] * size:
             asked = first[self.place] * size // before
             seen = lengths[self.place] if self.place < len(lengths) else 0
-            why = (
-                "it ran out of memory, caught that, and went on with smaller ones" if shrunk else "its data has no more"
-            )
             return WorkloadError(
-                f"at {{micro_batch}} = {size} the script's batches have {seen} rows, not {asked}: {why}",
+                f"at {{micro_batch}} = {size} the script's batches have {seen} rows, not {asked}: its data has no more",
                 hint=f"try no larger size than it trains with (--max-micro-batch {before * seen // first[self.place]})",
             )
         return None
+
+    def rows_after_oom(self, report: ProcessReport) -> int | None:
+        """Return the rows of the last batch of a script that ran out of memory, caught that, and took smaller ones."""
+        first, last = _sizes_of([report.first_batch]), _sizes_of(report.batches[-1:])
+        smaller = [after for before, after in zip(first, last, strict=False) if before > after]
+        return smaller[0] if smaller and report.caught_oom else None
 
     def _option(self, place: str) -> str:
         """Return the option of the command that takes a size."""

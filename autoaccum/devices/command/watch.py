@@ -12,7 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.command.script_files import protect
 from autoaccum.devices.command.settings import SETTINGS, ProcessReport, WatchSettings, read_settings, write_record
@@ -71,7 +73,7 @@ class Watch:
         self._limits = ExitStack()
         self._card: CardWatch | None = None
         self._gradients: GradientWatch | None = None
-        self._reported = self._is_starting = False
+        self._reported = self._is_starting = self._ran_out_of_memory = False
 
     def begin(self) -> None:
         """Set the hooks, and enter the simulated card."""
@@ -133,7 +135,8 @@ class Watch:
             if self._settings.device is not None and self._meter is None and self._is_here:
                 self._start_meter()  # All modules were made in an import.
             try:
-                return run(*args, **kwargs)
+                with self._seeing_oom():
+                    return run(*args, **kwargs)
             finally:
                 inside = False
 
@@ -151,11 +154,21 @@ class Watch:
             try:
                 if self._is_here and not self._reported:
                     self._see_call(module, (args, kwargs))
-                return run(module, *args, **kwargs)
+                with self._seeing_oom():
+                    return run(module, *args, **kwargs)
             finally:
                 _Module.__call__ = call
 
         _Module.__call__ = call
+
+    @contextmanager
+    def _seeing_oom(self) -> Iterator[None]:
+        """Note that memory has run out within, whether the script catches that or not."""
+        try:
+            yield
+        except Exception as error:
+            self._ran_out_of_memory |= find_out_of_memory(error) is not None
+            raise
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
         self._models.setdefault(id(module), module)
@@ -241,6 +254,7 @@ class Watch:
             backwards=tuple(self._backwards_of) if self._updates else (self._backwards,),
             first_batch=self._first_call,
             batches=self._last_calls or tuple(self._calls),
+            caught_oom=self._ran_out_of_memory,
             optimizer=self._optimizer,
             precision=self._precision,
             available=self._available,
@@ -264,8 +278,6 @@ class Watch:
         trial = self._meter.record(self._settings.parts, self._limit_bytes)
         names = ("outcome", "message", "peak_reserved_bytes", "peak_allocated_bytes", "allocator_retries")
         fields |= {name: getattr(trial, name) for name in names}
-        if device.type == "cuda":
-            fields["caught_oom"] = _cuda.memory_stats(device).get("num_ooms", 0) > 0
         return fields
 
     def _largest_model(self) -> nn.Module | None:
