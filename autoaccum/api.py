@@ -129,19 +129,21 @@ def plan(
     """
     given = dict(locals())
 
-    from autoaccum.planning.plan_request import PlanRequest
+    from autoaccum.planning.plan_request import PlanRequest, needs_ceiling
     from autoaccum.planning.planner import make_plan
-    from autoaccum.sources.command import check_target, read_command
+    from autoaccum.sources.command import check_prefer, check_target, read_command
 
-    source, checked = read_command(workload, Options.of("plan", options), verb="plan")
+    asked = Options.of("plan", options)
+    source, checked = read_command(workload, asked, verb="plan", fit_micro_batch=fit_micro_batch)
     check_target(source, target_batch)
+    check_prefer(source, prefer, checked)
     request = PlanRequest(
         target_batch,
         checked,
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
         max_trials=max_trials,
-        exact_max=exact_max,
+        exact_max=exact_max or needs_ceiling(source, target_batch, checked.world_size),
         prefer=prefer,
         explain=explain,
         picture=picture,
@@ -152,9 +154,9 @@ def plan(
 
 
 def compare(
-    workload: str | os.PathLike[str] | Workload,
+    workload: str | os.PathLike[str] | Workload | Sequence[str],
     *,
-    target_batch: int,
+    target_batch: int | None = None,
     gpu: str,
     world_size: int | range = 1,
     savers: str | Sequence[str] | None = None,
@@ -173,6 +175,7 @@ def compare(
         table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090,h100")
         table = autoaccum.compare("model.py", target_batch=512, gpu="h100", world_size=range(1, 65), parallel="fsdp2")
         table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090", savers="all")
+        table = autoaccum.compare(["python", "train.py", "--bs={micro_batch}"], gpu="all")
 
     Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing cards and
     savers; numbers of ranks have none, since what ranks exchange is not counted.
@@ -268,7 +271,7 @@ def verify(
 
 
 def guard(
-    workload: str | os.PathLike[str] | None = None,
+    workload: str | os.PathLike[str] | Sequence[str] | None = None,
     *,
     gpus: Sequence[str] = (),
     target_batch: int | None = None,
@@ -285,13 +288,14 @@ def guard(
 
         autoaccum.guard("model.py", gpu="rtx3090", target_batch=256, update=True)  # Writes autoaccum.lock.
         report = autoaccum.guard()  # Compares everything that the lock names.
+        autoaccum.guard(["python", "train.py", "--bs={micro_batch}"], gpu="rtx3090", micro_batch=8, update=True)
         report.exit_code, report.to_json()
 
     A case that cannot be measured is reported as `unmeasured`; the others are still measured.
 
     Args beside those of this module:
-        workload: `model.py` or `model.py:name`; None: every known case that matches the
-            other arguments.
+        workload: `model.py` or `model.py:name`, or the words of a command, which runs in the folder of the lock; None:
+            every known case that matches the other arguments.
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
         micro_batch: The most samples to run at once; planned when None.
         tolerance: The growth of the peak that passes, such as `1%` or `50MiB`.
@@ -304,7 +308,7 @@ def guard(
         LockFileError: The lock cannot be read; it is left unchanged.
         MissingLockError, NotMeasuredError: No case is known, or the revision cannot be checked out.
     """
-    from autoaccum.guarding.cases import Case
+    from autoaccum.guarding.cases import Case, read_reference
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard as run_guard
     from autoaccum.guarding.project import find_folder
@@ -313,10 +317,9 @@ def guard(
         raise UsageError("gpus is one name, or gpu is given too", hint="give gpu=NAME or gpus=[NAME, ...]")
     time_limit = options.pop("time_limit", None)
     cards = gpus or (options.get("gpu"),)
-    reference = "" if workload is None else os.fspath(workload)
     cases = [
         Case(
-            workload=reference,
+            **read_reference(workload),
             target_batch=target_batch,
             micro_batch=micro_batch,
             options=Options.of("guard", {**options, "gpu": card}),
@@ -444,6 +447,10 @@ def fit(
     for name in ("model_or_workload", "progress", "options"):
         del given[name]
 
+    from autoaccum.sources.command import refuse_command
+
+    refuse_command(model_or_workload, "fit")
+
     from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.training.fit_request import FitRequest
     from autoaccum.training.trainer import train
@@ -507,9 +514,11 @@ def tune(
     """
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import TuneProgress
+    from autoaccum.sources.command import refuse_command
     from autoaccum.tuning.tuner import tune as run_study
     from autoaccum.tuning.tuning_records import TuneRequest, read_rates
 
+    refuse_command(workload, "tune")
     request = TuneRequest(
         reference=workload,  # type: ignore[arg-type]  # The request makes a text of a path.
         target_batch=target_batch,

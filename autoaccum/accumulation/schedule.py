@@ -157,6 +157,15 @@ def part_sizes(rank_samples: int, most: int, *, equal: bool = False, multiple_of
     return [size * multiple_of for size in sorted(sizes) if size * multiple_of <= most]
 
 
+def has_coarse_parts(share: int) -> bool:
+    """Return whether equal parts of `share` samples leave such gaps that the largest size that fits is worth knowing.
+
+    >>> has_coarse_parts(256), has_coarse_parts(257)
+    (False, True)
+    """
+    return any(large > 2 * small for small, large in pairwise(part_sizes(share, share, equal=True)))
+
+
 def check_multiple(samples: int, multiple_of: int, what: str) -> None:
     """Raise UsageError if `samples`, called `what` in messages, is no multiple of `multiple_of`."""
     if samples % multiple_of:

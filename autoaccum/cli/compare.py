@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @options(
     "compare",
     *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "force", "quiet"),
+    target_batch={"required": False},
     gpu={"metavar": "NAME[,NAME...]|all", "required": True, "help": "The cards to compare, by name or size."},
     world_size={"type": CountOrRange(), "metavar": "N|N..M", "help": "The number of ranks, or a range to compare."},
     savers={
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--sort", metavar="COLUMN", help="Column to sort the rows by, the best first.")
 @click.option("--prices", metavar="FILE", help="CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
-def command(workload: str, **request: Any) -> None:
+def command(workload: str | tuple[str, ...], **request: Any) -> None:
     """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
 
     WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards that choose the same
@@ -65,7 +66,8 @@ def command(workload: str, **request: Any) -> None:
 
     try:
         with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:
-            callbacks: dict[str, Any] = {"on_event": progress.notify, "on_output": progress.print_output}
+            on_output = progress.print_output if isinstance(workload, str) else None
+            callbacks: dict[str, Any] = {"on_event": progress.notify, "on_output": on_output}
             table = compare(workload, on_row=listen, **callbacks, **request)
             for text in comparison_warnings(table.rows):
                 progress.warn(text)

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from autoaccum.options import Command, taken_by
+from autoaccum.sources.command import refuse_command
 
 count, natural = click.IntRange(1), click.IntRange(0)
 positive = seconds = click.FloatRange(0, min_open=True)
@@ -159,6 +160,7 @@ class HelpWithHeadings(click.Command):
         is_file = len(args) - at <= 2 and "{" not in "".join(args[at:])
         if is_file or not any(parameter.name == "workload" for parameter in self.params):
             return super().parse_args(ctx, args)
+        refuse_command(args[at + 1 :], self.name or "")
         rest = super().parse_args(ctx, [*args[:at], _COMMAND])
         ctx.params["workload"] = tuple(args[at + 1 :])
         return rest

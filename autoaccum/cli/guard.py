@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
 def command(
-    workload: str | None,
+    workload: str | tuple[str, ...] | None,
     gpus: tuple[str, ...],
     tolerance: str,
     update: bool,
@@ -77,7 +77,7 @@ def command(
       2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """
-    from autoaccum.guarding.cases import make_case
+    from autoaccum.guarding.cases import make_case, read_reference
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import LOCK_NAME, find_folder
@@ -88,7 +88,7 @@ def command(
     with _annotating() if annotates else nullcontext():
         allowed, folder = parse_tolerance(tolerance), find_folder(Path.cwd())
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
-        wanted = [make_case(workload=workload or "", gpu=gpu, **asked) for gpu in gpus or (None,)]
+        wanted = [make_case(**read_reference(workload), gpu=gpu, **asked) for gpu in gpus or (None,)]
         safe = harmless if on_github else None
         with GuardProgress(make_console(stderr=True), quiet=outputs.quiet, harmless=safe) as progress:
             result = guard(

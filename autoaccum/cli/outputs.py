@@ -149,8 +149,13 @@ def page(
     return render_page(kind, title, {**sections, "Made with": [made_with(*made_of)]}, shlex.join(running_words()))
 
 
-def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words of the running command line in order, `without` some parameters, `instead` with other values."""
+def running_words(
+    *, without: Collection[str] = (), instead: Mapping[str, Any] | None = None, further: Sequence[str] = ()
+) -> list[str]:
+    """Return the words of the running command line in order, `without` some parameters, `instead` with other values.
+
+    `further` words stand last, but before a training command.
+    """
     context = click.get_current_context()
     words, command = [*_program(), context.command.name or ""], list[str]()
     for parameter in context.command.params:
@@ -168,7 +173,7 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
         else:
             for part in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], _word(part)]
-    return words + command
+    return [*words, *further, *command]
 
 
 def _word(value: Any) -> str:

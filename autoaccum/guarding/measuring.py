@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable
+from typing import Any
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -18,6 +20,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.sources.command import read_command
 from autoaccum.units import precise_bytes
 
 _VARIABLES = (
@@ -43,7 +46,7 @@ def measure(
 
     Args:
         case: The case. Its `micro_batch` is both the measured size and the largest that is tried.
-        paths: Where the workload and its modules are.
+        paths: Where the workload and its modules are, and the command runs.
         micro_batches: The schedule, in samples, whether it fits or not; None: the planned one, which must fit.
         time_limit: Seconds that the search may take.
         on_output: Called with each line that the workload prints; None: they go to stderr.
@@ -52,11 +55,16 @@ def measure(
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
         DoesNotFitError: As from `plan`; not where `micro_batches` are given and the workload can be loaded.
     """
+    source: Any = case.workload
+    if case.command:
+        words = shlex.split(case.command)
+        source, options = read_command(words, case.options, verb="guard", folder=paths.folder)
+        case, on_output = dataclasses.replace(case, options=options), None  # A command prints much.
     request = request_of(case, time_limit)
     given = micro_batches
     if given is None and case.micro_batch is not None:
         given = request.schedule(case.micro_batch).micro_batches
-    setup = make_setup(case.workload, request, paths=paths, on_output=on_output, verb="guard")
+    setup = make_setup(source, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
         measured = measure_simulated(setup, request, given)
     if micro_batches is None and not measured.fits:
@@ -70,8 +78,8 @@ def measure(
 
 
 def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
-    """Return the request to plan a complete case; without a target batch, for two of its micro-batches."""
-    doubled = 2 * (case.micro_batch or 0) * case.options.world_size
+    """Return the request to plan a complete case; without a target batch, for two of its micro-batches if it can be."""
+    doubled = 2 * (case.micro_batch or 0) * case.options.world_size if case.takes_iter_size else None
     options = dataclasses.replace(case.options, time_limit=time_limit)
     return PlanRequest(
         case.target_batch or doubled, options, max_micro_batch=case.micro_batch, exact_max=True, chooses_grad_sync=False
@@ -120,7 +128,7 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
             "batchnorm": inspection.spec.batchnorm,
             "coupled": "yes" if inspection.spec.coupled else "no",
             "savers": " + ".join(inspection.spec.savers) or "none",
-            "parameters": f"{inspection.workload.parameters:,}",
+            "parameters": f"{inspection.workload.parameters or 0:,}",
         },
         micro_batches=micro_batches,
         fits=trial.ran,

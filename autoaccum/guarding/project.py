@@ -63,7 +63,7 @@ def select_cases(wanted: Sequence[Case], folder: Path, locked: Iterable[Case]) -
     locked, selected = list(locked), dict[Case, None]()
     for given in wanted:
         part = check_case(given)
-        if part.has_size and not part.workload:
+        if part.has_size and not part.name:
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
         if part.workload:
             part = dataclasses.replace(part, workload=place_within(folder, part.workload, Path.cwd()))
@@ -71,7 +71,7 @@ def select_cases(wanted: Sequence[Case], folder: Path, locked: Iterable[Case]) -
         if not alike and part.has_size:
             check_complete(part)
         if not alike:
-            of = f" of {given.workload}" if given.workload else ""
+            of = f" of {given.name}" if given.name else ""
             on = f" on {given.options.gpu}" if given.options.gpu else ""
             raise NotMeasuredError(
                 f"no case{of}{on} in the lock has the given options",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.accumulation.schedule import make_schedule, part_sizes
+from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
 from autoaccum.messages import Message, message
@@ -77,15 +76,6 @@ def check_framework(
     else:
         return
     raise UsageError(reason, hint=f"plan without that, or {_OWN_STEP}")
-
-
-def has_coarse_parts(share: int) -> bool:
-    """Return whether equal parts of `share` samples leave such gaps that the largest size that fits is worth knowing.
-
-    >>> has_coarse_parts(256), has_coarse_parts(257)
-    (False, True)
-    """
-    return any(large > 2 * small for small, large in pairwise(part_sizes(share, share, equal=True)))
 
 
 def arguments_for(plan: Plan, framework: str) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_request import PlanRequest, needs_ceiling
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_trials import Parts, SaverTrials, Words, find_front
 from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.serialization import to_plain
+from autoaccum.sources.command import check_target, read_command
 
 if TYPE_CHECKING:
     from autoaccum.simulation.cards import Card
@@ -139,7 +140,7 @@ class ComparisonRequest:
         UsageError: An argument cannot be honoured.
     """
 
-    target_batch: int
+    target_batch: int | None
     gpu: str
     world_size: int | range = 1
     savers: str | Sequence[str] | None = None
@@ -265,12 +266,22 @@ def compare_plans(
     Raises:
         AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
     """
+    if isinstance(workload, list | tuple) and isinstance(request.world_size, range):
+        raise UsageError(
+            f"the numbers of ranks are {request.world_size[0]} to {request.world_size[-1]}, and a command starts its own",
+            hint="compare one number of ranks at a time (--world-size N)",
+        )
     cards = {card.name: card for card in request.cards}
     shares = len(cards) > 1
 
     def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
         asked = request.plan_request(world_size, names[0])
-        shared = make_setup(workload, asked, on_output=on_output)  # Its own device is not used.
+        decided = {"savers": request.savers, "fit_micro_batch": request.fit_micro_batch}
+        source, options = read_command(workload, asked.options, verb="compare", **decided)
+        check_target(source, request.target_batch)
+        exact_max = asked.exact_max or needs_ceiling(source, asked.target_batch, options.world_size)
+        asked = dataclasses.replace(asked, options=options, exact_max=exact_max)
+        shared = make_setup(source, asked, on_output=on_output)  # Its own device is not used.
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:
             with device:

@@ -24,6 +24,7 @@ from autoaccum.messages import Message, message
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
 from autoaccum.sentences import name_memory
+from autoaccum.sources.command import CommandSource
 from autoaccum.sources.source import FileSource
 from autoaccum.units import format_parts, percent, precise_bytes, signed_bytes
 
@@ -197,7 +198,9 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
         label, _ = OUTCOMES[verdict.outcome]
         way_out = ": ".join(str(part) for part in (verdict.hint, verdict.command) if part)
         lines = [one_line(str(line)) for line in (_explanation(verdict), *verdict.reasons, way_out) if line]
-        where = _find_definition(verdict.case.workload, folder, environment)
+        scripts = CommandSource(verdict.case.command, str(folder)).files
+        file = str(scripts[0]) if scripts else verdict.case.workload
+        where = _find_definition(file, folder, environment)
         title = f"{TITLE}: {label}, {case_name(verdict.case)}"
         yield command("error", "\n".join(lines) or label, **where, title=title)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from autoaccum.checks import check_alone
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.sources.source import FileSource, Source
@@ -20,6 +21,18 @@ ITER_SIZE: Final = "{iter_size}"
 WORLD_SIZE: Final = "{world_size}"
 TOTAL_ITER_SIZE: Final = "{total_iter_size}"
 """The micro-batches of all ranks per update, for scripts that divide their option by the number of ranks."""
+_REFUSING: Final = {
+    "fit": ("trains a workload, and a command trains by itself", "run the command that `autoaccum plan` prints"),
+    "tune": (
+        "trains a workload by other learning rates and batches, of which it cannot tell a command",
+        "call the script from an Optuna study of your own, or write a workload file",
+    ),
+    "explain": (
+        "compares a snapshot with a workload, not with a command",
+        "`autoaccum plan --gpu NAME --explain -- COMMAND` shows where its memory goes",
+    ),
+}
+"""Why some verbs take no command, and what does it instead."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +106,31 @@ def fill_sizes(words: Sequence[str], *, micro_batch: int, iter_size: int, world_
     return filled
 
 
-def read_command(workload: Any, options: Options, *, verb: str) -> tuple[Any, Options]:
+def read_command(
+    workload: Any, options: Options, *, verb: str, folder: str | os.PathLike[str] = ".", **others: Any
+) -> tuple[Any, Options]:
     """Return the source of a command that is given as a list of words, and the options for it; else what was given.
 
     The parts of its updates are equal, since that is what its options can say.
 
+    Args:
+        workload: The words, or anything else.
+        options: The options of the call.
+        verb: The command of autoaccum, for messages.
+        folder: The folder that the command runs in.
+        others: Further arguments of the call that the command itself decides; None: not given.
+
     Raises:
-        UsageError: An option is given that the command itself decides, or the command has no place for the micro-batch.
+        UsageError: An option is given that the command itself decides, or the command has no place for the micro-batch,
+            or this process is one of several ranks.
     """
     if not isinstance(workload, list | tuple):
         return workload, options
-    source = CommandSource.of([str(word) for word in workload])
-    refused = [*options.spec, *(name for name in ("parallel", "mesh") if getattr(options, name) is not None)]
+    source = CommandSource.of([str(word) for word in workload], folder)
+    launched = f"autoaccum {verb} ... -- torchrun --nproc-per-node 2 train.py ..."
+    check_alone(f"{verb} of a command", hint=f"write the launcher into the command: {launched}")
+    others = {**others, **{name: getattr(options, name) for name in ("parallel", "mesh")}}
+    refused = [*options.spec, *(name for name, value in others.items() if value is not None)]
     refused += ["savers"] if options.chooses_savers else []
     for name in refused:
         if name != "multiple_of":
@@ -113,6 +139,29 @@ def read_command(workload: Any, options: Options, *, verb: str) -> tuple[Any, Op
                 hint="write it in the command",
             )
     return source, dataclasses.replace(options, equal=True)
+
+
+def refuse_command(workload: Any, verb: str) -> None:
+    """Raise UsageError if the words of a command are given to a verb that takes none."""
+    if isinstance(workload, list | tuple) and verb in _REFUSING:
+        why, instead = _REFUSING[verb]
+        raise UsageError(f"{verb} {why}", hint=instead)
+
+
+def check_prefer(source: Any, prefer: str, options: Options) -> None:
+    """Raise UsageError if the fastest of a command's micro-batches is wanted, and nothing tells their speed."""
+    if prefer != "fastest" or not isinstance(source, CommandSource):
+        return
+    if options.gpu is None:
+        raise UsageError(
+            "prefer fastest (--prefer fastest) times updates of a workload, not of a command",
+            hint="predict for a card, where speeds are estimated (--gpu NAME); or time the script with a few sizes",
+        )
+    if not source.takes_iter_size:
+        raise UsageError(
+            f"prefer fastest (--prefer fastest) compares updates of equal samples, and the command has no {ITER_SIZE}",
+            hint=f"write {ITER_SIZE} where the command takes its accumulation steps",
+        )
 
 
 def check_target(workload: Any, target_batch: int | None) -> None:
