@@ -94,7 +94,7 @@ def make_case(
     return Case(workload=workload, command=command, **sizes, options=make_options(**options))
 
 
-def read_reference(workload: str | os.PathLike[str] | Sequence[str] | None) -> dict[str, str]:
+def read_reference(workload: str | os.PathLike[str] | Sequence[str] | None) -> dict[str, Any]:
     """Return the field of a case for what is guarded: the name of a file, or the words of a command.
 
     Raises:
@@ -173,10 +173,8 @@ def check_complete(case: Case) -> None:
             f"no card is given to guard {case.name} on", hint="name one to simulate (see `autoaccum gpus`): rtx3090"
         )
     if not case.is_complete:
-        size, flag = (
-            ("target batch", "--target-batch N") if case.takes_iter_size else ("micro-batch", "--micro-batch N")
-        )
-        raise UsageError(f"{case.name} has no {size}", hint=f"say how many samples make an update ({flag})")
+        size = "target batch" if case.takes_iter_size else "micro-batch"
+        raise UsageError(f"{case.name} has no {size}", hint="say how many samples make an update")
 
 
 def guard_command(case: Case, folder: Path, *further: str) -> str:

@@ -268,15 +268,15 @@ def compare_plans(
     """
     if isinstance(workload, list | tuple) and isinstance(request.world_size, range):
         raise UsageError(
-            f"the numbers of ranks are {request.world_size[0]} to {request.world_size[-1]}, and a command starts its own",
-            hint="compare one number of ranks at a time (--world-size N)",
+            f"world_size is {request.world_size!r}, and a command starts its own ranks",
+            hint="compare for one number of ranks at a time (--world-size N)",
         )
     cards = {card.name: card for card in request.cards}
     shares = len(cards) > 1
 
     def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
         asked = request.plan_request(world_size, names[0])
-        decided = {"savers": request.savers, "fit_micro_batch": request.fit_micro_batch}
+        decided: dict[str, Any] = {"savers": request.savers, "fit_micro_batch": request.fit_micro_batch}
         source, options = read_command(workload, asked.options, verb="compare", **decided)
         check_target(source, request.target_batch)
         exact_max = asked.exact_max or needs_ceiling(source, asked.target_batch, options.world_size)
