@@ -113,7 +113,7 @@ def _covered(
         causes.append(f"NCCL's own memory ({format_bytes(nccl_bytes)}, {source})")
     return (
         f"the uncertainty of {format_bytes(uncertainty_bytes)} covers {join_words(causes)}, but not other programs on "
-        "the card, or batches larger than batch(size)"
+        "the card, or samples larger than those of the trials"
     )
 
 
@@ -358,6 +358,12 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "the trials did takes more memory",
     "idle_ranks": "{idle} of {world_size} ranks have no samples: the target batch is smaller than the number of ranks",
     "equal_parts": _equal_parts,
+    "nearby_target": "a target batch of {target_batch} has equal micro-batches of {micro_batch}, where {largest_fit} "
+    "samples fit at once: with --target-batch {nearby} they have {size}",
+    "command_not_verified": "whether the script's gradient is the full batch's was not checked: run `autoaccum verify "
+    "-- COMMAND`",
+    "command_learning_rate": "use the learning rate you would use for a batch of {target_batch}, if the script divides "
+    "the loss of each micro-batch by {iter_size}",
     "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
     "modules_beside": _modules,
     "learning_rate": _learning_rate,

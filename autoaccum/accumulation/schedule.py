@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from math import isqrt
 from operator import index
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
+
+_NEARBY: Final = 0.05
+"""The share of a target by which a nearby one may differ."""
+_MOST_NEARBY: Final = 500
+"""The number of targets on either side that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,25 @@ def fewer_parts(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> S
     """
     uneven = make_schedule(schedule.target_batch, largest_fit, world_size=schedule.world_size, multiple_of=multiple_of)
     return uneven if schedule.iter_size >= 2 * uneven.iter_size else None
+
+
+def nearby_target(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> Schedule | None:
+    """Return the equal parts of the nearest target within 5 % that takes the fewest micro-batches.
+
+    None if the schedule, itself of equal parts, has less than twice as many as uneven ones of at most `largest_fit`.
+
+    >>> nearby_target(make_schedule(257, 100, equal=True), 100).micro_batches
+    (86, 86, 86)
+    >>> nearby_target(make_schedule(256, 100, equal=True), 100)
+    """
+    if fewer_parts(schedule, largest_fit, multiple_of) is None:
+        return None
+    target, ranks = schedule.target_batch, schedule.world_size
+    steps = min(int(_NEARBY * target / (ranks * multiple_of)), _MOST_NEARBY)
+    near = (target + step * ranks * multiple_of for step in range(-steps, steps + 1))
+    schedules = [make_schedule(at, largest_fit, world_size=ranks, equal=True, multiple_of=multiple_of) for at in near]
+    best = min(schedules, key=lambda other: (other.iter_size, abs(other.target_batch - target)))
+    return best if best.iter_size < schedule.iter_size else None
 
 
 def _count_units(most: int, multiple_of: int) -> int:

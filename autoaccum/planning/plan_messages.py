@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autoaccum.accumulation.schedule import Schedule, fewer_parts
+from autoaccum.accumulation.schedule import Schedule, fewer_parts, nearby_target
 from autoaccum.devices.base import Device, Inspection, Prediction, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import Message, message
@@ -28,6 +28,7 @@ class MemoryNeeds:
         sample_bytes: The bytes of one sample's activations; None: not measured.
         predicted: Whether trials are predicted: then a trial that does not fit has a peak too.
         parallel: How simulated ranks train one model; None: there is one, or trials are real.
+        of_command: Whether a command is planned, whose options are its own.
         holds_whole_batch: Whether every size takes the memory of the whole batch, in lock step on the CPU.
     """
 
@@ -37,6 +38,7 @@ class MemoryNeeds:
     sample_bytes: int | None = None
     predicted: bool = False
     parallel: Parallel | None = None
+    of_command: bool = False
     holds_whole_batch: bool = False
 
 
@@ -79,9 +81,11 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     known = max(held or 0, needs.least_bytes)
     subject = f"micro-batch {trial.micro_batch}"
     hint = f"take {_LESS_MEMORY.format(_OF_RANKS.get(needs.parallel, ''))}"
-    if trial.phase == "batch":
+    if needs.of_command:
+        hint = "take a smaller model, half precision, activation checkpointing, or more memory"
+    elif trial.phase == "batch":
         hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
-    if trial.phase == "evaluation":
+    elif trial.phase == "evaluation":
         subject = f"the evaluation after an update of {subject}"
         hint = "take a smaller evaluation_batch (--evaluation-batch), or more memory"
     if needs.predicted and held:
@@ -147,13 +151,16 @@ def all_notes(
     notes, facts = list[Message](), inspection.workload
     of_prediction = () if prediction is None else prediction.notes
     if inspection.coupling is None:
-        notes += [message("not_verified")] if schedule.iter_size > 1 else []
+        unchecked = "command_not_verified" if facts.command else "not_verified"
+        notes += [message(unchecked)] if schedule.iter_size > 1 else []
         notes += [message("weight_assumed", divisor=facts.weight)] if facts.assumes_weight else []
     notes += of_prediction[:1]
     notes += inspection.notes
     if idle := sum(1 for parts in schedule.ranks if not sum(parts)):
         notes.append(message("idle_ranks", idle=idle, world_size=schedule.world_size))
-    if request.options.equal and (uneven := fewer_parts(schedule, largest_fit, request.multiple_of)):
+    if facts.command:
+        notes += _nearby(schedule, largest_fit, request.multiple_of)
+    elif request.options.equal and (uneven := fewer_parts(schedule, largest_fit, request.multiple_of)):
         samples = sum(schedule.micro_batches)
         notes.append(
             message(
@@ -166,10 +173,22 @@ def all_notes(
         )
     if facts.modules:
         notes.append(message("modules_beside", sizes=dict(facts.modules)))
-    rate = message(
-        "learning_rate",
-        target_batch=schedule.target_batch,
-        iter_size=schedule.iter_size,
-        reduction=facts.reduction,
-    )
+    if facts.command and schedule.iter_size > 1:
+        rate = message("command_learning_rate", target_batch=schedule.target_batch, iter_size=schedule.iter_size)
+    else:
+        rate = message(
+            "learning_rate",
+            target_batch=schedule.target_batch,
+            iter_size=schedule.iter_size,
+            reduction=facts.reduction,
+        )
     return (*notes, rate, *of_prediction[1:], *more)
+
+
+def _nearby(schedule: Schedule, largest_fit: int, multiple_of: int) -> list[Message]:
+    """Return a note on a target that takes fewer equal parts, if the schedule has many for want of divisors."""
+    nearby = nearby_target(schedule, largest_fit, multiple_of)
+    if nearby is None:
+        return []
+    facts = {"target_batch": schedule.target_batch, "micro_batch": schedule.micro_batch, "largest_fit": largest_fit}
+    return [message("nearby_target", **facts, nearby=nearby.target_batch, size=nearby.micro_batch)]

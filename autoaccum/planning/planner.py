@@ -377,6 +377,7 @@ class _Planner:
             sample_bytes=None if in_lock_step else inspection.sample_bytes,
             predicted=self.predicts,
             parallel=inspection.parallel,
+            of_command=bool(inspection.workload.command),
             holds_whole_batch=in_lock_step and self.setup.device.describe().kind == "cpu",
         )
 

@@ -163,7 +163,7 @@ class CommandTraces(TraceCache):
         """As `TraceCache.keep`; one whose tensors take other memory than expected ends the extrapolation."""
         traces, size = self._traces, max(made.parts)
         traces.made[made.parts] = made
-        if traces.affine is None or size in traces.affine.sizes:
+        if traces.affine is None or size in traces.affine.sizes or size < min(traces.affine.sizes):
             return
         expected, seen = (_most_held(trace) for trace in (traces.affine.at(size), made))
         if abs(expected - seen) > _SAME_BYTES * seen:
