@@ -14,7 +14,7 @@ from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
-from autoaccum.sources.command import ITER_SIZE, CommandSource, check_target, read_command
+from autoaccum.sources.command import CommandSource, check_target, read_command
 from autoaccum.sources.source import FileSource
 from autoaccum.spec import NO_SAVERS
 
@@ -47,7 +47,7 @@ class Case:
     @property
     def takes_iter_size(self) -> bool:
         """False for a command whose updates are one micro-batch."""
-        return not self.command or ITER_SIZE in self.command
+        return not self.command or CommandSource(self.command, "").takes_iter_size
 
     @property
     def has_size(self) -> bool:

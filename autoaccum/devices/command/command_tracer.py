@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from autoaccum.devices.base import TrialSettings
@@ -31,7 +32,7 @@ from autoaccum.devices.trial_requests import Inspect, PartsRequest
 from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.messages import message
 from autoaccum.simulation.cards import Card
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.trace_records import Amount, Trace, UpdateCost
 from autoaccum.simulation.tracing.trace_scaling import AffineTrace, fit_affine_trace
 
 _SAME_BYTES = 0.01
@@ -52,7 +53,7 @@ class CommandTracer(Tracer):
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         self._settings, self._card, self._others = settings, card, others
         self._observations = Observations.of(settings)
-        self._running: dict[tuple[int, ...], CommandRun] = {}
+        self._running: dict[tuple[tuple[int, ...], str], CommandRun] = {}
         self._known: dict[tuple[int, ...], ProcessReport] = {}
         self._alike = {other.name for other in others}
 
@@ -90,17 +91,31 @@ class CommandTracer(Tracer):
             return ()
         assert isinstance(request, PartsRequest)
         parts = request.parts
-        purpose = "label" if isinstance(request, LabelParts) else "cost" if isinstance(request, CountCost) else "trace"
+        if isinstance(request, CountCost):
+            return self._count_cost(parts, limit_seconds)
+        purpose = "label" if isinstance(request, LabelParts) else "trace"
         report = self._report(self._told(parts), limit_seconds, purpose)
         assert report.simulated is not None
         if isinstance(request, TraceParts):
             assert report.simulated.trace is not None
             return dataclasses.replace(report.simulated.trace, parts=parts)
-        if isinstance(request, LabelParts):
-            labelled = report.simulated.labelled
-            assert labelled is not None
-            return dataclasses.replace(labelled, trace=dataclasses.replace(labelled.trace, parts=parts))
-        return report.simulated.cost
+        assert isinstance(request, LabelParts)
+        labelled = report.simulated.labelled
+        assert labelled is not None
+        return dataclasses.replace(labelled, trace=dataclasses.replace(labelled.trace, parts=parts))
+
+    def _count_cost(self, parts: tuple[int, ...], limit_seconds: float | None) -> UpdateCost:
+        """Return the cost of an update, told from runs of the two sizes of `parts`."""
+        told = [self._observations.parts(size) for size in sorted(set(parts))]
+        for each in told:
+            self._start(each, "cost")
+        costs = []
+        for each in told:
+            simulated = self._report(each, limit_seconds, "cost").simulated
+            assert simulated is not None
+            assert simulated.cost is not None
+            costs.append(simulated.cost)
+        return costs[0] if len(costs) == 1 else tell_cost(costs, [max(each) for each in told])
 
     def _told(self, parts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the parts that the command can be told."""
@@ -116,22 +131,20 @@ class CommandTracer(Tracer):
             world_size=options.world_size,
             purpose=purpose,
         )
-        if purpose == "trace":
-            self._running[parts] = run
+        self._running[parts, purpose] = run
         return run
 
     def _report(self, parts: tuple[int, ...], limit_seconds: float | None, purpose: str = "trace") -> ProcessReport:
         """Return the report of a run of these parts, which begins now if it has not begun."""
         if purpose == "trace" and parts in self._known:
             return self._known[parts]
-        run = self._running.pop(parts, None) if purpose == "trace" else None
-        run = run or self._start(parts, purpose)
+        run = self._running.get((parts, purpose)) or self._start(parts, purpose)
         try:
             end = run.wait(limit_seconds)
         except JobFailed as failed:
             raise failure_error(failed.failure, f"the simulated {self._card.name}") from None
         finally:
-            self._running.pop(parts, None)
+            self._running.pop((parts, purpose), None)
             run.close()
         trial, report = trial_of(end, parts), first_report(end)
         if not trial.ran or report is None or report.simulated is None:
@@ -180,6 +193,24 @@ def small_sizes(step: int) -> tuple[int, int]:
     ((2, 5), (8, 24))
     """
     return (2, 5) if step == 1 else (step, 3 * step)
+
+
+def tell_cost(costs: Sequence[UpdateCost], sizes: Sequence[int]) -> UpdateCost:
+    """Return the cost of an update from those of two sizes, each of which takes all that parts cost for its samples.
+
+    >>> costs = [UpdateCost(flops=Amount(sample=n), moved_bytes=Amount(), host_bytes=Amount()) for n in (14.0, 12.0)]
+    >>> tell_cost(costs, [2, 4]).flops
+    Amount(sample=10.0, part=8.0, update=0.0)
+    """
+    first, second = sizes
+
+    def amount(name: str) -> Amount:
+        small, large = (getattr(cost, name) for cost in costs)
+        sample = (large.sample * second - small.sample * first) / (second - first)
+        return Amount(sample=sample, part=max(0.0, (small.sample - sample) * first), update=small.update)
+
+    names = ("flops", "moved_bytes", "card_bytes", "kernels")
+    return dataclasses.replace(costs[0], **{name: amount(name) for name in names})
 
 
 def _most_held(trace: Trace) -> int:
