@@ -16,6 +16,8 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 
 _OWN = str(Path(__file__).resolve().parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
+_FILES = "/autoaccum/devices/command/script_files.py"
+"""Stands for Python's own functions in the process of a command, and raises what they would."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 """The text of an error that PyTorch re-raises for a DataLoader worker (torch/_utils.py, `ExceptionWrapper`)."""
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
@@ -130,6 +132,6 @@ def is_user_file(filename: str) -> bool:
 
 
 def _is_python(filename: str) -> bool:
-    if filename.startswith("<frozen "):
+    if filename.startswith("<frozen ") or filename.endswith(_FILES):
         return True
     return "site-packages" not in filename and any(root and filename.startswith(root + "/") for root in _PYTHON)

@@ -494,3 +494,19 @@ def test_reading_is_as_it_was_where_nothing_was_written(home: Path) -> None:
         assert os.listdir(os.environ["FILES"]) == ["working"]
     """
     check(home, script)
+
+
+def test_an_error_of_a_script_is_its_own(home: Path) -> None:
+    script = """
+        from autoaccum.devices.command.script_files import protect
+        from autoaccum.devices.child.failures import describe_failure
+        Path("log.csv").write_text("new")
+        for use in (open, os.remove, os.rmdir, os.stat):
+            try:
+                use("nowhere")
+            except OSError as error:
+                failure = describe_failure(error, "the script")
+                assert failure.fault == "user" and "inside of" not in failure.message, failure
+                assert "script.py" in failure.traceback and "script_files" not in failure.traceback
+    """
+    check(home, script, "import torch")
