@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
     from autoaccum.training.fit_events import FitResult
     from autoaccum.tuning.tuning_records import Tuning
+    from autoaccum.verification.command_check import CommandVerification
     from autoaccum.verification.verification_result import Event as VerificationEvent
     from autoaccum.verification.verification_result import Verification
 
@@ -213,7 +214,7 @@ def compare(
 
 
 def verify(
-    workload: str | os.PathLike[str] | Workload | None = None,
+    workload: str | os.PathLike[str] | Workload | Sequence[str] | None = None,
     *,
     target_batch: int = 16,
     micro_batch: int | None = None,
@@ -232,7 +233,7 @@ def verify(
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
     on_event: Callable[[VerificationEvent], Any] | None = None,
     **options: Unpack[OptionArguments],
-) -> Verification:
+) -> Verification | CommandVerification:
     """Compare an update accumulated in micro-batches with the full batch's, and find the cause of a difference.
 
         result = autoaccum.verify("model.py", target_batch=16)
@@ -242,6 +243,12 @@ def verify(
     every buffer are compared, for a whole window and for a shorter one, such as the last of an epoch. Only copies are
     run, and random states are restored; but what the caller's code counts or collects in globals and closures stays
     changed.
+
+    A training command, as a list of words, runs twice up to its first optimizer step with the same samples, without
+    dropout: with all of them as one micro-batch, and in parts. `accumulate`, and what goes with a live model, cannot be
+    given. The result is a `CommandVerification`:
+
+        autoaccum.verify(["python", "train.py", "--bs={micro_batch}", "--accum={iter_size}"]).equivalent
 
     Args beside those of this module:
         target_batch: Samples of the full batch.
@@ -257,11 +264,21 @@ def verify(
     """
     given = dict(locals())
 
+    from autoaccum.sources.command import CommandSource, read_command
+
+    source, asked = read_command(workload, Options.of("verify", {"device": "cpu", **options}), verb="verify")
+    if isinstance(source, CommandSource):
+        from autoaccum.verification.command_check import verify_command
+
+        for name in (*_LIVE, "accumulate"):
+            if given[name] is not None:
+                raise UsageError(f"a command is given, and {name}, too", hint=f"leave {name} out")
+        return verify_command(source, asked, target_batch=target_batch, micro_batch=micro_batch, on_event=on_event)
     from autoaccum.verification.verifier import run_verification
 
     return run_verification(
-        workload,
-        Options.of("verify", {"device": "cpu", **options}),
+        source,
+        asked,
         target_batch=target_batch,
         micro_batch=micro_batch,
         live={name: given[name] for name in _LIVE},

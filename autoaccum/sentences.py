@@ -7,6 +7,7 @@ no full stop.
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -218,6 +219,15 @@ def _parts_count(mistake: str, factors: list[float], shares: list[float]) -> str
     return f"{_MISTAKES[mistake]}: they count for {numbers(factors)}, but should count for {numbers(shares)}"
 
 
+def _scaled(factor: float, parts: int, tensors: list[str]) -> str:
+    of = f" of {list_names(tensors)}" if tensors else ""
+    if math.isclose(factor, parts, rel_tol=1e-2):
+        return f"the gradient{of} is {parts} times that of the whole batch: {_MISTAKES['undivided']}"
+    if math.isclose(factor, 1 / parts, rel_tol=1e-2):
+        return f"the gradient{of} is 1/{parts} of that of the whole batch: {_MISTAKES['divided twice']}, or are sums"
+    return f"the gradient{of} is {factor:.4g} times that of the whole batch"
+
+
 def _divide_parts(divisor: str | None, over_ranks: bool) -> str:
     line = "loss(model, part).backward(), without dividing: the loss is a sum"
     if divisor is not None:
@@ -342,6 +352,20 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "search_stopped": "the search for the cause stopped at the time limit of {limit_seconds:g} s; the first tensor "
     "that differs is {tensor}",
     "narrow_down": "try a smaller model, or one term of the loss at a time, until the updates are equal",
+    # Verification of a command.
+    "command_scaled": _scaled,
+    "command_divide_once": "divide the loss of each micro-batch once, by the number of micro-batches of an update, if "
+    "it is a mean (a sum by nothing): (loss / n).backward(); frameworks that accumulate divide it already",
+    "command_ignored": "the script's first update has {passes:count backward pass}, not {expected}: {option} is "
+    "ignored",
+    "command_heed": "let the script take an optimizer step after so many micro-batches only",
+    "command_other_samples": "the two runs read different samples ({same} of {samples} are the same), so that nothing "
+    "can be said: let the order of the data, and what is drawn for each sample, depend on the seed and not on the "
+    "batch size",
+    "command_draws": "the model draws random numbers in its forward pass, others for micro-batches than for the whole "
+    "batch, so that nothing can be said: leave the noise out while you verify",
+    "command_no_gradient": "the gradient of the whole batch is {seen}, so that nothing can be said",
+    "command_lone_gradients": "only one of the runs has a gradient of {tensors:names}",
     # Running out of memory in training.
     "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
     "later ones run in micro-batches of at most {lowered}",

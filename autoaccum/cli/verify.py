@@ -30,7 +30,7 @@ _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
     time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
     verbose="Show everything that was compared, and every note.",
 )
-def command(workload: str, **asked: Any) -> None:
+def command(workload: str | tuple[str, ...], **asked: Any) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
     WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,
@@ -47,10 +47,15 @@ def command(workload: str, **asked: Any) -> None:
     their own micro-batches: wrap the model in DistributedDataParallel there, or shard it by fully_shard, as your script
     does.
 
+    After `--` stands a training command, with {micro_batch} and {iter_size} where it takes its sizes. It runs twice up
+    to its first optimizer step: with the batch as one micro-batch, and in parts, without dropout and with equal
+    samples. The gradients of both are compared.
+
     A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 answers sooner.
 
-    Example:
+    Examples:
       autoaccum verify model.py --batchnorm frozen
+      autoaccum verify -- python train.py --batch-size {micro_batch} --accum {iter_size}
 
     Exit codes:
       0  equivalent
@@ -59,7 +64,13 @@ def command(workload: str, **asked: Any) -> None:
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
-    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, verification_blocks
+    from autoaccum.reporting.verify_report import (
+        VerificationProgress,
+        command_blocks,
+        difference_line,
+        verification_blocks,
+    )
+    from autoaccum.verification.command_check import CommandVerification
     from autoaccum.verification.verification_result import Diagnosing
 
     outputs = Outputs(asked, workload)
@@ -79,17 +90,24 @@ def command(workload: str, **asked: Any) -> None:
         stdout_kept() as own_stdout,
         VerificationProgress(make_console(stderr=True), quiet=outputs.quiet) as progress,
     ):
-        progress.show("loading ...")
+        progress.show("loading ..." if isinstance(workload, str) else "running the command to its first update ...")
         result = verify(workload, on_event=listen, **asked)
-    blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
+    shown: dict[str, Any] = {}
+    if isinstance(result, CommandVerification):
+        blocks, code = partial(command_blocks, result), result.exit_code
+    else:
+        again = running_words(without=OUTPUT_FLAGS)
+        shown = {"answered": bool(answers)}
+        blocks = partial(verification_blocks, result, again=again)
+        code = 0 if result.equivalent else _CODE_UNTESTED if result.untested else _CODE_DIFFERENT
     made_of = (result.workload, result.environment)
     outputs.show(
         result.to_json,
-        lambda: blocks(verbose=outputs.verbose, answered=bool(answers)),
+        lambda: blocks(verbose=outputs.verbose, **shown),
         files={
             "-o": lambda _: result.to_json(),
             "--report": lambda _: page(str(result.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),
         },
     )
-    if not result.equivalent:
-        raise click.exceptions.Exit(_CODE_UNTESTED if result.untested else _CODE_DIFFERENT)
+    if code:
+        raise click.exceptions.Exit(code)

@@ -12,6 +12,7 @@ from autoaccum.checks import counted
 from autoaccum.reporting.console import Block, Facts, Table, first_messages, offer
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import format_parts
+from autoaccum.verification.command_check import CommandVerification
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
@@ -79,6 +80,33 @@ def difference_line(comparison: Comparison) -> Text:
     off = f"off by {_error(worst.error)}{_SCALES[worst.quantity]}"
     how = off if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
+
+
+def command_blocks(result: CommandVerification, *, verbose: bool = False) -> list[Block]:
+    """Return the verification of a command: the verdict, and the causes or why there is none."""
+    split = f"{format_parts(result.micro_batches)} = {sum(result.micro_batches)} samples"
+    if result.answer == "undecided":
+        blocks: list[Block] = [Text.assemble(("undecided", "bold yellow"), f": {result.notes[0]}")]
+        notes = result.notes[1:]
+    else:
+        notes = result.notes
+        error = f"{_error(result.error or 0.0)} of a tensor's norm"
+        if result.equivalent:
+            how = f": the script accumulates rightly, equal to {error}"
+            verdict = Text.assemble(("equivalent", "bold green"), how)
+        else:
+            how = f": the gradients are off by {error}, at {result.where}"
+            verdict = Text.assemble(("not equivalent", "bold red"), how)
+        tensors = counted(result.compared, "tensor")
+        blocks = [verdict.append(f" ({tensors}, {split}, {result.device}, tolerance {_tolerance(result.tolerance)})")]
+    for number, cause in enumerate(result.causes, start=1):
+        name = "cause" if len(result.causes) == 1 else f"cause {number}"
+        rows = [(name, f"{cause.kind}: {cause.found}"), ("change", str(cause.change))]
+        proof = [("proved", "with this done, the same comparison is equal")] if cause.proved else []
+        blocks += ["", Facts(rows + proof)]
+    if verbose:
+        blocks += ["", Facts([("model", str(result.workload["model"])), ("time", f"{result.seconds:.1f} s")])]
+    return blocks + first_messages(Facts.of_messages((), notes), verbose=verbose)
 
 
 def _comparison_title(comparison: Comparison) -> str:

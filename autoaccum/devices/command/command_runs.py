@@ -6,12 +6,14 @@ import dataclasses
 import os
 import signal
 import sysconfig
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.child.process import ChildProcess, child_environment
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
@@ -35,20 +37,27 @@ class CommandRun:
     Args:
         settings: The settings that all trials share.
         parts: The micro-batches of an update, in samples, all equal.
+        environment: Variables that its environment has beside those of `command_environment`.
         watch: Further fields of `WatchSettings`.
 
     Raises:
         NotMeasuredError: Its process cannot be started.
     """
 
-    def __init__(self, settings: TrialSettings, parts: tuple[int, ...], **watch: Any) -> None:
+    def __init__(
+        self,
+        settings: TrialSettings,
+        parts: tuple[int, ...],
+        environment: Mapping[str, str] | None = None,
+        **watch: Any,
+    ) -> None:
         source, options = settings.source, settings.options
         assert isinstance(source, CommandSource)
         self._source, self.parts = source, parts
         self._files = ExitStack()
         self.folder = Path(self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")))
         self.watch = WatchSettings(
-            folder=str(self.folder), parts=parts, updates=options.updates, values=options.values, **watch
+            folder=str(self.folder), parts=parts, values=options.values, **{"updates": options.updates, **watch}
         )
         words = source.fill(micro_batch=max(parts), iter_size=len(parts), world_size=options.world_size)
         self._process = ChildProcess(
@@ -61,7 +70,7 @@ class CommandRun:
         self._request = RunCommand(
             words=tuple(words),
             folder=source.folder,
-            environment=command_environment(self.watch.device),
+            environment={**command_environment(self.watch.device), **(environment or {})},
             settings=self.watch,
             limit_seconds=settings.job_seconds(),
             shows_output=settings.on_output is not None,
@@ -102,10 +111,13 @@ def command_environment(device: str | None) -> dict[str, str]:
     return environment
 
 
-def trial_of(end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: bool = False) -> Trial:
+def trial_of(
+    end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: bool = False, updates: int = _ENOUGH_UPDATES
+) -> Trial:
     """Return the trial that a run was.
 
-    If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`).
+    If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`). `updates` is
+    how many it needs.
     """
     trial = Trial(parts=parts, outcome="ok", seconds=end.seconds, timed_out=end.timed_out, fresh=True)
     doing = f"micro-batch {max(parts)}"
@@ -121,7 +133,7 @@ def trial_of(end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: boo
         text = "a process was ended by the kernel for lack of memory"
         return failed(text, outcome="oom", fault=None, traceback=None)
     report = first_report(end)
-    if report is not None and report.updates >= _ENOUGH_UPDATES and (end.exit_status or 0) == 0 and not end.timed_out:
+    if report is not None and report.updates >= updates and (end.exit_status or 0) == 0 and not end.timed_out:
         return _measured(trial, end)
     if end.timed_out:
         seen = "" if report is None else f" after {_counted(report)}"
@@ -133,7 +145,8 @@ def trial_of(end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: boo
         return failed(f"the command left with exit status {end.exit_status}")
     seen = "no Python process in it has imported torch" if report is None else f"it made {_counted(report)}"
     return failed(
-        f"the command ended before its second update ({seen}): let it train for {_ENOUGH_UPDATES} updates or more",
+        f"the command ended before its {'first' if updates == 1 else 'second'} update ({seen}): let it train for"
+        f" {counted(updates, 'update')} or more",
         fault="measurement",
     )
 
@@ -180,6 +193,11 @@ class Observations:
         assert isinstance(settings.source, CommandSource)
         return cls(settings.source, settings.options.world_size)
 
+    @property
+    def iter_option(self) -> str:
+        """The option of the command that takes the number of micro-batches."""
+        return self._option(TOTAL_ITER_SIZE if TOTAL_ITER_SIZE in self.source.name else ITER_SIZE)
+
     def parts(self, size: int) -> tuple[int, ...]:
         """Return the parts of a run that shows whether a size fits: two micro-batches, if the command can be told."""
         return (size, size) if self.source.takes_iter_size else (size,)
@@ -199,7 +217,7 @@ class Observations:
         backwards = report.backwards[-1] if report.backwards else 0
         if self.source.takes_iter_size and iter_size > 1 and backwards % iter_size:
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
-            option = self._option(TOTAL_ITER_SIZE if TOTAL_ITER_SIZE in self.source.name else ITER_SIZE)
+            option = self.iter_option
             if backwards * self.world_size == iter_size > backwards:
                 why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
             else:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -87,7 +87,7 @@ class Watch:
         if settings.compares:
             from autoaccum.devices.command.gradient_watch import GradientWatch
 
-            self._gradients = GradientWatch(settings)
+            self._gradients = GradientWatch(settings, self._models)
         register_optimizer_step_post_hook(self._after_step)
         self._count_backwards()
         self._see_calls()
@@ -107,6 +107,8 @@ class Watch:
             return
         self._optimizer = self._optimizer or type(optimizer).__name__
         self._steps[id(optimizer)] += 1
+        if self._gradients is not None and not self._gradients.is_complete:
+            return
         most = max(self._steps.values())
         updates = min(count for count in self._steps.values() if count * _UNEVEN >= most)
         if updates <= self._updates:
@@ -135,7 +137,8 @@ class Watch:
             if self._settings.device is not None and self._meter is None and self._is_here:
                 self._start_meter()  # All modules were made in an import.
             try:
-                with self._seeing_oom():
+                compared = nullcontext() if self._gradients is None else self._gradients.one_backward()
+                with self._seeing_oom(), compared:
                     return run(*args, **kwargs)
             finally:
                 inside = False
@@ -158,6 +161,8 @@ class Watch:
                     return run(module, *args, **kwargs)
             finally:
                 _Module.__call__ = call
+                if self._gradients is not None:
+                    self._gradients.end_call()
 
         _Module.__call__ = call
 
@@ -172,6 +177,8 @@ class Watch:
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
         self._models.setdefault(id(module), module)
+        if self._gradients is not None:
+            self._gradients.see_call(inputs)
         if torch.is_grad_enabled():
             leaves = tree_leaves(inputs)
             shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -265,7 +272,7 @@ class Watch:
             seconds=time.monotonic() - self._began,
         )
         if self._gradients is not None:
-            self._gradients.save(self._largest_model())
+            self._gradients.save()
         write_record(self._settings.reports / f"{self._pid}.json", report)
 
     def _measured(self) -> dict[str, Any]:

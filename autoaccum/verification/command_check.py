@@ -1,0 +1,418 @@
+"""`verify` of a training command: its update in parts against the one by a single micro-batch, from inside of both.
+
+The command runs twice with the same samples and random numbers, up to its first optimizer step: the target batch as one
+micro-batch, and in parts. What makes the runs comparable is in `devices.command.gradient_watch`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autoaccum.checks import read_count
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.child.failures import JobFailed, failure_error
+from autoaccum.devices.command.command_runs import (
+    CommandRun,
+    Observations,
+    command_environment,
+    first_report,
+    inspection_of,
+    trial_of,
+)
+from autoaccum.devices.command.settings import ProcessReport
+from autoaccum.devices.device_choice import check_device
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.messages import Message, message
+from autoaccum.options import Options
+from autoaccum.serialization import freeze, to_plain
+from autoaccum.sources.command import ITER_SIZE, CommandSource
+from autoaccum.verification.verification_result import Cause
+
+_SCHEMA = 1
+_SMALL = 1e-2
+"""The share of the whole gradient's norm below which a tensor's difference is measured by that share: of a tensor whose
+gradient is zero but for rounding, such as the bias below a normalisation, all is rounding."""
+_SAME_FACTOR = 1e-2
+_SAME_ROW = 1e-5
+_SURE = 4
+"""Weights of parts are sought in so many times as many entries at least; fewer would fit by chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandVerification:
+    """Whether a training command accumulates rightly.
+
+    Attributes:
+        answer: `equal`, `different`, or `undecided` where the runs cannot be compared.
+        target_batch: Samples of an update, over all ranks.
+        micro_batches: Its parts, in samples of a rank.
+        device: `cpu` or `cuda:N`.
+        compared: The number of tensors.
+        error: The largest difference of a tensor's gradient, relative to its norm, or to a hundredth of the whole
+            gradient's norm if that is more. Infinite where one run has no gradient; None if nothing was compared.
+        where: The tensor with the largest difference.
+        tolerance: The largest difference that rounding explains.
+        causes: Why they differ.
+        notes: Why nothing can be said, and what was noticed.
+        workload: Name, digest, model, parameters and words of the command.
+        environment: Versions of Python, PyTorch and so on.
+        seconds: The time it took.
+        schema: The version of the record.
+    """
+
+    answer: Literal["equal", "different", "undecided"]
+    target_batch: int
+    micro_batches: tuple[int, ...]
+    device: str
+    compared: int
+    error: float | None
+    where: str | None
+    tolerance: float
+    causes: tuple[Cause, ...]
+    notes: tuple[Message, ...]
+    workload: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    seconds: float
+    schema: int = _SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("workload", "environment"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether the gradients are equal."""
+        return self.answer == "equal"
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal; 1: different; 3: undecided."""
+        return {"equal": 0, "different": 1, "undecided": 3}[self.answer]
+
+    def to_json(self) -> str:
+        """Return the record as indented JSON, the schema first; an infinite error is null."""
+        record = to_plain(self)
+        plain = json.dumps({"schema": record.pop("schema"), **record})
+        return json.dumps(json.loads(plain, parse_constant=lambda constant: None), indent=2) + "\n"
+
+
+def verify_command(
+    source: CommandSource,
+    options: Options,
+    *,
+    target_batch: int,
+    micro_batch: int | None = None,
+    on_event: Callable[[Any], Any] | None = None,
+) -> CommandVerification:
+    """Compare the update of a command by one micro-batch with that in parts, as `autoaccum.verify` explains.
+
+    Raises:
+        UsageError: The command has no place for the number of parts, or there are no such parts.
+        WorkloadError: The script fails, or does not take its sizes.
+        NotMeasuredError: It makes no update, or its gradient cannot be read.
+    """
+    target, ranks = read_count(target_batch, "target_batch"), options.world_size
+    if not source.takes_iter_size:
+        raise UsageError(
+            f"the command has no {ITER_SIZE}, and one update would be one micro-batch",
+            hint=f"write {ITER_SIZE} where the command takes its accumulation steps",
+        )
+    check_device(options.device)
+    if target % ranks:
+        raise UsageError(f"target_batch is {target}, and {ranks} ranks cannot share it", hint="give a multiple")
+    samples = target // ranks
+    quarter = next((size for size in range(max(samples // 4, 1), 0, -1) if samples % size == 0), 1)
+    micro = quarter if micro_batch is None else read_count(micro_batch, "micro_batch")
+    if micro >= samples or samples % micro:
+        raise UsageError(
+            f"micro_batch is {micro}, and an update has {samples} samples: it takes two or more equal parts",
+            hint="give a micro-batch that divides it",
+        )
+    return _CommandCheck(source, options, samples, micro, on_event or (lambda event: None)).run()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run reported, and the gradients of its first update."""
+
+    report: ProcessReport
+    gradients: Mapping[str, Tensor | None]
+    parts: Mapping[str, list[Tensor]]
+    rows: Tensor
+    draws: bool
+
+    @cached_property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return math.hypot(*(float(each.double().norm()) for each in self.gradients.values() if each is not None))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The run of the whole batch and the one in `count` parts."""
+
+    whole: _Run
+    split: _Run
+    count: int
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that have a gradient in one of the runs."""
+        names = dict.fromkeys((*self.whole.gradients, *self.split.gradients))
+        runs = (self.whole.gradients, self.split.gradients)
+        return [name for name in names if any(run.get(name) is not None for run in runs)]
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The root of the machine epsilon of the gradients' coarsest dtype: half of its digits.
+
+        Sums in another order differ in the last digits, and more where large terms cancel.
+        """
+        kinds = {each.dtype for each in self.whole.gradients.values() if each is not None}
+        return math.sqrt(max((torch.finfo(kind).eps for kind in kinds), default=0.0))
+
+    def error(self, name: str, factor: float = 1.0) -> float:
+        """Return how far the gradient in parts is from `factor` times the whole batch's."""
+        return self.distance(name, self.split.gradients.get(name), factor)
+
+    def distance(self, name: str, found: Tensor | None, factor: float = 1.0) -> float:
+        """As `error`, of another gradient."""
+        whole = self.whole.gradients.get(name)
+        if whole is None or found is None or whole.shape != found.shape:
+            return math.inf
+        right = factor * whole.double()
+        scale = max(float(right.norm()), _SMALL * factor * self.whole.norm)
+        error = float((found.double() - right).norm()) / scale
+        return error if math.isfinite(error) else math.inf
+
+    def is_equal(self) -> bool:
+        """Return whether all gradients are equal."""
+        return all(self.error(name) <= self.tolerance for name in self.names)
+
+    def worst(self) -> str:
+        """Return the tensor with the largest difference."""
+        return max(self.names, key=self.error)
+
+    def first(self) -> str:
+        """Return the first tensor that differs."""
+        return next(name for name in self.names if self.error(name) > self.tolerance)
+
+    def same_rows(self) -> int:
+        """Return how many samples of the whole batch are among those of the parts."""
+        return max(map(_count_near, self.whole.rows.T.contiguous(), self.split.rows.T.contiguous()))
+
+    def has_same_samples(self) -> bool:
+        """Return whether the parts had the samples of the whole batch, as far as can be told."""
+        return self.same_rows() == len(self.whole.rows) == len(self.split.rows)
+
+    def scaled(self) -> tuple[float, list[str]] | None:
+        """Return the factor that some gradients are off by where all others are equal, and their names."""
+        dots = [
+            (float((whole.double() * split.double()).sum()), float(whole.double().square().sum()))
+            for name in self.names
+            if (whole := self.whole.gradients.get(name)) is not None
+            and (split := self.split.gradients.get(name)) is not None
+            and whole.shape == split.shape
+        ]
+        ratio = sum(dot for dot, _ in dots) / (sum(square for _, square in dots) or 1.0)
+        for factor in (float(self.count), 1 / self.count, ratio):
+            names = [name for name in self.names if self.error(name) > self.tolerance]
+            if factor > 0 and all(self.error(name, factor) <= self.tolerance for name in names):
+                return factor, names
+        return None
+
+    def weighted(self) -> tuple[list[float], list[float]] | None:
+        """Return what the parts count for, and what they would have to, if other weights make the gradients equal.
+
+        That is found in the gradients of each part, which are kept of as many tensors as there is memory for.
+        """
+        sums: dict[str, Tensor] = {}
+        for name, parts in self.split.parts.items():
+            passes = len(self.whole.parts.get(name, ()))
+            both = [run.gradients.get(name) is not None for run in (self.whole, self.split)]
+            if passes and len(parts) == passes * self.count and all(both):
+                sums[name] = torch.stack(parts).double().reshape(self.count, passes, -1).sum(1)
+        if sum(each.shape[1] for each in sums.values()) < _SURE * self.count:
+            return None
+        columns = torch.cat(list(sums.values()), 1)
+        right, found = (
+            torch.cat([run.gradients[name].double().flatten() for name in sums])  # type: ignore[union-attr]
+            for run in (self.whole, self.split)
+        )
+        weights = torch.linalg.lstsq(columns.T, right[:, None]).solution[:, 0]
+        for name, each in sums.items():
+            weighted = (weights @ each).reshape(self.whole.gradients[name].shape)  # type: ignore[union-attr]
+            if not self.distance(name, weighted) <= self.tolerance:
+                return None
+        if bool((weights <= 0).any()):
+            return None
+        added = columns.sum(0)
+        scale = float(found @ added / (added @ added)) / float(weights.sum())
+        return [scale] * self.count, (weights / weights.sum()).tolist()
+
+
+def _count_near(whole: Tensor, split: Tensor) -> int:
+    """Return how many numbers are among others, but for rounding."""
+    if not len(whole) or not len(split):
+        return 0
+    ordered = split.sort().values
+    at = torch.searchsorted(ordered, whole).clamp(max=len(ordered) - 1)
+    apart = torch.minimum((ordered[at] - whole).abs(), (ordered[(at - 1).clamp(min=0)] - whole).abs())
+    return int((apart <= _SAME_ROW * whole.abs().max()).sum())
+
+
+class _CommandCheck:
+    """Runs a command, and says what the difference of its gradients means."""
+
+    def __init__(
+        self, source: CommandSource, options: Options, samples: int, micro: int, notify: Callable[[Any], Any]
+    ) -> None:
+        self._settings = TrialSettings(source=source, rank_samples=samples, options=options)
+        self._whole, self._split = (samples,), (micro,) * (samples // micro)
+        self._notify, self._began = notify, time.monotonic()
+        self._observations = Observations.of(self._settings)
+        device = options.device
+        visible = "" if device == "cpu" else command_environment(device).get("CUDA_VISIBLE_DEVICES")
+        cards = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        self._environment = {"TORCHDYNAMO_DISABLE": "1", "NVIDIA_TF32_OVERRIDE": "0", **cards}
+
+    def run(self) -> CommandVerification:
+        """Run it twice, and twice more if BatchNorm may be the cause."""
+        whole = self._run(self._whole)
+        split = self._run(self._split)
+        pair = _Pair(whole, split, len(self._split))
+        told, ignored = self._observations.check(self._whole, whole.report), self._find_ignored(pair)
+        if ignored is not None:
+            return self._answer(pair, "different", (ignored,))
+        if (told := told or self._observations.check(self._split, split.report)) is not None:
+            raise told
+        if not pair.whole.norm > 0 or math.isinf(pair.whole.norm):
+            seen = "zero" if pair.whole.norm == 0 else "not finite"
+            return self._answer(pair, "undecided", notes=[message("command_no_gradient", seen=seen)])
+        if pair.is_equal():
+            return self._answer(pair, "equal")
+        causes = self._explain(pair)
+        if not causes and (reason := self._incomparable(pair)) is not None:
+            return self._answer(pair, "undecided", notes=[reason])
+        return self._answer(pair, "different", causes or self._without_batchnorm(pair))
+
+    def _run(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, frozen: bool = False) -> _Run:
+        """Run the command to its first update.
+
+        Raises:
+            WorkloadError: The script fails.
+            NotMeasuredError: It makes no update, or takes too long.
+        """
+        told = {"updates": 1, "compares": True, "freezes_batchnorm": frozen}
+        with closing(CommandRun(self._settings, parts, environment=self._environment, **told)) as run:
+            try:
+                end = run.wait(limit_seconds)
+            except JobFailed as failed:
+                raise failure_error(failed.failure, self._settings.options.device) from None
+            trial, report = trial_of(end, parts, updates=1), first_report(end)
+            if not trial.ran or report is None:
+                if trial.fault == "user":
+                    raise WorkloadError(trial.message or "", user_traceback=trial.traceback)
+                raise NotMeasuredError(trial.message or "")
+            if not run.watch.gradients.exists():
+                raise NotMeasuredError("the script's first update has no gradient")
+            record = torch.load(run.watch.gradients, weights_only=True)
+        return _Run(report, **record)
+
+    def _find_ignored(self, pair: _Pair) -> Cause | None:
+        """Return the cause where the command does not heed its number of parts."""
+        whole, split = (run.report.backwards[-1] if run.report.backwards else 0 for run in (pair.whole, pair.split))
+        if not whole or split == whole * pair.count:
+            return None
+        found = message(
+            "command_ignored", passes=split, expected=whole * pair.count, option=self._observations.iter_option
+        )
+        return Cause(kind="accumulate", found=found, change=message("command_heed"))
+
+    def _explain(self, pair: _Pair) -> tuple[Cause, ...]:
+        """Return the cause that the gradients themselves show."""
+        if (scaled := pair.scaled()) is not None:
+            factor, names = scaled
+            where = tuple(names) if len(names) < len(pair.names) else ()
+            found = message("command_scaled", factor=factor, parts=pair.count, tensors=list(where))
+            change = message("command_divide_once")
+            return (Cause(kind="accumulate", found=found, change=change, where=where, proved=True),)
+        if (weighted := pair.weighted()) is not None:
+            counts, shares = weighted
+            mistake = "mean of means" if abs(sum(counts) - 1) < _SAME_FACTOR else "weights"
+            found = message("parts_count", mistake=mistake, factors=counts, shares=shares)
+            change = message("divide_parts", divisor="the entries that count, such as tokens", over_ranks=False)
+            return (Cause(kind="accumulate", found=found, change=change, proved=True),)
+        return ()
+
+    def _incomparable(self, pair: _Pair) -> Message | None:
+        """Return why a difference says nothing; None if it does."""
+        if not pair.has_same_samples():
+            return message("command_other_samples", same=pair.same_rows(), samples=len(pair.whole.rows))
+        return message("command_draws") if pair.whole.draws or pair.split.draws else None
+
+    def _without_batchnorm(self, pair: _Pair) -> tuple[Cause, ...]:
+        """Return the causes that two runs show in which BatchNorm normalises by its running statistics."""
+        layers = pair.whole.report.batchnorms
+        unknown = Cause(
+            kind="unknown",
+            found=message("unexplained", tensor=pair.first(), reason=""),
+            change=message("narrow_down"),
+            where=(pair.first(),),
+        )
+        if not layers:
+            return (unknown,)
+        limit = self._settings.options.time_limit
+        frozen = _Pair(
+            self._run(self._whole, limit_seconds=limit, frozen=True),
+            self._run(self._split, limit_seconds=limit, frozen=True),
+            pair.count,
+        )
+        others = () if frozen.is_equal() else self._explain(frozen)
+        proved = frozen.is_equal() or bool(others)
+        batchnorm = Cause(
+            kind="batchnorm",
+            found=message("batchnorm_by_parts", modules=list(layers)),
+            change=message("take_batchnorm_mode", mode="frozen"),
+            where=layers,
+            proved=proved,
+        )
+        return (batchnorm, *(others if proved else (unknown,)))
+
+    def _answer(
+        self,
+        pair: _Pair,
+        answer: Literal["equal", "different", "undecided"],
+        causes: tuple[Cause, ...] = (),
+        notes: Sequence[Message] = (),
+    ) -> CommandVerification:
+        options, report = self._settings.options, pair.whole.report
+        seen = inspection_of(self._settings, report)
+        compared = pair.names if answer != "undecided" and pair.whole.norm > 0 else []
+        worst = pair.worst() if compared else None
+        lone = [name for name in pair.names if any(run.gradients.get(name) is None for run in (pair.whole, pair.split))]
+        return CommandVerification(
+            answer=answer,
+            target_batch=sum(self._whole) * options.world_size,
+            micro_batches=self._split,
+            device=options.device,
+            compared=len(compared),
+            error=None if worst is None else pair.error(worst),
+            where=worst,
+            tolerance=pair.tolerance,
+            causes=causes,
+            notes=(*notes, *([message("command_lone_gradients", tensors=lone)] if lone else [])),
+            workload=to_plain(seen.workload),
+            environment=seen.environment,
+            seconds=time.monotonic() - self._began,
+        )
