@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -213,8 +213,42 @@ def compare(
     return compare_plans(workload, request, on_row=on_row, on_event=on_event, on_output=on_output)
 
 
+@overload
 def verify(
-    workload: str | os.PathLike[str] | Workload | Sequence[str] | None = None,
+    workload: list[str] | tuple[str, ...],
+    *,
+    target_batch: int = 16,
+    micro_batch: int | None = None,
+    **options: Unpack[OptionArguments],
+) -> CommandVerification: ...
+
+
+@overload
+def verify(
+    workload: str | os.PathLike[str] | Workload | None = None,
+    *,
+    target_batch: int = 16,
+    micro_batch: int | None = None,
+    trainer: Any = None,
+    data: Any = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    criterion: Any = None,
+    outputs: Callable[[nn.Module, Any], Any] | None = None,
+    coupled_loss: Callable[[Any, Any], Any] | None = None,
+    weight: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
+    reduction: str | None = None,
+    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
+    on_event: Callable[[VerificationEvent], Any] | None = None,
+    **options: Unpack[OptionArguments],
+) -> Verification: ...
+
+
+def verify(
+    workload: str | os.PathLike[str] | Workload | list[str] | tuple[str, ...] | None = None,
     *,
     target_batch: int = 16,
     micro_batch: int | None = None,
@@ -273,7 +307,7 @@ def verify(
         for name in (*_LIVE, "accumulate"):
             if given[name] is not None:
                 raise UsageError(f"a command is given, and {name}, too", hint=f"leave {name} out")
-        return verify_command(source, asked, target_batch=target_batch, micro_batch=micro_batch, on_event=on_event)
+        return verify_command(source, asked, target_batch=target_batch, micro_batch=micro_batch)
     from autoaccum.verification.verifier import run_verification
 
     return run_verification(

@@ -30,7 +30,7 @@ _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
     time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
     verbose="Show everything that was compared, and every note.",
 )
-def command(workload: str | tuple[str, ...], **asked: Any) -> None:
+def command(workload: Any, **asked: Any) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
     WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,7 +112,6 @@ def verify_command(
     *,
     target_batch: int,
     micro_batch: int | None = None,
-    on_event: Callable[[Any], Any] | None = None,
 ) -> CommandVerification:
     """Compare the update of a command by one micro-batch with that in parts, as `autoaccum.verify` explains.
 
@@ -138,7 +137,7 @@ def verify_command(
             f"micro_batch is {micro}, and an update has {samples} samples: it takes two or more equal parts",
             hint="give a micro-batch that divides it",
         )
-    return _CommandCheck(source, options, samples, micro, on_event or (lambda event: None)).run()
+    return _CommandCheck(source, options, samples, micro).run()
 
 
 @dataclass(frozen=True)
@@ -274,12 +273,10 @@ def _count_near(whole: Tensor, split: Tensor) -> int:
 class _CommandCheck:
     """Runs a command, and says what the difference of its gradients means."""
 
-    def __init__(
-        self, source: CommandSource, options: Options, samples: int, micro: int, notify: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, source: CommandSource, options: Options, samples: int, micro: int) -> None:
         self._settings = TrialSettings(source=source, rank_samples=samples, options=options)
         self._whole, self._split = (samples,), (micro,) * (samples // micro)
-        self._notify, self._began = notify, time.monotonic()
+        self._began = time.monotonic()
         self._observations = Observations.of(self._settings)
         device = options.device
         visible = "" if device == "cpu" else command_environment(device).get("CUDA_VISIBLE_DEVICES")
