@@ -16,6 +16,7 @@ import contextlib
 import errno
 import functools
 import glob
+import hashlib
 import io
 import json
 import os
@@ -63,24 +64,46 @@ class _Place(NamedTuple):
 
 
 class _Journal(NamedTuple):
-    """The journal as far as it was read: its size, the paths that were made, and where the content of others is."""
+    """The journal as far as it was read: its size, what was made, where other content is, how often it was removed."""
 
     size: int = 0
     made: frozenset[str] = frozenset()
     moved: dict[str, str | None] = {}
+    removals: dict[str, int] = {}
 
 
 class _Entry:
-    """An entry of a listing, under the path by which the script knows its folder."""
+    """As an `os.DirEntry`, under the path by which the script knows its folder."""
 
-    def __init__(self, entry: Any, folder: Any) -> None:
-        self._entry, self.path = entry, _OS.path.join(folder, entry.name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._entry, name)
+    def __init__(self, name: Any, path: Any) -> None:
+        self.name, self.path = name, path
 
     def __fspath__(self) -> Any:
         return self.path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)  # noqa: PTH116 (a name of bytes)
+
+    def _is(self, kind: int, follow: bool) -> bool:
+        try:
+            return stat.S_IFMT(self.stat(follow_symlinks=follow).st_mode) == kind
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_IFDIR, follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_IFREG, follow_symlinks)
+
+    def is_symlink(self) -> bool:
+        return self._is(stat.S_IFLNK, False)
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_junction(self) -> bool:
+        return False
 
 
 class _Entries(contextlib.AbstractContextManager["_Entries"], Iterator[_Entry]):
@@ -105,7 +128,8 @@ class _Files:
     A record of it is a line of JSON: `[path]` is made; `[path, where]` has its content elsewhere, or nowhere (null).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, aside: bool = False) -> None:
+        self.aside = aside
         _OS.makedirs(folder, exist_ok=True)
         self.folder: str = _OS.path.realpath(folder)
         self._journal = _Journal()
@@ -128,14 +152,15 @@ class _Files:
             file.seek(journal.size)
             lines = file.read()
         lines = lines[: lines.rfind(b"\n") + 1]
-        made, moved = set(journal.made), dict(journal.moved)
+        made, moved, removals = set(journal.made), dict(journal.moved), dict(journal.removals)
         for line in lines.splitlines():
             key, *where = json.loads(line)
             if where:
                 moved = {other: at for other, at in moved.items() if not _is_in(other, key)} | {key: where[0]}
+                removals[key] = removals.get(key, 0) + (where[0] is None)
             else:
                 made.add(key)
-        self._journal = journal = _Journal(journal.size + len(lines), frozenset(made), moved)
+        self._journal = journal = _Journal(journal.size + len(lines), frozenset(made), moved, removals)
         return journal
 
     def note(self, *record: str | None) -> None:
@@ -210,18 +235,21 @@ class _Files:
         place = self.place(path, folder, follow)
         if place.actual is None and "c" not in how:
             raise _error(errno.ENOENT, path)
+        status = None
         if place.actual is not None:
             status = _status(place.actual)  # Before the journal is read: a path is noted before it is made.
             if self.owns(place.actual):
                 return place.argument
             if status is None:
-                if "c" in how:
+                if "c" in how and not self.aside:
                     self.note(place.actual)
+                if "c" not in how or not self.aside or _status(_OS.path.dirname(place.actual)) is None:
+                    return place.argument
+            elif "x" in how or not stat.S_ISREG(status.st_mode):
                 return place.argument
-            if "x" in how or not stat.S_ISREG(status.st_mode):
-                return place.argument
-        copy = self.new(place.key)
-        if place.actual is not None and how != "c":
+        keeps = place.actual is not None and status is not None and how != "c"
+        copy = self.new(place.key, shared=not keeps)
+        if keeps:
             _copy(place.actual, copy)
         self.note(place.key, copy)
         return os.fsencode(copy) if isinstance(path, bytes) else copy
@@ -245,14 +273,19 @@ class _Files:
         _OS.mkdir(aside := self.new(actual))  # Those of a folder of the user's stay, and nobody looks for new ones.
         return aside
 
-    def new(self, key: str) -> str:
-        """Return a path for a copy."""
-        return f"{self.folder}/{os.getpid()}-{time.monotonic_ns()}-{_OS.path.basename(key)[-100:]}"
+    def new(self, key: str, shared: bool = False) -> str:
+        """Return a path for a copy; `shared`: the same in all processes, which may make it at the same time."""
+        once = f"{os.getpid()}-{time.monotonic_ns()}"
+        name = hashlib.sha1(f"{key}/{self.journal().removals.get(key, 0)}".encode(errors="surrogateescape")).hexdigest()
+        return f"{self.folder}/{name if shared else once}-{_OS.path.basename(key)[-100:]}"
 
     def shown(self, place: _Place) -> set[str]:
-        """Return the names in a folder that the script has not removed."""
-        moved = self.journal().moved
-        return {name for name in _OS.listdir(place.actual) if moved.get(f"{place.key}/{name}", "") is not None}
+        """Return the names in a folder: those that the script has not removed, and those whose content is elsewhere."""
+        if place.actual is None:
+            raise _error(errno.ENOENT, place.key)
+        within = {key[len(place.key) + 1 :]: at for key, at in self.journal().moved.items() if _is_in(key, place.key)}
+        names = {*_OS.listdir(place.actual), *(name for name in within if name and "/" not in name)}
+        return {name for name in names if within.get(name, "") is not None}
 
     # What takes the place of a function, beginning with those of which only the path is another.
 
@@ -284,15 +317,15 @@ class _Files:
     def listdir(self, path: Any = None) -> Any:
         if isinstance(path, int) or not self.journal().moved:
             return _OS.listdir(path)
-        shown = self.shown(self.place("." if path is None else path))
-        return [name for name in _OS.listdir(self.read(path or ".")) if os.fsdecode(name) in shown]
+        shown = self.shown(self.place(path or "."))
+        return [os.fsencode(name) for name in shown] if isinstance(path, bytes) else list(shown)
 
     def scandir(self, path: Any = None) -> Any:
         if isinstance(path, int) or not self.journal().moved:
             return _OS.scandir(path)
-        shown, folder = self.shown(self.place("." if path is None else path)), path or "."
-        with _OS.scandir(self.read(folder)) as entries:
-            return _Entries([_Entry(entry, folder) for entry in entries if os.fsdecode(entry.name) in shown])
+        folder = path or "."
+        names = [os.fsencode(name) if isinstance(path, bytes) else name for name in self.shown(self.place(folder))]
+        return _Entries([_Entry(name, _OS.path.join(folder, name)) for name in names])
 
     def link(self, src: Any, dst: Any, **_: Any) -> None:
         """Copy instead: what the script writes under the new name is not for the file of the user."""
@@ -327,7 +360,7 @@ class _Files:
         within = [key for key in moved if _is_in(key, source.key)]
         if self.owns(source.actual) and target.actual and not any(_is_in(key, target.key) for key in moved):
             new = not self.owns(target.actual)
-            if not within and not (new and replaced):
+            if not within and not (new and (replaced or self.aside)):
                 if new:
                     self.note(target.actual)
                 _OS.rename(source.actual, target.actual)
@@ -339,7 +372,7 @@ class _Files:
         is_folder = stat.S_ISDIR(status.st_mode)
         if replaced and stat.S_ISDIR(replaced.st_mode) and (not is_folder or self.shown(target)):
             raise _error(errno.ENOTEMPTY, dst)
-        if target.actual and not replaced:  # Something by which listings show the new name.
+        if target.actual and not replaced and not self.aside:  # Something that other code sees under the new name.
             self.note(target.actual)
             _OS.mkdir(target.actual) if is_folder else _OPEN(target.actual, "x").close()
         if not self.covers(source.key):
@@ -371,13 +404,15 @@ class _Files:
         return spec
 
 
-def protect(files: Path) -> None:
+def protect(files: Path, *, aside: bool = False) -> None:
     """Keep the files of the user as they are, in this process and its forks, from now on.
 
     Args:
         files: A folder for copies and the journal, common to all processes of the run, in the run's own folder.
+        aside: Whether what is made is kept there too, so that runs at the same time do not meet; other code than
+            Python then does not find it.
     """
-    own = _Files(files)
+    own = _Files(files, aside)
     table = {
         getattr(_OS, name): own.at(0, path_of, getattr(_OS, name), follow=name not in _UNFOLLOWED)
         for names, path_of in ((_READ, own.read), (_MADE, own.made), (_CHANGED, own.changed))

@@ -21,7 +21,7 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("script_files", os.environ["SCRIPT_FILES"])
 script_files = sys.modules["script_files"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script_files)
-script_files.protect(Path(os.environ["FILES"]))
+script_files.protect(Path(os.environ["FILES"]), aside="ASIDE" in os.environ)
 def text(path):
     with open(path) as file:
         return file.read()
@@ -112,7 +112,7 @@ SCRIPTS = {
                 use("log.csv")
                 raise AssertionError
             except FileNotFoundError as error:
-                assert error.filename == "log.csv"
+                assert Path(error.filename).name == "log.csv"
         with open("log.csv", "x") as file:
             file.write("new")
         assert text("log.csv") == "new" and "log.csv" in os.listdir()
@@ -324,8 +324,14 @@ def check(home: Path, script: str, imports: str = "", **how: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_files_of_the_user_stay(home: Path, script: str) -> None:
-    check(home, script)
+@pytest.mark.parametrize("aside", [False, True], ids=["in place", "aside"])
+def test_files_of_the_user_stay(home: Path, script: str, aside: bool) -> None:
+    if not aside:
+        check(home, script)
+        return
+    before = snapshot(home)
+    assert run(home, script, ASIDE="1") == 0
+    assert snapshot(home) == before
 
 
 def test_libraries(home: Path) -> None:
