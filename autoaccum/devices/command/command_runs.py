@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +179,9 @@ class Observations:
 
     Attributes:
         source: The command.
-        first: The micro-batch of the first run, and the shapes of its batches.
+        world_size: The ranks of the plan.
+        first: The micro-batch of the first run, and the lengths of all dimensions of its first batch.
+        place: The index of the dimension that has the samples, once it is known.
     """
 
     source: CommandSource
@@ -205,8 +207,9 @@ class Observations:
     def check(self, parts: tuple[int, ...], report: ProcessReport) -> WorkloadError | None:
         """Return why a run of these parts was not what the command was told; None if it was.
 
-        The samples are the first dimension that differs between runs of two micro-batches: as many for each sample of
-        the micro-batch in all runs. Backward passes per update are a multiple of the micro-batches of an update.
+        The samples are the first dimension of the first batch that differs between runs of two micro-batches: it grows
+        with the micro-batch, and is there in the last update, too. Backward passes per update are a multiple of the
+        micro-batches of an update.
         """
         size, iter_size = max(parts), len(parts)
         if report.world_size > 1 and report.world_size != self.world_size:
@@ -225,16 +228,15 @@ class Observations:
             return WorkloadError(
                 f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
-        lengths = _sizes_of(report.batches)
+        lengths = _lengths(report.first_batch)
         if self.first is None:
             self.first = size, lengths
-            return None
         before, first = self.first
-        if size == before or len(lengths) < 1 or len(first) < 1:
+        if size == before or not first:
             return None
         if self.place is None:
             self.place = next(
-                (at for at, pair in enumerate(zip(first, lengths, strict=False)) if len(set(pair)) > 1), None
+                (at for at, pair in enumerate(zip(first, lengths, strict=False)) if len({*pair}) > 1), None
             )
             if self.place is None:
                 return WorkloadError(
@@ -242,18 +244,20 @@ class Observations:
                     f" {self._option(MICRO_BATCH)} is ignored",
                     hint="write {micro_batch} where the command takes its batch size",
                 )
-        if self.place >= len(lengths) or lengths[self.place] * before != first[self.place] * size:
-            asked = first[self.place] * size // before
-            seen = lengths[self.place] if self.place < len(lengths) else 0
+        asked, place = first[self.place] * size // before, self.place
+        calls = [lengths, *map(_lengths, report.batches)]
+        first_seen, *seen = [call[place] for call in calls if place < len(call)] or [0]
+        if first_seen != asked or asked not in seen:
+            rows = first_seen if first_seen != asked else max(seen, default=0)
             return WorkloadError(
-                f"at {{micro_batch}} = {size} the script's batches have {seen} rows, not {asked}: its data has no more",
-                hint=f"try no larger size than it trains with (--max-micro-batch {before * seen // first[self.place]})",
+                f"at {{micro_batch}} = {size} the script's batches have {rows} rows, not {asked}: its data has no more",
+                hint=f"try no larger size than it trains with (--max-micro-batch {before * rows // first[place]})",
             )
         return None
 
     def rows_after_oom(self, report: ProcessReport) -> int | None:
         """Return the rows of the last batch of a script that ran out of memory, caught that, and took smaller ones."""
-        first, last = _sizes_of([report.first_batch]), _sizes_of(report.batches[-1:])
+        first, last = _lengths(report.first_batch), _lengths(report.batches[-1] if report.batches else ())
         smaller = [after for before, after in zip(first, last, strict=False) if before > after]
         return smaller[0] if smaller and report.caught_oom else None
 
@@ -265,8 +269,8 @@ class Observations:
         return word or (words[at - 1] if at else place)
 
 
-def _sizes_of(calls: Any) -> list[int]:
-    return [length for call in calls for shape in call for length in shape]
+def _lengths(shapes: Iterable[Iterable[int]]) -> list[int]:
+    return [length for shape in shapes for length in shape]
 
 
 def inspection_of(settings: TrialSettings, report: ProcessReport, **fields: Any) -> Inspection:
