@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
+        refuses_reads: Returns whether the code that runs must not read unknown values, nor addresses.
         values: The values that are followed; all, once `values.computed` is set.
         beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
     """
@@ -92,6 +93,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self.sharded_type: type | None = None
+        self.refuses_reads: Callable[[], bool] = lambda: True
         self.values = Values()
         self._depth = 0
         self._has_sparse = False
@@ -327,6 +329,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         lists = [arg for arg in args if _is_list_of_tensors(arg)]
         if not all(type(tensor) is self.sharded_type for tensors in lists for tensor in tensors):
+            return None
+        if any(type(arg) is self.sharded_type for arg in args):  # A factor of all, as of clipping.
             return None
         layouts = [[(tensor.placements, tensor.device_mesh) for tensor in tensors] for tensors in lists]
         return lists if lists and all(layout == layouts[0] for layout in layouts) else None

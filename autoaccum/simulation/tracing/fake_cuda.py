@@ -56,7 +56,8 @@ def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> N
         "memory_snapshot": lambda *_, **__: [],
         **stream_answers(recorder),
     }
-    for owner in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
+    cuda: Any = torch.cuda
+    for owner in (cuda, cuda.memory, cuda.random, cuda.streams, torch.accelerator, torch.accelerator.memory):
         for name, answer in answers.items():
             if hasattr(owner, name):
                 patch(stack, owner, name, answer)

@@ -52,7 +52,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "radd", "rsub", "rmul", "r
 
 
 def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitStack) -> None:
-    """Answer reads of unknown values by placeholders, until `stack` is closed.
+    """Answer reads of unknown values by placeholders, and tell addresses to compare, until `stack` is closed.
 
     Unknown floats are 1.0, truth values True, arrays and lists zeros; a whole number is an `UnknownInteger`, but for
     `int(tensor)`, of which Python makes a plain 1. `mode.checks` gets a note on each line.
@@ -75,6 +75,7 @@ def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitSta
 
         return answer
 
+    mode.refuses_reads = refuses
     tensor_type: Any = FakeTensor
     for name, placeholder in (
         ("item", _scalar),
@@ -87,6 +88,13 @@ def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitSta
     ):
         patch(stack, tensor_type, name, answering(getattr(tensor_type, name), placeholder))
     patch(stack, tensor_type, "__format__", _format)
+    address_of: Any = torch.UntypedStorage.data_ptr
+
+    def address(storage: torch.UntypedStorage) -> int:
+        """Return a number by which code that saves a model tells storages apart."""
+        return address_of(storage) if refuses() or storage.device.type != "meta" else storage._cdata
+
+    patch(stack, torch.UntypedStorage, "data_ptr", address)
 
 
 def _scalar(tensor: Tensor) -> float | bool:

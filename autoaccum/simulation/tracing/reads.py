@@ -107,10 +107,10 @@ def unknown_value_error(tensor: Tensor) -> UnknownValueError:
     return UnknownValueError(text, on_host=tensor.device.type == "cpu")
 
 
-def calling_torch_module() -> str | None:
-    """Return the PyTorch module that called the calling function; None if PyTorch did not call it."""
+def calling_module() -> str:
+    """Return the name of the module that called the calling function."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name if name == "torch" or name.startswith("torch.") else None
+    return name
 
 
 def _calling_frame() -> FrameType | None:

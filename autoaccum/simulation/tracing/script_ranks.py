@@ -32,6 +32,7 @@ def join_script_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
     prepare_ranks()
     simulate_ranks(size, mode, stack)
+    patch(stack, torch._C, "_get_accelerator", lambda: torch.device("cuda"))  # FSDP2's mesh, if the script gives none.
     backends = ["nccl"]
     new_group = dist.new_group
 

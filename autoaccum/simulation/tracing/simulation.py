@@ -29,7 +29,7 @@ from autoaccum.simulation.tracing import autocast
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
 from autoaccum.simulation.tracing.placement import patch_placement
-from autoaccum.simulation.tracing.reads import calling_torch_module, read_array, read_list, unknown_value_error
+from autoaccum.simulation.tracing.reads import calling_module, read_array, read_list, unknown_value_error
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.values import find_tensors, forget_values
 from autoaccum.simulation.unsupported import UnsupportedError
@@ -115,7 +115,7 @@ def _hide_fake_tensors(stack: ExitStack) -> None:
     def get_attribute(name: str) -> Any:
         if name != "FakeTensor":
             raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
-        return FakeTensor if calling_torch_module() else _NoTensor
+        return FakeTensor if f"{calling_module()}.".startswith("torch.") else _NoTensor
 
     names["__getattr__"] = get_attribute
     del names["FakeTensor"]
@@ -249,10 +249,10 @@ def _raise_unknown_value(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
     raise unknown_value_error(tensor)
 
 
-def _data_ptr(tensor: torch.Tensor) -> int:
+def _data_ptr(tensor: FakeTensor) -> int:
     """Return a distinct number for each address, as code that compares needs; 0 to code that checks for memory."""
-    caller = calling_torch_module()
-    if caller is None:
+    caller = calling_module()
+    if not f"{caller}.".startswith("torch.") and tensor.fake_mode.refuses_reads():
         raise UnsupportedError("the address of a tensor on the card is read, as for a custom kernel")
     address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return 0 if caller == "torch._tensor" else address

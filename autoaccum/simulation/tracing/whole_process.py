@@ -39,7 +39,6 @@ def prepare_process(mode: FakeCudaMode, stack: ExitStack) -> None:
     patch(stack, FakeTensor, "__reduce_ex__", _reducing(FakeTensor.__reduce_ex__))
     with suppress(ImportError):
         safetensors: Any = import_module("safetensors.torch")
-        patch(stack, safetensors, "storage_ptr", lambda tensor: tensor.untyped_storage()._cdata)
         for name in ("save", "save_file"):
             patch(stack, safetensors, name, _saving_nothing(getattr(safetensors, name)))
     run: Any = BaseProcess._bootstrap  # type: ignore[attr-defined]
