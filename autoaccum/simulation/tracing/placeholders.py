@@ -88,7 +88,7 @@ def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitSta
     ):
         patch(stack, tensor_type, name, answering(getattr(tensor_type, name), placeholder))
     patch(stack, tensor_type, "__format__", _format)
-    address_of: Any = torch.UntypedStorage.data_ptr
+    address_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
         """Return a number by which code that saves a model tells storages apart."""

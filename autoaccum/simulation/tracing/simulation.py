@@ -252,7 +252,8 @@ def _raise_unknown_value(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
 def _data_ptr(tensor: FakeTensor) -> int:
     """Return a distinct number for each address, as code that compares needs; 0 to code that checks for memory."""
     caller = calling_module()
-    if not f"{caller}.".startswith("torch.") and tensor.fake_mode.refuses_reads():
+    mode: Any = tensor.fake_mode
+    if not f"{caller}.".startswith("torch.") and mode.refuses_reads():
         raise UnsupportedError("the address of a tensor on the card is read, as for a custom kernel")
     address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return 0 if caller == "torch._tensor" else address
