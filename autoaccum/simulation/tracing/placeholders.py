@@ -88,6 +88,7 @@ def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitSta
     ):
         patch(stack, tensor_type, name, answering(getattr(tensor_type, name), placeholder))
     patch(stack, tensor_type, "__format__", _format)
+    stack.enter_context(torch.serialization.safe_globals([int]))  # As which an `UnknownInteger` is saved.
     address_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
