@@ -58,6 +58,8 @@ def read_scalar(mode: Any, tensor: Tensor, *, is_truth: bool = False) -> float |
         if value is not None:
             mode.checks[message("check_assumed", place=_locate(frame))] = None
     if value is None:
+        if not is_truth and (copied := values_of(tensor, for_host=True)) is not None:
+            return copied.item()
         raise unknown_value_error(tensor)
     if is_truth or str(tensor.dtype) == "torch.bool":
         return bool(value)
@@ -68,6 +70,8 @@ def read_list(tensor: Any) -> Any:
     """Return `tensor.tolist()` if the values are known, or are assumed for the caller."""
     value = _assumed_value(_calling_frame())
     known = None if tensor.fake_mode.values.computed and value is not None else values_of(tensor)
+    if known is None and value is None:
+        known = values_of(tensor, for_host=True)
     if known is not None:
         tensor.fake_mode.count_read()
         return known.tolist()

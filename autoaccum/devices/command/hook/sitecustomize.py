@@ -28,18 +28,23 @@ class _AutoaccumFinder:
 
 
 class _TorchFinder:
-    """Starts the watch when torch has been imported."""
+    """Starts the watch when torch has been imported; that it is only looked for, as libraries do first, starts none."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name != "torch":
             return None
         sys.meta_path.remove(_TorchFinder)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, _TorchFinder)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_watch(module):
+                if _TorchFinder in sys.meta_path:
+                    sys.meta_path.remove(_TorchFinder)
                 load(module)
                 _start_watch()
 
