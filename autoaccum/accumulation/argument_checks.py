@@ -244,11 +244,21 @@ def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
     Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
     depend on.
     """
+    refuse_command_plan(plan)
     if different := differences(plan_facts(plan), here):
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
         raise UsageError(
             f"the plan is for {theirs}; here is {ours}",
             hint=f"plan again for what is here, or use its number all the same: micro_batch={plan.micro_batch}",
+        )
+
+
+def refuse_command_plan(plan: PlanLike) -> None:
+    """Raise UsageError if the plan is that of a training command, whose trials ran its own updates."""
+    if plan.workload.command:
+        raise UsageError(
+            f"the plan is of a command, {plan.workload.reference}, which trains by itself",
+            hint=f"run it with the plan's sizes, or use the number all the same: micro_batch={plan.micro_batch}",
         )
 
 

@@ -171,7 +171,11 @@ def _page(plan: Plan, memory: MemoryReport | None, seconds: float) -> str:
     from autoaccum.reporting.figures import plan_title
     from autoaccum.reporting.page import plan_sections
 
-    made_of = (plan.workload, plan.spec, plan.environment)
+    made_of: tuple[Any, ...] = (plan.workload, plan.spec, plan.environment)
+    if plan.workload.command:  # Nothing else is known of how it trains.
+        known = ("reference", "digest", "model", "parameters", "parameter_bytes", "optimizer")
+        facts = {name: getattr(plan.workload, name) for name in known}
+        made_of = (facts, {"precision": plan.spec.precision}, plan.environment)
     return page(plan_title(plan), plan_sections(plan, memory, seconds), made_of, about=f", {plan.kind}")
 
 

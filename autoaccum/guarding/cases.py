@@ -14,7 +14,7 @@ from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
-from autoaccum.sources.command import CommandSource, check_target, read_command
+from autoaccum.sources.command import ITER_SIZE, CommandSource, read_command
 from autoaccum.sources.source import FileSource
 from autoaccum.spec import NO_SAVERS
 
@@ -157,9 +157,12 @@ def check_case(case: Case) -> Case:
             hint="give a smaller one, or none to have it planned",
         )
     if case.command:
-        source, _ = read_command(shlex.split(case.command), case.options, verb="guard")
-        if case.target_batch is not None:
-            check_target(source, case.target_batch)
+        read_command(shlex.split(case.command), case.options, verb="guard")
+    if case.target_batch is not None and not case.takes_iter_size:
+        raise UsageError(
+            f"the target batch is {case.target_batch}, and the command has no {ITER_SIZE}: an update is one micro-batch",
+            hint="give that: --micro-batch N",
+        )
     if case.options.gpu is None:
         return case
     gpu = "".join(find_card(case.options.gpu).name.split())

@@ -148,7 +148,8 @@ def all_notes(
     more: Iterable[Message],
 ) -> tuple[Message, ...]:
     """Return every note of a plan, the most important first, since only the first are shown."""
-    notes, facts = list[Message](), inspection.workload
+    facts = inspection.workload
+    notes = _nearby(schedule, largest_fit, request.multiple_of) if facts.command else []
     of_prediction = () if prediction is None else prediction.notes
     if inspection.coupling is None:
         unchecked = "command_not_verified" if facts.command else "not_verified"
@@ -158,9 +159,8 @@ def all_notes(
     notes += inspection.notes
     if idle := sum(1 for parts in schedule.ranks if not sum(parts)):
         notes.append(message("idle_ranks", idle=idle, world_size=schedule.world_size))
-    if facts.command:
-        notes += _nearby(schedule, largest_fit, request.multiple_of)
-    elif request.options.equal and (uneven := fewer_parts(schedule, largest_fit, request.multiple_of)):
+    uneven = None if facts.command else fewer_parts(schedule, largest_fit, request.multiple_of)
+    if request.options.equal and uneven is not None:
         samples = sum(schedule.micro_batches)
         notes.append(
             message(

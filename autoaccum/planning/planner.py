@@ -96,9 +96,10 @@ def plan_on_device(
     on its own device.
     """
     if request.explain and not setup.device.explains:
+        name = setup.device.name
+        where = "the CPU" if name == "cpu" else f"{name}, where a command does not tell what it holds"
         raise UsageError(
-            "explain (--explain) shows where the memory of a card goes, and trials run on the"
-            f" {setup.device.name.upper()}",
+            f"explain (--explain) shows where the memory of a card goes, and trials run on {where}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
         )
     started = time.monotonic() if started is None else started

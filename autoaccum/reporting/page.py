@@ -74,7 +74,7 @@ def plan_sections(
         seconds: The time that planning took.
     """
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
-    if report is None and plan.device.kind == "cpu":
+    if report is None and (plan.device.kind == "cpu" or plan.workload.command):
         notes.append(message("memory_unknown"))
     timeline: list[Picture] = []
     memory: list[Block] = []

@@ -136,7 +136,7 @@ def read_command(
         if name != "multiple_of":
             raise UsageError(
                 f"--{name.replace('_', '-')} is given, and {verb} runs a command, which decides that itself",
-                hint="write it in the command",
+                hint="leave it out" if name == "fit_micro_batch" else "write it in the command",
             )
     return source, dataclasses.replace(options, equal=True)
 
