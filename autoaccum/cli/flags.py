@@ -160,7 +160,9 @@ class HelpWithHeadings(click.Command):
         at = args.index("--") if "--" in args else len(args)
         is_file = len(args) - at <= 2 and "{" not in "".join(args[at:])
         if "--" not in args and "{micro_batch}" in "".join(args):
-            raise UsageError("a training command is not told from the flags", hint="write -- before it, and flags first")
+            raise UsageError(
+                "a training command is not told from the flags", hint="write -- before it, and flags first"
+            )
         if is_file or not any(parameter.name == "workload" for parameter in self.params):
             return super().parse_args(ctx, args)
         refuse_command(args[at + 1 :], self.name or "")

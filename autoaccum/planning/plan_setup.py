@@ -92,6 +92,7 @@ def make_setup(
             rank_samples=request.rank_samples,
             options=options,
             load_limit_seconds=request.load_limit_seconds,
+            paths=paths,
             on_output=on_output,
         )
         return PlanSetup(make_device(settings), settings)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, child_environment
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
 from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
@@ -57,7 +58,11 @@ class CommandRun:
         self._files = ExitStack()
         self.folder = Path(self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")))
         self.watch = WatchSettings(
-            folder=str(self.folder), parts=parts, values=options.values, **{"updates": options.updates, **watch}
+            folder=str(self.folder),
+            parts=parts,
+            values=options.values,
+            paths=settings.paths,
+            **{"updates": options.updates, **watch},
         )
         words = source.fill(micro_batch=max(parts), iter_size=len(parts), world_size=options.world_size)
         self._process = ChildProcess(
@@ -70,7 +75,7 @@ class CommandRun:
         self._request = RunCommand(
             words=tuple(words),
             folder=source.folder,
-            environment={**command_environment(self.watch.device), **(environment or {})},
+            environment={**command_environment(self.watch.device, settings.paths), **(environment or {})},
             settings=self.watch,
             limit_seconds=settings.job_seconds(),
             shows_output=settings.on_output is not None,
@@ -91,10 +96,10 @@ class CommandRun:
         self._files.close()
 
 
-def command_environment(device: str | None) -> dict[str, str]:
+def command_environment(device: str | None, paths: ImportPaths | None = None) -> dict[str, str]:
     """Return the environment of a command: this process's, with the hook, and the device as its only one.
 
-    On the CPU memory is made repeatable (`child_environment`).
+    Its modules are found on `paths`, if another checkout is measured. On the CPU memory is made repeatable (`child_environment`).
     """
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     if device == "cpu":
@@ -106,7 +111,8 @@ def command_environment(device: str | None) -> dict[str, str]:
         index = int(device.partition(":")[2] or 0)
         if "LOCAL_RANK" not in os.environ and index:
             environment["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else str(index)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), os.environ.get("PYTHONPATH")]))
+    pythonpath = os.environ.get("PYTHONPATH") if paths is None else paths.pythonpath
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), pythonpath]))
     environment["AUTOACCUM_PACKAGES"] = sysconfig.get_path("purelib")
     return environment
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.messages import Message
 from autoaccum.serialization import decode_record, encode_record
 from autoaccum.simulation.cards import Card
@@ -42,6 +43,7 @@ class WatchSettings:
         compares: Whether the gradient of the first update is kept: dropout is off, the seeds are fixed, and autocast
             is off.
         freezes_batchnorm: Whether BatchNorm normalises by its running statistics, where gradients are compared.
+        paths: The checkout that its modules are to come from, where one is measured.
     """
 
     folder: str
@@ -56,6 +58,7 @@ class WatchSettings:
     purpose: Literal["trace", "label", "cost"] = "trace"
     compares: bool = False
     freezes_batchnorm: bool = False
+    paths: ImportPaths | None = None
 
     @property
     def micro_batch(self) -> int:

@@ -27,6 +27,7 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.command.script_files import protect
 from autoaccum.devices.command.settings import SETTINGS, ProcessReport, WatchSettings, read_settings, write_record
+from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
     from autoaccum.devices.command.gradient_watch import GradientWatch
@@ -253,6 +254,11 @@ class Watch:
             return
         self._reported = True
         self._limits.close()
+        if error is None and self._settings.paths is not None:
+            try:
+                self._settings.paths.check_loaded(None)
+            except NotMeasuredError as astray:
+                error = astray
         report = ProcessReport(
             pid=self._pid,
             rank=int(os.environ.get("RANK", 0)),
