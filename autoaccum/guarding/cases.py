@@ -160,8 +160,8 @@ def check_case(case: Case) -> Case:
         read_command(shlex.split(case.command), case.options, verb="guard")
     if case.target_batch is not None and not case.takes_iter_size:
         raise UsageError(
-            f"the target batch is {case.target_batch}, and the command has no {ITER_SIZE}: an update is one micro-batch",
-            hint="give that: --micro-batch N",
+            f"the target batch is {case.target_batch}, and the command has no {ITER_SIZE}",
+            hint="give the micro-batch, which is a whole update there: --micro-batch N",
         )
     if case.options.gpu is None:
         return case

@@ -8,6 +8,8 @@ import pytest
 from command_line import invoke
 from small_classifier import MODEL
 
+_COMMAND_WORDS = "-- python train.py {micro_batch} {iter_size}"
+COMMAND = f"plan --target-batch 8 {_COMMAND_WORDS}"
 REFUSED = {
     "": {
         "plam": "no such command 'plam'",
@@ -22,6 +24,15 @@ REFUSED = {
         "verify model.py -o model.py --force": "-o names the workload itself, model.py",
         "tune model.py": "missing option '--target-batch': see `autoaccum tune --help`",
         "tune model.py --target-batch 64..16": "64..16 is an empty range",
+        "plan --target-batch 8 --": "missing argument 'WORKLOAD'",
+        "plan --target-batch 8 -- python a.py": "the command has no {micro_batch}: write it where",
+        "plan -- python a.py {micro_batch} {iter_size}": "no target batch is given: say how many samples",
+        "plan python a.py {micro_batch}": "write -- before it, and flags first",
+        "compare --gpu t4 -- python a.py {micro_batch} {iter_size}": "no target batch is given",
+        "fit -- python a.py {micro_batch}": "fit trains a workload, and a command trains by itself: run the",
+        "tune -- python a.py {micro_batch}": "call the script from an Optuna study of your own, or write a workload",
+        "explain -- python a.py {micro_batch}": "`autoaccum plan --gpu NAME --explain -- COMMAND` shows where",
+        "guard --gpu t4 --target-batch 8 -- python a.py {micro_batch}": "the command has no {iter_size}: give the mic",
         "gpus rtx4091": "did you mean rtx4090",
         "gpus rtx4091 --json": "there is no 'rtx4091' among the",
     },
@@ -50,6 +61,20 @@ REFUSED = {
         "--plot memory.pdf": "memory.pdf ends in .pdf: give a name that ends in .svg or .png",
         "--plot /dev/null": "not a regular file: give a name that ends in .svg or .png",
         "--plot there.svg": "there.svg exists already: add --force to overwrite it, or choose",
+    },
+    COMMAND: {
+        "--savers recompute": "--savers is given, and plan runs a command, which decides that itself: write it in",
+        "--savers auto": "--savers is given, and plan runs a command, which decides that itself",
+        "--fit-micro-batch 4": "--fit-micro-batch is given, and plan runs a command, which decides that itself",
+        "--batchnorm exact": "--batchnorm is given",
+        "--gpu h100 --parallel ddp --world-size 2": "--parallel is given",
+        "--prefer fastest": "times updates of a workload, not of a command: predict for a card",
+        "--for deepspeed": "--for writes how to train a workload, and a command trains by itself: run the command",
+        "--emit step.py": "--emit writes how to train a workload, and a command trains by itself",
+    },
+    f"compare {COMMAND[5:]} --gpu t4,l4": {
+        "--world-size 1..4": "world_size is range(1, 5), and a command starts its own ranks: compare for one number",
+        "--savers all": "--savers is given, and compare runs a command, which decides that itself",
     },
     "compare model.py --target-batch 8 --gpu": {
         ",": "there is no ',' among the 97 cards",
@@ -96,6 +121,7 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
     monkeypatch.chdir(folder)
     (folder / "there.svg").write_text("precious")
     (folder / "link.py").symlink_to(folder / "model.py")
+    words = words.replace(f" {_COMMAND_WORDS}", "") + f" {_COMMAND_WORDS}" if _COMMAND_WORDS in words else words
     result = invoke(*words.split())
     assert (result.exit_code, result.stdout) == (2, ""), result.stderr
     (line,) = result.stderr.splitlines()

@@ -99,7 +99,7 @@ class CommandRun:
 def command_environment(device: str | None, paths: ImportPaths | None = None) -> dict[str, str]:
     """Return the environment of a command: this process's, with the hook, and the device as its only one.
 
-    Its modules are found on `paths`, if another checkout is measured. On the CPU memory is made repeatable (`child_environment`).
+    Modules are found on `paths`, if those are given. On the CPU memory is made repeatable (`child_environment`).
     """
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     if device == "cpu":

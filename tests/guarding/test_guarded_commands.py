@@ -1,0 +1,124 @@
+"""A guard of a training script: its growth is found and named, as that of a workload is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_repository import commit
+from small_script import LARGEST_BATCH, SCRIPT, WORDS
+
+import autoaccum
+from autoaccum.errors import UsageError
+from autoaccum.guarding.cases import (
+    Case,
+    case_name,
+    check_case,
+    check_complete,
+    guard_command,
+    make_case,
+    read_reference,
+)
+from autoaccum.guarding.lock import read_lock
+from autoaccum.guarding.project import select_cases
+from autoaccum.reporting.guard_report import annotation_lines
+
+GROWN = SCRIPT.replace("width=512", "width=1024")
+COMMAND = "python train.py --bs={micro_batch} --accum={iter_size}"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def a_case(**asked: Any) -> Case:
+    return make_case(**{"command": COMMAND, "gpu": "rtx3090", "micro_batch": 8, **asked})
+
+
+class TestCase:
+    def test_its_name_selects_it_when_typed(self, folder: Path) -> None:
+        case = check_case(a_case(world_size=2))
+        words = shlex.split(case_name(case))
+        at = words.index("--")
+        assert words[:at] == ["--gpu", "rtx3090", "--micro-batch", "8", "--world-size", "2"]
+        assert read_reference(words[at + 1 :]) == {"command": COMMAND}
+        assert case_name(case).endswith(f"-- {COMMAND}"), "without quotes"
+        (folder / "sub").mkdir()
+        assert select_cases([make_case(command=COMMAND)], folder / "sub", [case, make_case(workload="a.py")]) == (case,)
+
+    def test_a_file_of_that_name_is_another_case(self) -> None:
+        file = make_case(**{**a_case().to_record(), "command": "", "workload": COMMAND})
+        assert case_name(file) != case_name(a_case())
+        assert not a_case().matches(file)
+
+    def test_the_command_that_guards_it_shows_what_is_missing(self, folder: Path) -> None:
+        assert guard_command(make_case(command=COMMAND), folder, "--update") == (
+            f"autoaccum guard --gpu NAME --target-batch N --update -- {COMMAND}"
+        )
+        one = "python train.py {micro_batch}"
+        assert guard_command(make_case(command=one), folder) == f"autoaccum guard --gpu NAME --micro-batch N -- {one}"
+
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [
+            ({"gpu": None}, "no card is given to guard python train.py"),
+            ({"micro_batch": None}, "has no target batch: say how many"),
+            ({"micro_batch": None, "command": "python a.py {micro_batch}"}, "has no micro-batch: say how many"),
+            (
+                {"target_batch": 8, "command": "python a.py {micro_batch}"},
+                r"the command has no \{iter_size\}: give",
+            ),
+            ({"precision": "bf16"}, "--precision is given, and guard runs a command, which decides that itself: write"),
+            ({"mesh": "2x2", "world_size": 4}, "--parallel is given"),
+        ],
+        ids=lambda value: None if isinstance(value, str) else " ".join(value),
+    )
+    def test_what_cannot_be_requested(self, asked: dict[str, Any], told: str) -> None:
+        with pytest.raises(UsageError, match=told):
+            check_complete(check_case(a_case(**asked)))
+
+    def test_a_command_without_a_size_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"the command has no \{micro_batch\}: write it where"):
+            read_reference(["python", "train.py"])
+
+
+@pytest.mark.slow
+def test_growth_is_named_and_nothing_is_said_where_nothing_changed(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT)
+    report = autoaccum.guard(list(WORDS), gpu="rtx3090", micro_batch=8, update=True)
+    assert report.exit_code == 0
+    ((case, locked),) = read_lock(folder / "autoaccum.lock").items()
+    assert case.to_record() == {"command": shlex.join(WORDS).replace("'", ""), "gpu": "rtx3090", "micro_batch": 8}
+    assert locked.micro_batches == (8, 8)
+    assert locked.update["optimizer"] == "AdamW"
+    assert {"up", "act", "down"} <= {holding.module for holding in locked.holdings}
+
+    (verdict,) = autoaccum.guard().verdicts
+    assert (verdict.outcome, verdict.explanation, verdict.growths) == ("passed", (), ())
+
+    (folder / "train.py").write_text(GROWN)
+    report = autoaccum.guard(list(WORDS))
+    assert report.exit_code == 1
+    (verdict,) = report.verdicts
+    grown = {(growth.category, growth.module) for growth in verdict.growths}
+    assert grown >= {("parameters", ""), ("activations", "up"), ("activations", "act")}, grown
+    assert json.loads(report.to_json())["verdicts"][0]["case"]["workload"] is None
+    (line,) = annotation_lines(report, folder, {})
+    assert line.startswith("::error file=train.py,line=")
+
+
+@pytest.mark.slow
+def test_another_revision_is_measured_by_its_own_script(folder: Path) -> None:
+    commit(folder, {"train.py": SCRIPT})
+    (folder / "train.py").write_text(GROWN)
+    asked: dict[str, Any] = {"gpu": "rtx3090", "micro_batch": 8, "baseline": "HEAD"}
+    assert autoaccum.guard(list(LARGEST_BATCH), **asked).exit_code == 1
+    (verdict,) = autoaccum.guard([sys.executable, str(folder / "train.py"), *LARGEST_BATCH[2:]], **asked).verdicts
+    assert verdict.outcome == "unmeasured"
+    assert "train.py is loaded, and not from the revision that is to be measured" in str(verdict.reasons[0])
