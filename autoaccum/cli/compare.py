@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, options
+from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, CountOrRange, HelpWithHeadings, options
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import DoesNotFitError
 from autoaccum.reporting.console import make_console
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, ranks or savers, in a table.")
-@click.argument("workload")
+@click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "compare",
     *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "force", "quiet"),
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 @click.option("--prices", metavar="FILE", help="CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
 def command(workload: str | tuple[str, ...], **request: Any) -> None:
-    """Plan WORKLOAD for several cards, numbers of ranks or sets of savers, and show one row for each.
+    """Plan WORKLOAD or COMMAND for several cards, numbers of ranks or sets of savers, and show one row for each.
 
-    WORKLOAD is as for `autoaccum plan`. Nothing runs on a card: each plan is predicted. Cards that choose the same
-    kernels share their traces, so all 97 take about four times as long as one. A range of ranks gives one row per power
-    of two, and the smallest number of ranks that works.
+    Both are as for `autoaccum plan`; of a command, cards are compared. Nothing runs on a card: each plan is predicted.
+    Cards that choose the same kernels share their traces, so all 97 take about four times as long as one. A range of
+    ranks gives one row per power of two, and the smallest number of ranks that works.
 
     Examples:
+      autoaccum compare --gpu all -- python train.py --batch-size={micro_batch}
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed
       autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --prices prices.csv
       autoaccum compare model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
@@ -49,7 +50,7 @@ def command(workload: str | tuple[str, ...], **request: Any) -> None:
     Exit codes:
       0  at least one row fits
       1  none fits
-      2  wrong usage, or the workload is missing or raises
+      2  wrong usage, or the workload or command is missing or fails
       3  the trials gave no answer
     """
     from autoaccum.api import compare

@@ -128,6 +128,9 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
 OUTPUT_FLAGS: Final = ("as_json", "output", "emit", "plot", "report", "force", "verbose", "quiet")
 """The parameters of commands that concern only the output of a run."""
 
+WORKLOAD_OR_COMMAND: Final = "WORKLOAD|-- COMMAND"
+"""How the usage line of a command shows that it takes either."""
+
 _COMMAND: Final = "COMMAND"
 """Stands for the words after `--` while click reads the rest."""
 

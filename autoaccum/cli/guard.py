@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, options
+from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, HelpWithHeadings, options
 from autoaccum.cli.outputs import Contents, Outputs, page
 from autoaccum.errors import AutoaccumError
 from autoaccum.reporting.console import make_console, print_labelled
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
-@click.argument("workload", required=False)
+@click.argument("workload", required=False, metavar=f"[{WORKLOAD_OR_COMMAND}]")
 @click.option(
     "--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card, a name of `autoaccum gpus`. Repeatable."
 )
@@ -56,8 +56,9 @@ def command(
 ) -> None:
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
-    WORKLOAD is model.py or model.py:name. Without it, everything in the lock is measured: autoaccum.lock in this folder
-    or the nearest above.
+    WORKLOAD is model.py or model.py:name; or after `--` stands a training command, as for `autoaccum plan`, which runs
+    in the folder of the lock. Without either, everything in the lock is measured: autoaccum.lock in this folder or the
+    nearest above.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it is, and the largest micro-batch that fits is searched anew.
@@ -67,6 +68,7 @@ def command(
 
     Examples:
       autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
+      autoaccum guard --gpu rtx3090 --micro-batch 8 --update -- python train.py --bs={micro_batch}
       autoaccum guard                                                     compare with it, in CI
       autoaccum guard --baseline origin/main                              compare with a revision
 
@@ -74,7 +76,7 @@ def command(
       0  nothing grew by more than the tolerance
       1  peak, smallest budget or memory held by tensors grew, the locked micro-batch no longer fits,
          the largest that fits fell, or what is to be locked does not fit
-      2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
+      2  wrong usage, a workload or command that fails, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """
     from autoaccum.guarding.cases import make_case, read_reference

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from autoaccum.accumulation.schedule import has_coarse_parts
 from autoaccum.checks import is_one_of_ranks, join_words
-from autoaccum.cli.flags import OUTPUT_FLAGS, CountOrRange, HelpWithHeadings, count, options
+from autoaccum.cli.flags import OUTPUT_FLAGS, WORKLOAD_OR_COMMAND, CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, page, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
-@click.argument("workload")
+@click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "plan",
     *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "report", "force"),
@@ -58,14 +58,20 @@ if TYPE_CHECKING:
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
 def command(workload: str | tuple[str, ...], framework: str | None, **request: Any) -> None:
-    """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
+    """Find the largest micro-batch of a training that fits into memory, and the schedule of an update.
+
+    COMMAND is what you type to train, with {micro_batch} and {iter_size} where it takes its batch size and its
+    accumulation steps: python train.py, torchrun, accelerate launch, a shell script. Nothing in it has to change. Each
+    trial runs it for three optimizer steps, and ends all that it started; no file is overwritten. Without {iter_size},
+    leave --target-batch out: the largest batch that trains is found. For ranks there are {world_size}, and
+    {total_iter_size}: the micro-batches of all.
 
     WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
     mean that is not over samples), and most of the flags below by name.
 
-    Each trial makes two updates in a child process, with the Accumulator that will train. With --gpu, trials are
-    predicted from traces of the step. Under torchrun every rank plans on its own card: omit --world-size.
+    Each trial of a workload makes two updates in a child process, with the Accumulator that will train. Under torchrun
+    every rank plans on its own card: omit --world-size. With --gpu, trials are predicted from traces.
 
     Outcomes of trials:
       ok      it ran
@@ -73,6 +79,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
       oom     it ran out of memory, in the phase shown; "no fit" if predicted
 
     Examples:
+      autoaccum plan --target-batch 480 -- python train.py --bs={micro_batch} --accum={iter_size}
       autoaccum plan model.py --target-batch 256                          on this machine
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a simulated card
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
@@ -82,7 +89,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     Exit codes:
       0  a plan was made
       1  not even one sample fits, with --savers auto not even with savers
-      2  wrong usage, or the workload is missing or raises
+      2  wrong usage, or the workload or command is missing or fails
       3  the trials gave no answer
     """
     from autoaccum.api import plan

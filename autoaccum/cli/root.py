@@ -68,6 +68,7 @@ def main() -> None:
     make up the batch. `fit` trains so, and every update equals the full batch's.
 
     Examples:
+      autoaccum plan --gpu rtx4090 -- python train.py --batch-size={micro_batch}
       autoaccum plan examples/gpt2.py --target-batch 256 --gpu rtx4090
       autoaccum COMMAND --help  what a command does, its flags, exit codes and examples
     """

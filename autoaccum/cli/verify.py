@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings, options
+from autoaccum.cli.flags import OUTPUT_FLAGS, WORKLOAD_OR_COMMAND, HelpWithHeadings, options
 from autoaccum.cli.outputs import Outputs, page, running_words, stdout_kept
 from autoaccum.reporting.console import make_console, show
 
@@ -15,7 +15,7 @@ _CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
 
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
-@click.argument("workload")
+@click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "verify",
     *("target_batch", "micro_batch", "as_json", "output", "report", "force", "verbose", "quiet"),

@@ -13,7 +13,7 @@ COMMAND = f"plan --target-batch 8 {_COMMAND_WORDS}"
 REFUSED = {
     "": {
         "plam": "no such command 'plam'",
-        "plan": "missing argument 'WORKLOAD': see `autoaccum plan --help`",
+        "plan": "missing argument 'WORKLOAD|-- COMMAND': see `autoaccum plan --help`",
         "plan model.py": "no target batch is given: say how many samples make an update (--target-batch N)",
         "plan model.py --target-batch 0": "'--target-batch': 0 is not in the range x>=1: see `autoaccum plan --help`",
         "plan model.py --target-batch 2.5": "'2.5' is not a valid integer",
@@ -24,7 +24,7 @@ REFUSED = {
         "verify model.py -o model.py --force": "-o names the workload itself, model.py",
         "tune model.py": "missing option '--target-batch': see `autoaccum tune --help`",
         "tune model.py --target-batch 64..16": "64..16 is an empty range",
-        "plan --target-batch 8 --": "missing argument 'WORKLOAD'",
+        "plan --target-batch 8 --": "missing argument 'WORKLOAD|-- COMMAND'",
         "plan --target-batch 8 -- python a.py": "the command has no {micro_batch}: write it where",
         "plan -- python a.py {micro_batch} {iter_size}": "no target batch is given: say how many samples",
         "plan python a.py {micro_batch}": "write -- before it, and flags first",
