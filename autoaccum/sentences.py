@@ -453,8 +453,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "compiled": "the model is compiled (torch.compile), but its eager step is predicted: a compiled one usually takes "
     "less memory",
     "check_assumed": "the check at {place} was assumed to pass",
-    "value_assumed": "the value read at {place} is not known on a simulated card, and a placeholder (1, True, zeros) "
-    "took its place",
+    "values_assumed": "values that the script reads are not known on a simulated card, and placeholders (1, True, "
+    "zeros) took their place: at {places:names}",
     "values_read": lambda reads, samples: (
         f"values were read {'once' if reads == 1 else f'{reads} times'}, and the CPU computed them from a batch of "
         f"{counted(samples, 'sample')}: other samples, or a card's random numbers, may take more or less memory"

@@ -148,7 +148,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     ],
     "card_assumed": [{"card": "any card of 24 GiB", "source": "assumed: as the RTX 3090"}],
     "check_assumed": [{"place": "model.py:12"}],
-    "value_assumed": [{"place": "train.py:31"}],
+    "values_assumed": [{"places": ["train.py:31", "train.py:40"]}],
     "values_read": [{"reads": 1, "samples": 24}, {"reads": 3, "samples": 1}],
     "trace_differs": [{"parts": [20, 20], "sizes": [2, 3, 5]}],
     "not_extrapolated": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],

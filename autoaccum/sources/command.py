@@ -74,7 +74,7 @@ class CommandSource(Source):
     @property
     def takes_iter_size(self) -> bool:
         """Whether the command is told how many micro-batches an update has."""
-        return ITER_SIZE in self.name or TOTAL_ITER_SIZE in self.name
+        return takes_iter_size(self.words)
 
     def fill(self, *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
         """Return the words with sizes in their places; other braces stay as they are."""
@@ -95,6 +95,11 @@ class CommandSource(Source):
     def load(self) -> Any:
         """Raise UsageError: a command has no workload, and runs by itself."""
         raise UsageError(f"`{self.name}` is a command, and a workload is needed", hint="give a file, such as model.py")
+
+
+def takes_iter_size(words: Sequence[str]) -> bool:
+    """Return whether a command is told how many micro-batches an update has."""
+    return any(place in word for place in (ITER_SIZE, TOTAL_ITER_SIZE) for word in words)
 
 
 def fill_sizes(words: Sequence[str], *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:

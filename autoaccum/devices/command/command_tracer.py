@@ -34,6 +34,7 @@ from autoaccum.messages import message
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Amount, Trace, UpdateCost
 from autoaccum.simulation.tracing.trace_scaling import AffineTrace, fit_affine_trace
+from autoaccum.sources.command import takes_iter_size
 
 _SAME_BYTES = 0.01
 """The share by which the tensors of a run may differ from those that small runs let expect."""
@@ -168,19 +169,25 @@ class CommandTraces(TraceCache):
 
     def traces_of(self, parts: tuple[int, ...], deadline: Deadline, *, fresh: bool) -> list[Trace]:
         """As `TraceCache.traces_of`."""
-        size = max(parts)
-        trace = None if fresh and self.confirms else self.extrapolate((size, size), deadline)
+        size, is_alike = max(parts), len(parts) > 1 or not self._takes_iter_size
+        trace = self.extrapolate((size, size), deadline) if is_alike and not (fresh and self.confirms) else None
         return [trace or self.make(parts, deadline)]
 
     def keep(self, made: Trace) -> None:
         """As `TraceCache.keep`; one whose tensors take other memory than expected ends the extrapolation."""
         traces, size = self._traces, max(made.parts)
         traces.made[made.parts] = made
-        if traces.affine is None or size in traces.affine.sizes or size < min(traces.affine.sizes):
+        is_alike = len(made.parts) > 1 or not self._takes_iter_size  # One part needs no room for summed gradients.
+        if traces.affine is None or size <= max(traces.affine.sizes) or not is_alike:
             return
         expected, seen = (_most_held(trace) for trace in (traces.affine.at(size), made))
         if abs(expected - seen) > _SAME_BYTES * seen:
             traces.refute(message("trace_differs", parts=list(made.parts), sizes=list(traces.affine.sizes)))
+
+    @property
+    def _takes_iter_size(self) -> bool:
+        """Whether the small runs had two micro-batches in an update."""
+        return takes_iter_size(self._inspections[self.savers].workload.command)
 
     def _fit(self, deadline: Deadline, choose: Choose | None) -> AffineTrace:
         return fit_affine_trace([self.make((size, size), deadline) for size in small_sizes(self.step)])

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoaccum.devices.command.settings import SimulatedRun, WatchSettings
+from autoaccum.messages import message
 from autoaccum.simulation.cards import CardInUse
 from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.trace_records import Phase
@@ -177,11 +178,12 @@ class CardWatch:
         last_update = self._marks[-1 if is_complete else -2]
         batch = settings.micro_batch if mode.values.computed else 0
         trace = replace(trace, last_update=last_update, batch=batch)
+        assumed = [message("values_assumed", places=list(mode.assumed))] if mode.assumed else []
         return SimulatedRun(
             trace=trace,
             labelled=None if self._labeller is None else self._labeller.label(trace),
             cost=None if self._counter is None else self._counter.cost(settings.parts),
             alike=tuple(card.name for card in self._in_use.alike),
             notices=tuple(mode.notices),
-            notes=tuple(mode.checks),
+            notes=(*assumed, *mode.checks),
         )

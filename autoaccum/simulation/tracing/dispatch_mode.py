@@ -66,6 +66,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lazy: Whether large CPU tensors are made without values too.
         notices: Messages on differences between the simulation and a real run.
         checks: Messages on checks of values that were assumed to pass.
+        assumed: The lines that read values in whose place a placeholder was given.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
@@ -89,6 +90,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[Message, None] = {}
         self.checks: dict[Message, None] = {}
+        self.assumed: dict[str, None] = {}
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoaccum.messages import message
 from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.reads import locate_read
@@ -70,7 +69,7 @@ def answer_reads(mode: FakeCudaMode, refuses: Callable[[], bool], stack: ExitSta
             except UnknownValueError:
                 if refuses():
                     raise
-            mode.checks[message("value_assumed", place=locate_read())] = None
+            mode.assumed[locate_read()] = None
             return placeholder(tensor)
 
         return answer
