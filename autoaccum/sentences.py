@@ -362,6 +362,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "command_other_samples": "the two runs read different samples ({same} of {samples} are the same), so that nothing "
     "can be said: let the order of the data, and what is drawn for each sample, depend on the seed and not on the "
     "batch size",
+    "command_unseen_samples": "the gradients differ, and the model is called with no tensors by which samples can be "
+    "told apart, so that nothing can be said",
     "command_draws": "the model draws random numbers in its forward pass, others for micro-batches than for the whole "
     "batch, so that nothing can be said: leave the noise out while you verify",
     "command_no_gradient": "the gradient of the whole batch is {seen}, so that nothing can be said",

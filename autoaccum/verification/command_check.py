@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from autoaccum.devices.command.command_runs import (
 )
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.device_choice import check_device
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.serialization import freeze, to_plain
@@ -126,6 +126,8 @@ def verify_command(
             f"the command has no {ITER_SIZE}, and one update would be one micro-batch",
             hint=f"write {ITER_SIZE} where the command takes its accumulation steps",
         )
+    if options.device == "auto":
+        raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
     check_device(options.device)
     if target % ranks:
         raise UsageError(f"target_batch is {target}, and {ranks} ranks cannot share it", hint="give a multiple")
@@ -145,7 +147,7 @@ class _Run:
     """What a run reported, and the gradients of its first update."""
 
     report: ProcessReport
-    gradients: Mapping[str, Tensor | None]
+    gradients: Mapping[str, Tensor]
     parts: Mapping[str, list[Tensor]]
     rows: Tensor
     draws: bool
@@ -153,7 +155,7 @@ class _Run:
     @cached_property
     def norm(self) -> float:
         """The norm of the whole gradient."""
-        return math.hypot(*(float(each.double().norm()) for each in self.gradients.values() if each is not None))
+        return math.hypot(*(float(each.double().norm()) for each in self.gradients.values()))
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,12 @@ class _Pair:
     @property
     def names(self) -> list[str]:
         """The tensors that have a gradient in one of the runs."""
-        names = dict.fromkeys((*self.whole.gradients, *self.split.gradients))
-        runs = (self.whole.gradients, self.split.gradients)
-        return [name for name in names if any(run.get(name) is not None for run in runs)]
+        return list(dict.fromkeys((*self.whole.gradients, *self.split.gradients)))
+
+    @property
+    def lone(self) -> list[str]:
+        """The tensors that have one in only one of them."""
+        return sorted(set(self.whole.gradients) ^ set(self.split.gradients))
 
     @cached_property
     def tolerance(self) -> float:
@@ -177,87 +182,63 @@ class _Pair:
 
         Sums in another order differ in the last digits, and more where large terms cancel.
         """
-        kinds = {each.dtype for each in self.whole.gradients.values() if each is not None}
+        kinds = {each.dtype for each in self.whole.gradients.values()}
         return math.sqrt(max((torch.finfo(kind).eps for kind in kinds), default=0.0))
 
-    def error(self, name: str, factor: float = 1.0) -> float:
-        """Return how far the gradient in parts is from `factor` times the whole batch's."""
-        return self.distance(name, self.split.gradients.get(name), factor)
-
-    def distance(self, name: str, found: Tensor | None, factor: float = 1.0) -> float:
-        """As `error`, of another gradient."""
-        whole = self.whole.gradients.get(name)
-        if whole is None or found is None or whole.shape != found.shape:
+    def error(self, name: str, factor: float = 1.0, found: Tensor | None = None) -> float:
+        """Return how far the gradient in parts, or another, is from `factor` times the whole batch's."""
+        whole, split = self.whole.gradients.get(name), self.split.gradients.get(name) if found is None else found
+        if whole is None or split is None or whole.numel() != split.numel():
             return math.inf
-        right = factor * whole.double()
+        right = factor * whole.double().flatten()
         scale = max(float(right.norm()), _SMALL * factor * self.whole.norm)
-        error = float((found.double() - right).norm()) / scale
+        error = float((split.double().flatten() - right).norm()) / scale
         return error if math.isfinite(error) else math.inf
 
-    def is_equal(self) -> bool:
-        """Return whether all gradients are equal."""
-        return all(self.error(name) <= self.tolerance for name in self.names)
-
-    def worst(self) -> str:
-        """Return the tensor with the largest difference."""
-        return max(self.names, key=self.error)
-
-    def first(self) -> str:
-        """Return the first tensor that differs."""
-        return next(name for name in self.names if self.error(name) > self.tolerance)
+    def unequal(self, factor: float = 1.0) -> list[str]:
+        """Return the tensors whose gradient is not `factor` times the whole batch's."""
+        return [name for name in self.names if self.error(name, factor) > self.tolerance]
 
     def same_rows(self) -> int:
         """Return how many samples of the whole batch are among those of the parts."""
         return max(map(_count_near, self.whole.rows.T.contiguous(), self.split.rows.T.contiguous()))
 
-    def has_same_samples(self) -> bool:
-        """Return whether the parts had the samples of the whole batch, as far as can be told."""
-        return self.same_rows() == len(self.whole.rows) == len(self.split.rows)
-
     def scaled(self) -> tuple[float, list[str]] | None:
         """Return the factor that some gradients are off by where all others are equal, and their names."""
-        dots = [
-            (float((whole.double() * split.double()).sum()), float(whole.double().square().sum()))
-            for name in self.names
-            if (whole := self.whole.gradients.get(name)) is not None
-            and (split := self.split.gradients.get(name)) is not None
-            and whole.shape == split.shape
-        ]
-        ratio = sum(dot for dot, _ in dots) / (sum(square for _, square in dots) or 1.0)
-        for factor in (float(self.count), 1 / self.count, ratio):
-            names = [name for name in self.names if self.error(name) > self.tolerance]
-            if factor > 0 and all(self.error(name, factor) <= self.tolerance for name in names):
-                return factor, names
+        wrong = self.unequal()
+        first = next((name for name in wrong if name not in self.lone), None)
+        factors = [float(self.count), 1 / self.count]
+        if first is not None:
+            factors.append(float(self.split.gradients[first].norm() / self.whole.gradients[first].norm()))
+        for factor in factors:
+            if math.isfinite(factor) and factor > 0 and not set(wrong) & set(self.unequal(factor)):
+                return factor, wrong
         return None
 
-    def weighted(self) -> tuple[list[float], list[float]] | None:
-        """Return what the parts count for, and what they would have to, if other weights make the gradients equal.
+    def weighted(self) -> tuple[float, list[float]] | None:
+        """Return what each part counts for, and what they would have to, if other weights make the gradients equal.
 
         That is found in the gradients of each part, which are kept of as many tensors as there is memory for.
         """
         sums: dict[str, Tensor] = {}
-        for name, parts in self.split.parts.items():
-            passes = len(self.whole.parts.get(name, ()))
-            both = [run.gradients.get(name) is not None for run in (self.whole, self.split)]
-            if passes and len(parts) == passes * self.count and all(both):
+        for name in self.whole.parts.keys() & self.split.parts.keys() - set(self.lone):
+            passes, parts = len(self.whole.parts[name]), self.split.parts[name]
+            if len(parts) == passes * self.count:
                 sums[name] = torch.stack(parts).double().reshape(self.count, passes, -1).sum(1)
         if sum(each.shape[1] for each in sums.values()) < _SURE * self.count:
             return None
-        columns = torch.cat(list(sums.values()), 1)
-        right, found = (
-            torch.cat([run.gradients[name].double().flatten() for name in sums])  # type: ignore[union-attr]
+        products = torch.stack([each @ each.T for each in sums.values()]).sum(0)
+        toward_whole, toward_split = (
+            torch.stack([each @ run.gradients[name].double().flatten() for name, each in sums.items()]).sum(0)
             for run in (self.whole, self.split)
         )
-        weights = torch.linalg.lstsq(columns.T, right[:, None]).solution[:, 0]
-        for name, each in sums.items():
-            weighted = (weights @ each).reshape(self.whole.gradients[name].shape)  # type: ignore[union-attr]
-            if not self.distance(name, weighted) <= self.tolerance:
-                return None
-        if bool((weights <= 0).any()):
+        weights = torch.linalg.lstsq(products, toward_whole[:, None]).solution[:, 0]
+        if not bool((weights > 0).all()):
             return None
-        added = columns.sum(0)
-        scale = float(found @ added / (added @ added)) / float(weights.sum())
-        return [scale] * self.count, (weights / weights.sum()).tolist()
+        if any(self.error(name, found=weights @ each) > self.tolerance for name, each in sums.items()):
+            return None
+        scale = float(toward_split.sum() / products.sum() / weights.sum())
+        return scale, (weights / weights.sum()).tolist()
 
 
 def _count_near(whole: Tensor, split: Tensor) -> int:
@@ -293,10 +274,10 @@ class _CommandCheck:
             return self._answer(pair, "different", (ignored,))
         if (told := told or self._observations.check(self._split, split.report)) is not None:
             raise told
-        if not pair.whole.norm > 0 or math.isinf(pair.whole.norm):
+        if pair.whole.norm == 0 or not math.isfinite(pair.whole.norm):
             seen = "zero" if pair.whole.norm == 0 else "not finite"
             return self._answer(pair, "undecided", notes=[message("command_no_gradient", seen=seen)])
-        if pair.is_equal():
+        if not pair.unequal():
             return self._answer(pair, "equal")
         causes = self._explain(pair)
         if not causes and (reason := self._incomparable(pair)) is not None:
@@ -346,45 +327,42 @@ class _CommandCheck:
             return (Cause(kind="accumulate", found=found, change=change, where=where, proved=True),)
         if (weighted := pair.weighted()) is not None:
             counts, shares = weighted
-            mistake = "mean of means" if abs(sum(counts) - 1) < _SAME_FACTOR else "weights"
-            found = message("parts_count", mistake=mistake, factors=counts, shares=shares)
+            mistake = "mean of means" if abs(pair.count * counts - 1) < _SAME_FACTOR else "weights"
+            found = message("parts_count", mistake=mistake, factors=[counts] * pair.count, shares=shares)
             change = message("divide_parts", divisor="the entries that count, such as tokens", over_ranks=False)
             return (Cause(kind="accumulate", found=found, change=change, proved=True),)
         return ()
 
     def _incomparable(self, pair: _Pair) -> Message | None:
         """Return why a difference says nothing; None if it does."""
-        if not pair.has_same_samples():
-            return message("command_other_samples", same=pair.same_rows(), samples=len(pair.whole.rows))
+        whole, split, same = len(pair.whole.rows), len(pair.split.rows), pair.same_rows()
+        if not whole:
+            return message("command_unseen_samples")
+        if not same == whole == split:
+            return message("command_other_samples", same=same, samples=whole)
         return message("command_draws") if pair.whole.draws or pair.split.draws else None
 
     def _without_batchnorm(self, pair: _Pair) -> tuple[Cause, ...]:
         """Return the causes that two runs show in which BatchNorm normalises by its running statistics."""
-        layers = pair.whole.report.batchnorms
-        unknown = Cause(
-            kind="unknown",
-            found=message("unexplained", tensor=pair.first(), reason=""),
-            change=message("narrow_down"),
-            where=(pair.first(),),
-        )
+        layers, tensor = pair.whole.report.batchnorms, pair.unequal()[0]
+        found, change = message("unexplained", tensor=tensor, reason=""), message("narrow_down")
+        unknown = Cause(kind="unknown", found=found, change=change, where=(tensor,))
         if not layers:
             return (unknown,)
+        others: tuple[Cause, ...] = (unknown,)
+        proved = False
         limit = self._settings.options.time_limit
-        frozen = _Pair(
-            self._run(self._whole, limit_seconds=limit, frozen=True),
-            self._run(self._split, limit_seconds=limit, frozen=True),
-            pair.count,
+        with suppress(AutoaccumError):  # It is known already that they differ.
+            whole, split = (self._run(parts, limit_seconds=limit, frozen=True) for parts in (self._whole, self._split))
+            frozen = _Pair(whole, split, pair.count)
+            explained = self._explain(frozen) if frozen.unequal() else ()
+            proved = bool(explained) or not frozen.unequal()
+            others = explained if proved else others
+        found, change = (
+            message("batchnorm_by_parts", modules=list(layers)),
+            message("take_batchnorm_mode", mode="frozen"),
         )
-        others = () if frozen.is_equal() else self._explain(frozen)
-        proved = frozen.is_equal() or bool(others)
-        batchnorm = Cause(
-            kind="batchnorm",
-            found=message("batchnorm_by_parts", modules=list(layers)),
-            change=message("take_batchnorm_mode", mode="frozen"),
-            where=layers,
-            proved=proved,
-        )
-        return (batchnorm, *(others if proved else (unknown,)))
+        return (Cause(kind="batchnorm", found=found, change=change, where=layers, proved=proved), *others)
 
     def _answer(
         self,
@@ -395,9 +373,9 @@ class _CommandCheck:
     ) -> CommandVerification:
         options, report = self._settings.options, pair.whole.report
         seen = inspection_of(self._settings, report)
-        compared = pair.names if answer != "undecided" and pair.whole.norm > 0 else []
-        worst = pair.worst() if compared else None
-        lone = [name for name in pair.names if any(run.gradients.get(name) is None for run in (pair.whole, pair.split))]
+        compared = [] if answer == "undecided" else pair.names
+        worst = max(compared, key=pair.error, default=None)
+        lone = [message("command_lone_gradients", tensors=pair.lone)] if compared and pair.lone else []
         return CommandVerification(
             answer=answer,
             target_batch=sum(self._whole) * options.world_size,
@@ -408,7 +386,7 @@ class _CommandCheck:
             where=worst,
             tolerance=pair.tolerance,
             causes=causes,
-            notes=(*notes, *([message("command_lone_gradients", tensors=lone)] if lone else [])),
+            notes=(*notes, *lone),
             workload=to_plain(seen.workload),
             environment=seen.environment,
             seconds=time.monotonic() - self._began,

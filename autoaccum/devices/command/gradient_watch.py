@@ -28,7 +28,7 @@ from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices,
 from autoaccum.devices.command.settings import WatchSettings
 from autoaccum.units import MIB
 
-_PARTS_BYTES: Final = 512 * MIB
+_PARTS_BYTES: Final = 256 * MIB
 """Memory for the gradients of each micro-batch by itself, of as many parameters, the smallest first, as it has room
 for."""
 _ENDS: Final = 16
@@ -61,7 +61,7 @@ class GradientWatch:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._steps: Counter[int] = Counter()
         self._rows: list[Tensor] = []
-        self._before_call: Tensor | None = None
+        self._before_call: bytes | None = None
         self._draws = self._evaluated = False
         seed_generators(0)
         torch.manual_seed(0)
@@ -94,12 +94,12 @@ class GradientWatch:
             return
         with suppress(RuntimeError, TypeError):
             self._rows += _describe_rows(inputs)
-        self._before_call = torch.get_rng_state()
+        self._before_call = RngState(initialized_cuda_devices()).digest()
 
     def end_call(self) -> None:
         """See whether the call drew random numbers."""
         if self._before_call is not None:
-            self._draws |= not torch.equal(self._before_call, torch.get_rng_state())
+            self._draws |= self._before_call != RngState(initialized_cuda_devices()).digest()
             self._before_call = None
 
     @contextmanager
@@ -119,7 +119,7 @@ class GradientWatch:
             return
         names = self._names()
         record = {
-            "gradients": {names[key]: gradient for key, gradient in self._gradients.items()},
+            "gradients": {names[key]: each for key, each in self._gradients.items() if each is not None},
             "parts": {names[key]: parts for key, parts in self._parts.items() if key in self._gradients},
             "rows": torch.cat(self._rows) if self._rows else torch.empty(0, 3),
             "draws": self._draws,
@@ -220,23 +220,19 @@ def _describe_rows(inputs: Any) -> list[Tensor]:
     A sample has a row in each tensor that needs no gradient. Of tokens, the second and third number are of the ends
     alone, for padding changes the first; the labels -100, which do not count, are left out.
     """
-    leaves = [
-        leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() and not leaf.requires_grad
-    ]
-    if not leaves:
-        return []
-    count = len(leaves[0])
+    leaves = tree_leaves(inputs)
+    leaves += [value for leaf in leaves if isinstance(leaf, Mapping) for value in leaf.values()]  # As BatchEncoding.
+    leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and not leaf.requires_grad]
+    count = len(leaves[0]) if leaves else 0
     found = torch.zeros(count, 3, dtype=torch.float64)
     for number, leaf in enumerate((leaf for leaf in leaves if len(leaf) == count), start=1):
         rows = leaf.detach().reshape(count, -1).cpu().double()
-        scale = torch.arange(rows.shape[1]).double().cos()
-        columns = [rows @ scale] * 3
+        ends = [rows] * 3
         if not leaf.is_floating_point():
             rows = rows.masked_fill(rows == -100, 0)
-            ends = rows[:, :_ENDS], rows[:, -_ENDS:].flip(1)
-            columns = [rows @ scale, *(end @ scale[: end.shape[1]] for end in ends)]
-        found += number * torch.stack(columns, 1)
-    return [found]
+            ends = [rows, rows[:, :_ENDS], rows[:, -_ENDS:].flip(1)]
+        found += number * torch.stack([end @ torch.arange(end.shape[1]).double().cos() for end in ends], 1)
+    return [found] if count else []
 
 
 def _plain(gradient: Any) -> Tensor:
