@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.argument_checks import unwrap_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.simulation.tracing.placement import find_replacement
+from autoaccum.simulation.tracing.placement import follow_parameters
 from autoaccum.sources.batches import batch_size, has_size
 from autoaccum.sources.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.sources.model_loss import ModelLoss, ignores_items
@@ -103,23 +103,10 @@ def free_card(trainer: Any) -> None:
     Weights packed by bitsandbytes stay, since they cannot be moved.
     """
     model = trainer.model
-    _follow_parameters(trainer.optimizer)
+    follow_parameters(trainer.optimizer)
     if next(model.parameters()).device.type != "cpu" and getattr(model, "quantization_method", None) is None:
         model.to("cpu")
-        _follow_parameters(trainer.optimizer)
-
-
-def _follow_parameters(optimizer: Any) -> None:
-    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card.
-
-    Elsewhere, the parameters, their list and their state stay as they are.
-    """
-    for group in () if optimizer is None else optimizer.param_groups:
-        for index, before in enumerate(group["params"]):
-            if (after := find_replacement(before)) is not None:
-                group["params"][index] = after
-                if before in optimizer.state:
-                    optimizer.state[after] = optimizer.state.pop(before)
+        follow_parameters(trainer.optimizer)
 
 
 def _is_packed(collate: Any, dataset: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from autoaccum.simulation.tracing import script_ranks
 from autoaccum.simulation.tracing.cost_counter import CostCounter
 from autoaccum.simulation.tracing.labelling import BlockLabeller
 from autoaccum.simulation.tracing.placeholders import answer_reads
+from autoaccum.simulation.tracing.placement import follow_parameters
 from autoaccum.simulation.tracing.recorder import Watcher
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.simulation.tracing.whole_process import prepare_process
@@ -56,6 +58,7 @@ class ScriptPhases:
         self.stepped = False
         self.averages: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
+        self._made_optimizers: WeakSet[Optimizer] = WeakSet()
         self._running: list[tuple[Phase | None, bool]] = []
         self._between: Phase = "model"
 
@@ -80,6 +83,14 @@ class ScriptPhases:
         for owner, name in (*clips, (torch.amp.GradScaler, "unscale_")):
             patch(stack, owner, name, self._within("clip", getattr(owner, name)))
         patch(stack, torch.autograd, "backward", self._within("backward", torch.autograd.backward))
+        patch(stack, Optimizer, "add_param_group", self._noting(Optimizer.add_param_group))
+
+    def _noting(self, add_param_group: Callable[..., None]) -> Callable[..., None]:
+        def add_and_note(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            add_param_group(optimizer, param_group)
+            self._made_optimizers.add(optimizer)
+
+        return add_and_note
 
     def _within(self, phase: Phase | None, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,6 +123,8 @@ class ScriptPhases:
         model = module.module if isinstance(module, wrappers) else module
         if all(model is not other for other in self.models):
             self.models.append(model)
+            for optimizer in self._made_optimizers:  # Some were made before the model was moved to the card.
+                follow_parameters(optimizer)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step; a closure, by which the optimizer runs the script's forward and backward, is no part of it."""

@@ -68,6 +68,19 @@ def find_replacement(tensor: Any) -> Any:
     return None if reference is None else reference()
 
 
+def follow_parameters(optimizer: Any) -> None:
+    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card.
+
+    Elsewhere, the parameters, their list and their state stay as they are.
+    """
+    for group in () if optimizer is None else optimizer.param_groups:
+        for index, before in enumerate(group["params"]):
+            if (after := find_replacement(before)) is not None:
+                group["params"][index] = after
+                if before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
+
+
 def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     if is_lazy(parameter):
         raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
