@@ -24,10 +24,11 @@ def main():
     parser.add_argument("--accum", type=int, default=1)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    loader = make_loader(args.batch_size)
     torch.manual_seed(0)
     model = Regressor().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for i, batch in enumerate(make_loader(args.batch_size)):
+    for i, batch in enumerate(loader):
         loss = nn.functional.mse_loss(model(batch["x"].to(device)), batch["y"].to(device))
         (loss / args.accum).backward()
         if (i + 1) % args.accum == 0:
