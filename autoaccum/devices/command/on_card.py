@@ -94,6 +94,9 @@ class ScriptPhases:
 
     def _within(self, phase: Phase | None, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if phase == "backward":
+                for optimizer in self._made_optimizers:  # Some are made before the model is moved to the card.
+                    follow_parameters(optimizer)
             self._running.append((phase, phase == "backward"))
             try:
                 return function(*args, **kwargs)
@@ -123,8 +126,6 @@ class ScriptPhases:
         model = module.module if isinstance(module, wrappers) else module
         if all(model is not other for other in self.models):
             self.models.append(model)
-            for optimizer in self._made_optimizers:  # Some were made before the model was moved to the card.
-                follow_parameters(optimizer)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin a step; a closure, by which the optimizer runs the script's forward and backward, is no part of it."""

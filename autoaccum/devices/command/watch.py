@@ -135,6 +135,7 @@ class Watch:
                 return run(*args, **kwargs)
             inside = True
             self._backwards += self._is_here
+            self._note_first_batch()
             if self._settings.device is not None and self._meter is None and self._is_here:
                 self._start_meter()  # All modules were made in an import.
             try:
@@ -173,8 +174,18 @@ class Watch:
         try:
             yield
         except Exception as error:
-            self._ran_out_of_memory |= find_out_of_memory(error) is not None
+            if find_out_of_memory(error) is not None:
+                self._ran_out_of_memory = True
+                self._note_first_batch()
             raise
+
+    def _note_first_batch(self) -> None:
+        """Take the last call before the first backward pass for that with the first batch.
+
+        Earlier ones may be of other inputs: detectors find out by a call with zeros how far they scale images down.
+        """
+        if self._is_here and not self._first_call:
+            self._first_call = next((shapes for shapes in reversed(self._calls) if any(shapes)), ())
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
         self._models.setdefault(id(module), module)
@@ -183,7 +194,6 @@ class Watch:
         if torch.is_grad_enabled():
             leaves = tree_leaves(inputs)
             shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self._first_call = self._first_call or shapes
             self._calls.append(shapes)
 
     def _see_autocast(self) -> None:

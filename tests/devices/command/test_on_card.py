@@ -152,6 +152,30 @@ def test_the_models_of_a_gan_are_both_labelled(start: Start) -> None:
     assert {"Generator.0", "Generator.2", "Critic.0", "Critic.1"} <= paths
 
 
+UNUSUAL_ORDER = f"""
+{IMPORTS}
+{MODEL}
+model = build()
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.zeros(1, 64)).sum()
+model.cuda()
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_and_a_first_call_that_came_before_the_model_was_moved(start: Start) -> None:
+    """As in PyTorch's tutorial on DDP, and in detectors, which find their strides by a call."""
+    report = start(UNUSUAL_ORDER, parts=(8,), purpose="label").report()
+    labelled = recorded(report).labelled
+    assert labelled is not None
+    held = make_explained(labelled).before("batch")
+    assert held["optimizer_state"] == pytest.approx(2 * held["parameters"], rel=0.02)
+    assert report.first_batch == ((8, 64),)
+
+
 TOOLS = f"""
 {IMPORTS}
 import copy, json, threading
