@@ -301,7 +301,7 @@ rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "
 torch.cuda.set_device(local)
 dist.init_process_group("nccl", init_method="env://")
 assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 4, "nccl")
-net = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 10, bias=False))
+net = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 12, bias=False))
 if way == "sharded":
     model = fully_shard(net)
 else:
@@ -342,7 +342,7 @@ def test_the_first_of_several_ranks_holds_buckets_or_shards(start: Start) -> Non
         assert labelled is not None
         held.append(make_explained(labelled).before("batch"))
     copies, views, sharded = held
-    weights = 4 * (64 * 4096 + 4096 * 10)
+    weights = 4 * (64 * 4096 + 4096 * 12)
 
     # After the first of two parts, whose gradients are not summed yet.
     assert (copies["parameters"], copies["gradients"], copies["communication"]) == (weights, weights, weights)
