@@ -24,6 +24,7 @@ _CUSTOM_KERNEL = (
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
 _DRIVER = re.compile(r"\d active drivers|libcuda\.so|Cannot get CUDA generator")
+UNKNOWN_SIZE = "a number that was read from a tensor on the card is used as a size"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
 
@@ -86,6 +87,8 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
         name = _name(error)
         return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
+    if "UnknownInteger" in text:  # By its type: C++ does not ask for its `__index__`.
+        return UNKNOWN_SIZE, _NO_VALUES
     if _DRIVER.search(text):
         return f"CUDA's driver is asked for, which needs a real card ({first_line(text)})", _ELSEWHERE
     if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):

@@ -35,7 +35,7 @@ from autoaccum.simulation.tracing.whole_process import prepare_process
 
 def is_other_rank() -> bool:
     """Return whether a launcher started this process as another rank than the first, which alone is simulated."""
-    return os.environ.get("RANK", "0") != "0"
+    return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK"))
 
 
 class ScriptPhases:
@@ -157,16 +157,14 @@ class CardWatch:
         self._mode.values.computed = settings.values == "cpu"
         self._phases.track(self._stack)
         answer_reads(self._mode, self._phases.refuses_reads, self._stack)
-        if settings.world_size > 1:
-            script_ranks.join_script_ranks(settings.world_size, self._mode, self._stack)
+        script_ranks.simulate_script_ranks(settings.world_size, self._mode, self._stack)
         prepare_process(self._mode, self._stack)
         self._labeller: BlockLabeller | None = None
         self._counter: CostCounter | None = None
         watcher = Watcher()
         if settings.purpose == "label":
-            allocators = script_ranks.ALLOCATORS if settings.world_size > 1 else ()
-            tensors = self._mode.library_tensors
-            watcher = self._labeller = BlockLabeller(self._mode.recorder, self._phases, tensors, allocators=allocators)
+            found = self._mode.recorder, self._phases, self._mode.library_tensors
+            watcher = self._labeller = BlockLabeller(*found, allocators=script_ranks.ALLOCATORS)
             self._stack.enter_context(self._labeller.labelling())
         elif settings.purpose == "cost":
             watcher = self._counter = self._stack.enter_context(CostCounter(self._mode.recorder))

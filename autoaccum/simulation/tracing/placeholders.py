@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.reads import locate_read
-from autoaccum.simulation.unsupported import UnknownValueError
+from autoaccum.simulation.unsupported import UNKNOWN_SIZE, UnknownValueError
 
 
 class UnknownInteger(float):
     """A whole number in place of an unknown one: calculates, compares and prints like it, but is no size or index."""
 
     def __index__(self) -> NoReturn:
-        raise UnknownValueError("a number that was read from a tensor on the card is used as a size", on_host=False)
+        raise UnknownValueError(UNKNOWN_SIZE, on_host=False)
 
     def __format__(self, spec: str) -> str:
         return format(int(self), spec)

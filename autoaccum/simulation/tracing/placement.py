@@ -123,12 +123,19 @@ def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-    """Load a file on the host, and move it to the card if `map_location` is the card."""
+    """Load a file on the host, and move it to the card if `map_location` is the card.
+
+    It is mapped into memory if it can be, since unread tensors then take none.
+    """
     device = map_location.decode() if isinstance(map_location, bytes) else str(map_location)
-    if options.get("mmap") is None and _can_be_mapped(f):
-        options["mmap"] = True  # Unread tensors take no memory.
+    mapped = options.get("mmap") is None and _can_be_mapped(f)
     with _disable_current_modes():
-        loaded = load(f, "cpu", *args, **options)
+        try:
+            loaded = load(f, "cpu", *args, **({**options, "mmap": True} if mapped else options))
+        except RuntimeError:  # C++ opens it by its path, and may find another than Python does.
+            if not mapped:
+                raise
+            loaded = load(f, "cpu", *args, **options)
     if not device.startswith("cuda"):
         return loaded
     check_index(device)

@@ -19,12 +19,28 @@ from autoaccum.simulation.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.simulation.tracing.simulation import run_on_card
 
 
-def join_script_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
-    """Make this process the first of `size` ranks, as a launcher would tell it, on the card of `mode`.
+def simulate_script_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
+    """Let this process become the first of `size` ranks on the card of `mode`, as a launcher would tell it.
 
-    What the script does to join is done already: `init_process_group` takes any backend and address. Objects that are
-    gathered are this rank's.
+    Several ranks are joined at once, and a single one when the script does. `init_process_group` then takes any backend
+    and address, and objects that are gathered are this rank's.
     """
+    import torch.distributed as dist
+
+    if size > 1:
+        _join(size, mode, stack)
+    elif dist.is_available():
+        init = dist.init_process_group
+
+        def join(backend: str | None = None, *_: Any, **__: Any) -> None:
+            vars(dist)["init_process_group"] = init
+            _join(size, mode, stack)
+            dist.init_process_group(backend)
+
+        patch(stack, dist, "init_process_group", join)
+
+
+def _join(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
