@@ -7,11 +7,12 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import Command, environment
+from command_line import Command, autoaccum, environment
 from warm_children import WarmRanks
 
 from autoaccum.planning.plan_record import Plan
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
 """Loops of a framework's, which there is nothing to plan of."""
-ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual"}
+ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual", "train"}
 """What tests/verification/test_verified_examples.py, tests below, and
 tests/libraries/test_framework_examples.py run."""
 COMMANDS = {
@@ -94,6 +95,19 @@ def test_examples_train_on_several_ranks(name: str, line: str, warm_ranks: WarmR
     assert both[0].stdout.strip(), f"{name} prints what it does"
 
 
+def test_a_training_script_is_planned_as_it_is_and_trains(tmp_path: Path) -> None:
+    plan_line, train_line = sorted(line for name, line in COMMANDS if name == "train")
+    words = shlex.split(plan_line)[1:]
+    at, small = words.index("--"), ("--layers", "1", "--length", "32")
+    words[at + 1] = sys.executable
+    done = autoaccum(ROOT, *words[:at], "--json", *words[at:], *small)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout)
+    assert (plan.micro_batch, plan.iter_size, plan.spec.precision) == (256, 1, "bf16")
+    done = subprocess.run([sys.executable, *shlex.split(train_line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("update 1: loss 1"), done.stderr
+
+
 @pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum verify")))
 def test_examples_are_verified(name: str, line: str, command: Command) -> None:
     done = command(ROOT, *shlex.split(line)[1:])
@@ -102,7 +116,9 @@ def test_examples_are_verified(name: str, line: str, command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum plan")))
+@pytest.mark.parametrize(
+    ("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum plan") and c[0] not in ELSEWHERE)
+)
 def test_examples_are_planned(name: str, line: str, command: Command, tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
     done = command(ROOT, *shlex.split(line)[1:], "-o", str(written))

@@ -56,7 +56,7 @@ def test_ci_takes_the_oldest_torch_in_turn_with_the_newest(tmp_path: Path) -> No
 
 def test_the_terminal_block_shows_the_first_command() -> None:
     (shown,) = re.findall(r"^\$ (autoaccum plan .*)$", README, re.MULTILINE)
-    assert f".venv/bin/{shown}\n" in README
+    assert f".venv/bin/{shown.replace('-- ', '-- .venv/bin/')}\n" in README
 
 
 def test_the_workload_file_is_one(tmp_path: Path) -> None:
