@@ -249,7 +249,21 @@ def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
     return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
 
 
+def _channel_sums(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return empty tensors of the channels, in fp32 for half precision, as sums are (`Normalization.cu`)."""
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tuple(tensor.new_empty(tensor.shape[1], dtype=dtype) for _ in range(count))
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {"_batch_norm_impl_index": _batch_norm}
+SYNC_BATCHNORM_METAS: Mapping[str, Callable[..., Any]] = {
+    "batch_norm_stats": lambda tensor, _: _channel_sums(tensor, 2),
+    "batch_norm_gather_stats_with_counts": lambda tensor, *_: _channel_sums(tensor, 2),
+    "batch_norm_elemt": lambda tensor, *_: torch.empty_like(tensor),
+    "batch_norm_backward_reduce": lambda _, tensor, *__: _channel_sums(tensor, 4),
+    "batch_norm_backward_elemt": lambda _, tensor, *__: torch.empty_like(tensor),
+}
+"""The operators of `nn.SyncBatchNorm`, which have kernels for CUDA alone."""
 WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(("addmm", "_addmm_activation"), partial(_product, with_bias=True)),

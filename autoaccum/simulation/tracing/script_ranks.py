@@ -49,6 +49,8 @@ def _join(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     prepare_ranks()
     simulate_ranks(size, mode, stack)
     patch(stack, torch._C, "_get_accelerator", lambda: torch.device("cuda"))  # FSDP2's mesh, if the script gives none.
+    # SyncBatchNorm then leaves out no rank for having no samples, which it would read from the card.
+    patch(stack, torch.cuda, "is_current_stream_capturing", lambda: _caller() == "torch.nn.modules._functions")
     backends = ["nccl"]
     new_group = dist.new_group
 
@@ -83,6 +85,10 @@ def _join(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
         ("__setstate__", nn.Module.__setstate__),
     ):
         patch(stack, nn.parallel.DistributedDataParallel, name, method)
+
+
+def _caller() -> Any:
+    return sys._getframe(2).f_globals.get("__name__")
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -301,7 +301,8 @@ rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "
 torch.cuda.set_device(local)
 dist.init_process_group("nccl", init_method="env://")
 assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 4, "nccl")
-net = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 12, bias=False))
+norm = nn.SyncBatchNorm(4096, affine=False, track_running_stats=False) if way == "copies" else nn.Identity()
+net = nn.Sequential(nn.Linear(64, 4096, bias=False), norm, nn.ReLU(), nn.Linear(4096, 12, bias=False))
 if way == "sharded":
     model = fully_shard(net)
 else:
