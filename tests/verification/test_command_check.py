@@ -25,6 +25,7 @@ from torch import nn
 size, accum, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0)
 data = torch.randn(256, 8).split(size)
+nn.Flatten(0)(torch.zeros(2, 3))  # A module without parameters, as transforms of one sample are.
 
 class Noisy(nn.Linear):
     def forward(self, x):

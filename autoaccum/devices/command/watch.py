@@ -188,6 +188,8 @@ class Watch:
             self._first_call = next((shapes for shapes in reversed(self._calls) if any(shapes)), ())
 
     def _see_call(self, module: nn.Module, inputs: Any) -> None:
+        if next(module.parameters(), None) is None:  # A transform of a sample, or a criterion.
+            return
         self._models.setdefault(id(module), module)
         if self._gradients is not None:
             self._gradients.see_call(inputs)
