@@ -49,10 +49,8 @@ def test_a_float_is_one_in_every_way_that_it_is_read(unknown: Tensor, mode: Fake
     assert [loss.item(), float(loss), loss.tolist(), int(loss)] == [1.0, 1.0, 1.0, 1]
     assert f"{loss:.2f} {loss}" == "1.00 1.0"
     assert loss < 0.5
-    assert {(note.code, note.facts["place"].partition(":")[0]) for note in mode.checks} == {
-        ("value_assumed", "test_placeholders.py")
-    }
-    assert len(mode.checks) == 3
+    assert {place.partition(":")[0] for place in mode.assumed} == {"test_placeholders.py"}
+    assert len(mode.assumed) == 3
 
 
 def test_an_array_is_zeros_of_its_shape(unknown: Tensor) -> None:
@@ -97,7 +95,7 @@ def test_known_values_are_told_and_not_noted(script: Script, mode: FakeCudaMode)
     labels = torch.tensor([1, 2, 0]).cuda()
 
     assert ((labels == 2).sum().item(), labels.tolist(), bool(labels.any())) == (1, [1, 2, 0], True)
-    assert not mode.checks
+    assert not mode.assumed
 
 
 def test_reads_of_a_model_are_refused(script: Script, unknown: Tensor) -> None:
