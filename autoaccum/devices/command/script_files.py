@@ -1,516 +1,269 @@
-"""The files of the user, which stay as they are while a script runs for a few updates, and the files that it makes.
+"""The files of the user, which stay as they are while a script runs for a few updates: it writes to a mirror of them.
 
-In each process, a layer over `open` and `os`, and so over `pathlib`, `shutil`, `zipfile`, `logging` and the like:
+In each process, a layer over `open` and `os`, and so over `pathlib`, `shutil`, `logging` and the like. Each path P of
+the user's has a place in the run's own folder, `<files>/P`: there it is written, and read if it is there. What the
+script removes is marked by a file in `<files>.removed`. All processes of the run see the same, runs at the same time
+do not meet, and all is removed with the run's folder. Caches, temporary files and `__pycache__` are left alone.
 
-- What is not there is made where the script wants it; its path is noted first, so that it is removed afterwards.
-- What was there before is written, renamed and removed only as the run sees it: its new content is a copy.
-
-Not seen is a path that other code opens by itself: programs that are no Python, and C++ (but `torch.save` and
-`_LIBRARIES` are seen), nor what happens before PyTorch was imported. What such code makes in a folder that the run made
-is removed with the folder. Caches and temporary files are left alone.
+Not covered are programs that are no Python, and C++ code that opens a path by itself (but for `torch.save` and
+`_LIBRARIES`): they do not find what only the mirror has, nor are they kept from writing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import glob
-import hashlib
 import io
-import json
 import os
 import pathlib
+import posix
 import shutil
-import stat
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
-from pathlib import Path
+import threading
+from contextlib import suppress
+from importlib import machinery, util
+from posixpath import basename, dirname, join, normpath
+from stat import S_ISDIR
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-_OS: Final[Any] = SimpleNamespace(**vars(os))
+_OS: Final[Any] = posix  # Its functions stay as they are.
 _OPEN: Final[Any] = io.open
-
-_SYSTEM: Final = ("/dev", "/proc", "/sys", "/run")
-_CACHES: Final = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "MPLCONFIGDIR", "TORCH_HOME"),
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"),
+_LEFT_ALONE: Final = (
+    *("/dev", "/proc", "/sys", "/run", sys.prefix, tempfile.gettempdir(), "~/.cache", "$XDG_CACHE_HOME", "$HF_HOME"),
+    *("$HF_HUB_CACHE", "$HF_DATASETS_CACHE", "$TORCH_HOME", "$TORCHINDUCTOR_CACHE_DIR", "$TRITON_CACHE_DIR"),
+    "$MPLCONFIGDIR",
 )
-_READ: Final = ("access", "chdir", "getxattr", "listxattr", "lstat", "readlink", "stat", "statvfs")
-_MADE: Final = ("mkdir", "mkfifo", "mknod")
-_CHANGED: Final = ("chmod", "chown", "lchown", "removexattr", "setxattr", "truncate", "utime")
-_UNFOLLOWED: Final = ("lchown", "lstat", "readlink")
-_LIBRARIES: Final = {
-    "cv2": (("imwrite", 0, "replaced"), ("imread", 0, "read")),
-    "safetensors": (("serialize_file", 1, "replaced"), ("safe_open", 0, "read")),
-    "sqlite3": (("connect", 0, "appended"),),
+_USES: Final = {  # Of a path: it is read or, by `c`, made if it is not there, by `x` only then, by `k` changed.
+    "": ("access", "getxattr", "listxattr", "lstat", "readlink", "stat", "statvfs"),
+    "k": ("chmod", "chown", "lchown", "removexattr", "setxattr", "truncate", "utime"),
+    "cx": ("mkdir", "mkfifo", "mknod", "symlink"),
 }
-"""Functions that open a path by themselves, by module: the position of the path, and what they do with it."""
-
+_LIBRARIES: Final = {  # Functions that open a path by themselves, the position of the path, and its use.
+    "cv2": (("imwrite", 0, "c"), ("imread", 0, "")),
+    "safetensors": (("serialize_file", 1, "c"), ("safe_open", 0, "")),
+    "sqlite3": (("connect", 0, "ck"),),
+}
 _UNTOUCHED: Final = {"_io", "posix", "zipimport", "_frozen_importlib", "_frozen_importlib_external", __name__}
-"""Modules whose functions stay: imports are none of the script's writes."""
 
 
-class _Place(NamedTuple):
-    """A path: as the script sees it, where its content is (None: it was removed), and the real function's argument."""
-
-    key: str
-    actual: str | None
-    argument: Any
-
-
-class _Journal(NamedTuple):
-    """The journal as far as it was read: its size, what was made, where other content is, how often it was removed."""
-
-    size: int = 0
-    made: frozenset[str] = frozenset()
-    moved: dict[str, str | None] = {}
-    removals: dict[str, int] = {}
-
-
-class _Entry:
-    """As an `os.DirEntry`, under the path by which the script knows its folder."""
-
-    def __init__(self, name: Any, path: Any) -> None:
-        self.name, self.path = name, path
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self.path, follow_symlinks=follow_symlinks)  # noqa: PTH116 (a name of bytes)
-
-    def _is(self, kind: int, follow: bool) -> bool:
-        try:
-            return stat.S_IFMT(self.stat(follow_symlinks=follow).st_mode) == kind
-        except FileNotFoundError:
-            return False
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_IFDIR, follow_symlinks)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_IFREG, follow_symlinks)
-
-    def is_symlink(self) -> bool:
-        return self._is(stat.S_IFLNK, False)
-
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
-    def is_junction(self) -> bool:
-        return False
-
-
-class _Entries(contextlib.AbstractContextManager["_Entries"], Iterator[_Entry]):
-    """As the iterator of `os.scandir`."""
-
-    def __init__(self, entries: list[_Entry]) -> None:
-        self._entries = iter(entries)
-
-    def __next__(self) -> _Entry:
-        return next(self._entries)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._entries = iter(())
-
-
-class _Files:
-    """The files of a run, as one process sees them. The journal is common to all processes of the run.
-
-    A record of it is a line of JSON: `[path]` is made; `[path, where]` has its content elsewhere, or nowhere (null).
-    """
-
-    def __init__(self, folder: Path, aside: bool = False) -> None:
-        self.aside = aside
-        _OS.makedirs(folder, exist_ok=True)
-        self.folder: str = _OS.path.realpath(folder)
-        self._journal = _Journal()
-        with contextlib.suppress(FileExistsError):  # The first process of the run is where the command was started.
-            _OS.symlink(_OS.getcwd(), self.folder + "/working")
-        caches = [_OS.path.expanduser("~/.cache"), *(os.environ[name] for name in _CACHES if os.environ.get(name))]
-        left = (*_SYSTEM, sys.prefix, tempfile.gettempdir(), *caches)
-        self._covered = {"/": True} | {_OS.path.realpath(path): False for path in left}
-        self._covered |= {_OS.readlink(self.folder + "/working"): True, _OS.path.dirname(self.folder): False}
-
-    def journal(self) -> _Journal:
-        """The journal as it is now; it is replaced as one, so that threads and forks need no lock."""
-        journal, path = self._journal, self.folder + "/journal"
-        try:
-            if _OS.stat(path).st_size == journal.size:
-                return journal
-        except FileNotFoundError:
-            return journal
-        with _OPEN(path, "rb") as file:
-            file.seek(journal.size)
-            lines = file.read()
-        lines = lines[: lines.rfind(b"\n") + 1]
-        made, moved, removals = set(journal.made), dict(journal.moved), dict(journal.removals)
-        for line in lines.splitlines():
-            key, *where = json.loads(line)
-            if where:
-                moved = {other: at for other, at in moved.items() if not _is_in(other, key)} | {key: where[0]}
-                removals[key] = removals.get(key, 0) + (where[0] is None)
-            else:
-                made.add(key)
-        self._journal = journal = _Journal(journal.size + len(lines), frozenset(made), moved, removals)
-        return journal
-
-    def note(self, *record: str | None) -> None:
-        """Add to the journal, in one write."""
-        file = _OS.open(self.folder + "/journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        _OS.write(file, json.dumps(record).encode() + b"\n")
-        _OS.close(file)
-
-    def covers(self, path: str) -> bool:
-        """Whether a path is the user's, by the nearest folder around it that is known to be or not to be."""
-        return "/__pycache__" not in path and next(self._covered[at] for at in _around(path) if at in self._covered)
-
-    def owns(self, path: str) -> bool:
-        """Whether the run may change what is at a path: it made it, or the folder it is in, or it is not the user's."""
-        made = self.journal().made
-        return not self.covers(path) or any(at in made for at in _around(path))
-
-    def place(self, path: Any, folder: int | None = None, follow: bool = True) -> _Place:
-        """Return where a path leads, through symbolic links as the script sees them.
-
-        Raises:
-            OSError: The script removed a folder of the path, or links lead in a circle.
-        """
-        moved = self.journal().moved
-        base = _OS.getcwd() if folder is None else _OS.readlink(f"/proc/self/fd/{folder}")
-        rest, links, redirected = _parts(_OS.path.join(base, os.fsdecode(path))), 40, False
-        trail: list[tuple[str, str | None]] = [("", "")]
-        while rest:
-            part = rest.pop()
-            if part == "..":
-                trail = trail[:-1] or trail
-                continue
-            key, where = (f"{above}/{part}" for above in trail[-1])
-            actual = moved.get(key, where)
-            redirected |= key in moved
-            if actual is None and rest:
-                raise _error(errno.ENOENT, path)
-            link = ""
-            if actual is not None and (rest or follow):
-                with contextlib.suppress(OSError):
-                    link = _OS.readlink(actual)
-            if not link:
-                trail.append((key, actual))
-                continue
-            links -= 1
-            if not links:
-                raise _error(errno.ELOOP, path)
-            rest += _parts(link)
-            trail = trail[:1] if link.startswith("/") else trail
-        key, actual = trail[-1]
-        argument = path
-        if redirected and actual is not None:
-            argument = os.fsencode(actual) if isinstance(path, bytes) else actual
-        return _Place(key or "/", actual and (actual or "/"), argument)
-
-    def read(self, path: Any, folder: int | None = None, follow: bool = True) -> Any:
-        """Return the path to read."""
-        if isinstance(path, int) or not self.journal().moved:
-            return path
-        place = self.place(path, folder, follow)
-        if place.actual is None:
-            raise _error(errno.ENOENT, path)
-        return place.argument
-
-    def replaced(self, path: Any, folder: int | None = None, follow: bool = True, how: str = "c") -> Any:
-        """Return the path to write: as it was given, or of a copy.
-
-        `how` is what the real function does: `c` makes what is not there, `x` only that; `k` keeps what is there.
-        """
-        if isinstance(path, int):
-            return path
-        place = self.place(path, folder, follow)
-        if place.actual is None and "c" not in how:
-            raise _error(errno.ENOENT, path)
-        status = None
-        if place.actual is not None:
-            status = _status(place.actual)  # Before the journal is read: a path is noted before it is made.
-            if self.owns(place.actual):
-                return place.argument
-            if status is None:
-                if "c" in how and not self.aside:
-                    self.note(place.actual)
-                if "c" not in how or not self.aside or _status(_OS.path.dirname(place.actual)) is None:
-                    return place.argument
-            elif "x" in how or not stat.S_ISREG(status.st_mode):
-                return place.argument
-        keeps = place.actual is not None and status is not None and how != "c"
-        copy = self.new(place.key, shared=not keeps)
-        if keeps:
-            _copy(place.actual, copy)
-        self.note(place.key, copy)
-        return os.fsencode(copy) if isinstance(path, bytes) else copy
-
-    def appended(self, path: Any, folder: int | None = None, follow: bool = True) -> Any:
-        """Return the path to write to, with the content that is there."""
-        return self.replaced(path, folder, follow, "ck")
-
-    def made(self, path: Any, folder: int | None = None, _: bool = False) -> Any:
-        """Return the path to make, where nothing may be yet."""
-        return self.replaced(path, folder, False, "cx")
-
-    def changed(self, path: Any, folder: int | None = None, follow: bool = True) -> Any:
-        """Return the path of which the mode, the times or the like are changed."""
-        if isinstance(path, int):
-            return path
-        actual = self.place(path, folder, follow).actual
-        status = actual and _status(actual)
-        if not actual or not status or stat.S_ISREG(status.st_mode) or self.owns(actual):
-            return self.replaced(path, folder, follow, "k")
-        _OS.mkdir(aside := self.new(actual))  # Those of a folder of the user's stay, and nobody looks for new ones.
-        return aside
-
-    def new(self, key: str, shared: bool = False) -> str:
-        """Return a path for a copy; `shared`: the same in all processes, which may make it at the same time."""
-        once = f"{os.getpid()}-{time.monotonic_ns()}"
-        name = hashlib.sha1(f"{key}/{self.journal().removals.get(key, 0)}".encode(errors="surrogateescape")).hexdigest()
-        return f"{self.folder}/{name if shared else once}-{_OS.path.basename(key)[-100:]}"
-
-    def shown(self, place: _Place) -> set[str]:
-        """Return the names in a folder: those that the script has not removed, and those whose content is elsewhere."""
-        if place.actual is None:
-            raise _error(errno.ENOENT, place.key)
-        within = {key[len(place.key) + 1 :]: at for key, at in self.journal().moved.items() if _is_in(key, place.key)}
-        names = {*_OS.listdir(place.actual), *(name for name in within if name and "/" not in name)}
-        return {name for name in names if within.get(name, "") is not None}
-
-    # What takes the place of a function, beginning with those of which only the path is another.
-
-    def at(self, position: int, path_of: Callable[..., Any], real: Any, follow: bool = True) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            word = next((word for word in ("path", "dst", "filename", "database") if word in kwargs), position)
-            given: Any = kwargs if isinstance(word, str) else list(args)
-            if word in kwargs or len(args) > position and isinstance(args[position], str | bytes | os.PathLike):
-                given[word] = path_of(given[word], kwargs.get("dir_fd"), follow and kwargs.get("follow_symlinks", True))
-            return real(*args, **kwargs) if given is kwargs else real(*given, **kwargs)
-
-        return call
-
-    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+"):
-            how = "x" * ("x" in mode) + "c" * ("r" not in mode) + "k" * ("w" not in mode)
-            return _OPEN(self.replaced(file, how=how), mode, *args, **kwargs)
-        return _OPEN(self.read(file), mode, *args, **kwargs)
-
-    def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
-        follow = not flags & os.O_NOFOLLOW
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
-            how = ("cx" if flags & os.O_EXCL else "c") if flags & os.O_CREAT else ""
-            path = self.replaced(path, dir_fd, follow, how + ("" if flags & os.O_TRUNC else "k"))
-        else:
-            path = self.read(path, dir_fd, follow)
-        return _OS.open(path, flags, mode, dir_fd=dir_fd)
-
-    def listdir(self, path: Any = None) -> Any:
-        if isinstance(path, int) or not self.journal().moved:
-            return _OS.listdir(path)
-        shown = self.shown(self.place(path or "."))
-        return [os.fsencode(name) for name in shown] if isinstance(path, bytes) else list(shown)
-
-    def scandir(self, path: Any = None) -> Any:
-        if isinstance(path, int) or not self.journal().moved:
-            return _OS.scandir(path)
-        folder = path or "."
-        names = [os.fsencode(name) if isinstance(path, bytes) else name for name in self.shown(self.place(folder))]
-        return _Entries([_Entry(name, _OS.path.join(folder, name)) for name in names])
-
-    def link(self, src: Any, dst: Any, **_: Any) -> None:
-        """Copy instead: what the script writes under the new name is not for the file of the user."""
-        _copy(self.read(src), self.made(dst), "xb")
-
-    def remove(self, path: Any, *, dir_fd: int | None = None, real: Any = _OS.unlink) -> None:
-        place = self.place(path, dir_fd, follow=False)
-        if not self.covers(place.key):
-            real(place.argument, dir_fd=dir_fd)
-            return
-        status = place.actual and _status(place.actual)
-        if not place.actual or not status:
-            raise _error(errno.ENOENT, path)
-        if real is _OS.rmdir and self.shown(place):  # What is no folder raises its error here.
-            raise _error(errno.ENOTEMPTY, path)
-        if real is _OS.unlink and stat.S_ISDIR(status.st_mode):
-            raise _error(errno.EISDIR, path)
-        gone = False
-        with contextlib.suppress(OSError):  # A folder in which something is hidden stays, and is hidden itself.
-            if self.owns(place.actual):
-                real(place.actual)
-                gone = True
-        if not gone or place.key in self.journal().moved:
-            self.note(place.key, None)
-
-    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        source, target = self.place(src, src_dir_fd, follow=False), self.place(dst, dst_dir_fd, follow=False)
-        status, replaced = source.actual and _status(source.actual), target.actual and _status(target.actual)
-        if not source.actual or not status:
-            raise _error(errno.ENOENT, src)
-        moved = self.journal().moved
-        within = [key for key in moved if _is_in(key, source.key)]
-        if self.owns(source.actual) and target.actual and not any(_is_in(key, target.key) for key in moved):
-            new = not self.owns(target.actual)
-            if not within and not (new and (replaced or self.aside)):
-                if new:
-                    self.note(target.actual)
-                _OS.rename(source.actual, target.actual)
-                return
-        if source.key == target.key:
-            return
-        if not self.covers(target.key):
-            raise _error(errno.EXDEV, dst)  # As between disks, where `shutil.move` copies.
-        is_folder = stat.S_ISDIR(status.st_mode)
-        if replaced and stat.S_ISDIR(replaced.st_mode) and (not is_folder or self.shown(target)):
-            raise _error(errno.ENOTEMPTY, dst)
-        if target.actual and not replaced and not self.aside:  # Something that other code sees under the new name.
-            self.note(target.actual)
-            _OS.mkdir(target.actual) if is_folder else _OPEN(target.actual, "x").close()
-        if not self.covers(source.key):
-            _OS.rename(source.actual, copy := self.new(target.key))
-            self.note(target.key, copy)
-            return
-        self.note(target.key, source.actual)
-        for key in within:
-            if key != source.key:
-                self.note(target.key + key[len(source.key) :], moved[key])
-        self.note(source.key, None)
-
-    def enter(self, library: Any) -> None:
-        """Wrap the functions of a library that open a path by themselves."""
-        rows = [(getattr(library, name), at, what) for name, at, what in _LIBRARIES[library.__name__]]
-        _replace({real: self.at(position, getattr(self, what), real) for real, position, what in rows})
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find one of `_LIBRARIES`, to be entered when it is imported."""
-        spec = PathFinder.find_spec(name, path) if name in _LIBRARIES else None
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_enter(module: Any) -> None:
-                load(module)
-                self.enter(module)
-
-            spec.loader.exec_module = load_and_enter  # type: ignore[method-assign]
-        return spec
-
-
-def protect(files: Path, *, aside: bool = False) -> None:
-    """Keep the files of the user as they are, in this process and its forks, from now on.
-
-    Args:
-        files: A folder for copies and the journal, common to all processes of the run, in the run's own folder.
-        aside: Whether what is made is kept there too, so that runs at the same time do not meet; other code than
-            Python then does not find it.
-    """
-    own = _Files(files, aside)
-    table = {
-        getattr(_OS, name): own.at(0, path_of, getattr(_OS, name), follow=name not in _UNFOLLOWED)
-        for names, path_of in ((_READ, own.read), (_MADE, own.made), (_CHANGED, own.changed))
-        for name in names
-    }
-    table |= {_OPEN: own.open, _OS.open: own.os_open, _OS.listdir: own.listdir, _OS.scandir: own.scandir}
-    table |= {_OS.symlink: own.at(1, own.made, _OS.symlink), _OS.link: own.link}
-    table |= {_OS.rename: own.rename, _OS.replace: own.rename, _OS.remove: own.remove, _OS.unlink: own.remove}
-    _replace(table | {_OS.rmdir: functools.partial(own.remove, real=_OS.rmdir)})
-    shutil._use_fd_functions = False  # type: ignore[attr-defined]  # Removes by path, by which content is found.
+def protect(files: pathlib.Path) -> None:
+    """Keep the files of the user as they are, in this process and its forks; what is written goes below `files`."""
+    own = _Mirror(join(os.path.realpath(files.parent), files.name))
+    table: dict[Any, Any] = {_OPEN: own.io_open, _OS.rmdir: functools.partial(own.unlink, real=_OS.rmdir)}
+    table[_OS.getcwd] = lambda: own.as_users(_OS.getcwd())
+    for use, names in _USES.items():
+        table |= {real: own.at(use, real, int(real is _OS.symlink)) for real in (getattr(_OS, name) for name in names)}
+    for name in ("chdir", "link", "listdir", "open", "remove", "rename", "replace", "scandir", "unlink"):
+        table[getattr(_OS, name)] = getattr(own, name)
+    _replace(table)
+    vars(shutil)["_use_fd_functions"] = False  # Removes by path, by which content is found.
     for name in _LIBRARIES.keys() & sys.modules.keys():
         own.enter(sys.modules[name])
     sys.meta_path.insert(0, own)
     if "torch" in sys.modules:
-        writer = sys.modules["torch"]._C.PyTorchFileWriter
-        writer.__init__ = own.at(1, own.replaced, writer.__init__)
+        writer, storage = sys.modules["torch"]._C.PyTorchFileWriter, sys.modules["torch"].UntypedStorage
+        writer.__init__ = own.at("c", writer.__init__, 1)
+        storage.from_file = staticmethod(own.at("", storage.from_file, 0))
 
 
-def remove_made(files: Path) -> None:
-    """Remove what the processes of a run made, once they have ended; it may be called again.
+class _Mirror:
+    def __init__(self, files: str) -> None:
+        self.files, self.marks = files, files + ".removed"
+        with suppress(FileExistsError):  # The first process of the run is where the command was started.
+            _OS.symlink(_OS.getcwd(), files + ".working")
+        left = [pathlib.Path(os.path.expandvars(path) or "/dev").expanduser().resolve() for path in _LEFT_ALONE]
+        self.covered = {"/": True} | {str(path): False for path in left}
+        self.covered |= {_OS.readlink(files + ".working"): True, dirname(files): False}
+        spec: Any = util.find_spec("posixpath")
+        spec.loader.exec_module(paths := util.module_from_spec(spec))
+        vars(paths)["os"] = links = SimpleNamespace(**vars(posix))
+        links.lstat = lambda path: _OS.lstat(self.found(path))
+        links.readlink = lambda path: _OS.readlink(self.found(path))
+        self.realpath = paths.realpath  # It follows links as the script sees them.
 
-    Args:
-        files: The folder that `protect` was given.
-    """
-    try:
-        lines = (files / "journal").read_bytes().splitlines()
-    except FileNotFoundError:
-        return
-    for line in reversed(lines):
-        with contextlib.suppress(OSError, ValueError):
-            path, *where = json.loads(line)
-            folder = _OS.path.dirname(path)
-            if where or _OS.path.realpath(folder) != folder:  # A link that has come since would lead elsewhere.
-                continue
-            if stat.S_ISDIR(_OS.lstat(path).st_mode):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                _OS.unlink(path)
+    def as_users(self, path: str) -> str:
+        return path.removeprefix(self.files) or "/" if f"{path}/".startswith(self.files + "/") else path
+
+    def key(self, path: Any, folder: int | None = None, follow: bool = True) -> str | None:
+        """Return the path that the script means, absolute and without links; None: it is left alone."""
+        if not path or not isinstance(path, str | bytes | os.PathLike):
+            return None
+        base = _OS.getcwd() if folder is None else _OS.readlink(f"/proc/self/fd/{folder}")
+        key = self.as_users(join(base, os.fsdecode(path))).rstrip("/")
+        last = "" if follow or basename(key) in (".", "..") else basename(key)
+        key = normpath(join(self.as_users(self.realpath((dirname(key) if last else key) or "/")), last))
+        covers = next(self.covered[at] for at in map(str, pathlib.Path(key, "_").parents) if at in self.covered)
+        return key if covers and "/__pycache__" not in key else None
+
+    def hides(self, key: str) -> bool:  # Whether the script has removed what the user has there.
+        around = pathlib.Path(key, "_").parents if _mode(self.marks) else ()
+        return any(_mode(f"{self.marks}{at}/=removed") for at in around)
+
+    def found(self, key: str) -> str:  # Where the content of a path is, or would be.
+        return self.files + key if _mode(self.files + key) or self.hides(key) else key
+
+    def place(self, path: Any, folder: int | None = None, follow: bool = True, use: str = "") -> Any:
+        """Return the path to read or, by `use`, to write; it is prepared."""
+        key = self.key(path, folder, follow) if use or _mode(self.files) else None
+        if key is None or not use and self.found(key) == normpath(join(_OS.getcwd(), os.fsdecode(path))):
+            return path
+        at, there = self.files + key if use else self.found(key), _mode(self.found(key))
+        if use:
+            _check(errno.EEXIST if there and "x" in use else 0, path)
+            _check(0 if (there or "c" in use) and S_ISDIR(_mode(self.found(dirname(key)))) else errno.ENOENT, path)
+            self.bring(key, deep=False) if "k" in use or S_ISDIR(there) else _make_folder(dirname(at))
+        elif at != key:
+            _check(0 if there else errno.ENOENT, path)
+        return os.fsencode(at) if isinstance(path, bytes) else at
+
+    def bring(self, key: str, deep: bool = True) -> None:
+        """Copy what is at a path into the mirror, unless it is there; at once, since other processes may do so too."""
+        at = self.found(key)
+        _make_folder(self.files + key if S_ISDIR(_mode(at)) else dirname(self.files + key))
+        if S_ISDIR(_mode(at)):
+            for name in self.entries(key) if deep else ():
+                self.bring(join(key, name))
+        elif at == key and _mode(key):
+            shutil.copy2(key, copy := f"{self.files}.{os.getpid()}-{threading.get_ident()}", follow_symlinks=False)
+            with suppress(FileExistsError):
+                _OS.link(copy, self.files + key, follow_symlinks=False)
+            _OS.unlink(copy)
+
+    def hide(self, key: str) -> None:
+        if _mode(key):
+            _make_folder(self.files)
+            _make_folder(self.marks + key)
+            _OPEN(f"{self.marks}{key}/=removed", "w").close()
+
+    def entries(self, key: str) -> dict[str, Any]:
+        found = {entry.name: entry for entry in _OS.scandir(at)} if (at := self.found(key)) != key else {}
+        if at == key or S_ISDIR(_mode(key)):
+            found = {entry.name: entry for entry in _OS.scandir(key) if not self.hides(join(key, entry.name))} | found
+        return found
+
+    def at(self, use: str, real: Any, position: int) -> Any:  # Instead of a function of which the path is another.
+        follows = use != "cx" and real not in (_OS.lstat, _OS.readlink, _OS.lchown)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            word = next((word for word in ("path", "dst", "filename", "database") if word in kwargs), position)
+            given: Any = kwargs if isinstance(word, str) else list(args)
+            is_named = real.__name__ != "connect" or not str(given[word]).startswith((":memory:", "file:"))
+            if (word in kwargs or len(args) > position) and is_named:
+                follow = follows and kwargs.get("follow_symlinks", True)
+                given[word] = self.place(given[word], kwargs.get("dir_fd"), follow, use)
+            return real(*args, **kwargs) if given is kwargs else real(*given, **kwargs)
+
+        return call
+
+    def io_open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        use = "x" * ("x" in mode) + "c" * ("r" not in mode) + "k" * ("w" not in mode) if set(mode) & set("wax+") else ""
+        return _OPEN(self.place(file, use=use), mode, *args, **kwargs)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
+        use = ("cx" if flags & os.O_EXCL else "c" if flags & os.O_TRUNC else "ck") if flags & os.O_CREAT else "k"
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        path = self.place(path, dir_fd, not flags & os.O_NOFOLLOW, use if writes else "")
+        return _OS.open(path, flags, mode, dir_fd=dir_fd)
+
+    def chdir(self, path: Any) -> None:
+        key = self.key(path)
+        _OS.chdir(key if key and S_ISDIR(_mode(key)) and not self.hides(key) else self.place(path))
+
+    def listdir(self, path: Any = None) -> Any:
+        return [entry.name for entry in self.scandir(path)] if _mode(self.files) else _OS.listdir(path)
+
+    def scandir(self, path: Any = None) -> Any:
+        key = self.key(path or ".") if _mode(self.files) else None
+        if key is None:
+            return _OS.scandir(path)
+        folder, name = os.fspath(path or "."), os.fsencode if isinstance(path, bytes) else os.fsdecode
+        entries = (_Entry(of=entry, folder=folder, name=name(entry.name)) for entry in self.entries(key).values())
+        return type("Entries", (io.IOBase,), {"__next__": lambda _: next(entries)})()  # For `with` and `close` too.
+
+    def link(self, src: Any, dst: Any, **_: Any) -> None:
+        with self.io_open(src, "rb") as source, self.io_open(dst, "xb") as copy:
+            shutil.copyfileobj(source, copy)  # What is written by the new name is not for the file of the user.
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None, real: Any = posix.unlink) -> Any:
+        if (key := self.key(path, dir_fd, follow=False)) is None:
+            return real(path, dir_fd=dir_fd)
+        is_rmdir, mode = real is _OS.rmdir, _mode(self.found(key))
+        _check(errno.ENOENT if not mode else errno.EISDIR if S_ISDIR(mode) and not is_rmdir else 0, path)
+        _check(errno.ENOTEMPTY if is_rmdir and self.entries(key) else 0, path)  # Raises for what is no folder.
+        self.hide(key)
+        return real(self.files + key) if _mode(self.files + key) else None
+
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        source, target = self.key(src, src_dir_fd, follow=False), self.key(dst, dst_dir_fd, follow=False)
+        os.lstat(src, dir_fd=src_dir_fd)  # Raises for what is not there.
+        if target is None:
+            _check(errno.EXDEV if source else 0, dst)  # As between disks, where `shutil.move` copies.
+            _OS.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        else:
+            is_full = S_ISDIR(_mode(self.found(target))) and self.entries(target)
+            place = self.place(dst, dst_dir_fd, follow=False, use="c")
+            _check(errno.ENOTEMPTY if is_full else 0, dst)
+            if source is not None:
+                self.bring(source)
+                self.hide(source)
+            _OS.rename(src if source is None else self.files + source, place, src_dir_fd=src_dir_fd)
+
+    remove, replace = unlink, rename
+
+    def enter(self, library: Any) -> Any:
+        for name, position, use in _LIBRARIES[library.__name__]:
+            _replace({getattr(library, name): self.at(use, getattr(library, name), position)})
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        spec: Any = machinery.PathFinder.find_spec(name, path) if name in _LIBRARIES else None
+        if spec is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: load(module) or self.enter(module)
+        return spec
 
 
-class _InPlaceOf:
-    """Stands for a function wherever it was, in a class and in a pickle too."""
+class _Entry(SimpleNamespace):  # As an `os.DirEntry`, under the path by which the script knows its folder.
+    def __getattr__(self, name: str) -> Any:
+        return join(self.folder, self.name) if name == "path" else getattr(self.of, name)
 
-    def __init__(self, real: Any, call: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, real, updated=())
-        self.__module__ = {"posix": "os", "_io": "io"}.get(real.__module__, real.__module__)
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> str:
-        return str(self.__name__)  # type: ignore[attr-defined]
+    def __fspath__(self) -> Any:
+        return self.path
 
 
-def _replace(table: dict[Any, Callable[..., Any]]) -> None:
+class _InPlaceOf(functools.partial[Any]):  # In a class it is no method, and in a pickle it is the function.
+    def __reduce__(self) -> Any:
+        return self.__name__  # type: ignore[attr-defined]
+
+
+def _replace(table: dict[Any, Any]) -> None:
     """Put functions in the place of others, under each name that a module has for them."""
-    by_id = {id(real): _InPlaceOf(real, call) for real, call in table.items()}
+    by_id = {id(real): functools.update_wrapper(_InPlaceOf(call), real) for real, call in table.items()}
+    for new in by_id.values():
+        new.__module__ = {"posix": "os", "_io": "io"}.get(new.__module__, new.__module__)
     owners: list[Any] = [module for name, module in list(sys.modules.items()) if name not in _UNTOUCHED]
     owners += [one for module in (glob, pathlib) for one in vars(module).values() if isinstance(one, type)]
     for owner in owners:
         for name, value in list(getattr(owner, "__dict__", {}).items()):
-            new = by_id.get(id(value.__func__ if type(value) is staticmethod else value))
-            if new is not None:
-                setattr(owner, name, new)
-    for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_effective_ids, os.supports_follow_symlinks):
-        supporting |= {by_id[id(one)] for one in supporting if id(one) in by_id}
+            if (key := id(value.__func__ if type(value) is staticmethod else value)) in by_id:
+                setattr(owner, name, by_id[key])
 
 
-def _parts(path: str) -> list[str]:
-    """Return the parts of a path, the last first."""
-    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+def _mode(path: str) -> int:  # What is there, links not followed; 0: nothing.
+    with suppress(OSError):
+        return int(_OS.lstat(path).st_mode)
+    return 0
 
 
-def _around(path: str) -> Iterator[str]:
-    """Yield a path and the folders around it, outwards."""
-    while path != "/":
-        yield path
-        path = path[: path.rindex("/")] or "/"
-    yield path
+def _check(number: int, path: Any) -> None:
+    if number:
+        raise OSError(number, os.strerror(number), path)
 
 
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder + "/")
-
-
-def _status(path: str) -> os.stat_result | None:
-    try:
-        return _OS.lstat(path)  # type: ignore[no-any-return]
-    except OSError:
-        return None
-
-
-def _copy(path: Any, copy: Any, mode: str = "wb") -> None:
-    with _OPEN(path, "rb") as source, _OPEN(copy, mode) as target:
-        shutil.copyfileobj(source, target)
-    _OS.chmod(copy, _OS.stat(path).st_mode & 0o777)
-
-
-def _error(number: int, path: Any) -> OSError:
-    return OSError(number, os.strerror(number), path)
+def _make_folder(path: str) -> None:
+    if not _mode(path):
+        _make_folder(dirname(path))
+        with suppress(FileExistsError):
+            _OS.mkdir(path)

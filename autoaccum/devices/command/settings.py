@@ -72,7 +72,7 @@ class WatchSettings:
 
     @property
     def files(self) -> Path:
-        """The folder of the files that the script would have overwritten (`script_files`)."""
+        """The folder of what the script writes in place of the user's files (`script_files`)."""
         return Path(self.folder, "files")
 
     @property

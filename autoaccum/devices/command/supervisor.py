@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from autoaccum.devices.child.requests import Handler, Request
-from autoaccum.devices.command.script_files import remove_made
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings, read_report, write_record
 from autoaccum.devices.host_memory import count_oom_kills
 from autoaccum.errors import NotMeasuredError
@@ -99,7 +98,6 @@ class Supervisor(Handler):
             return self._run(request)
         finally:
             _end_descendants()
-            remove_made(settings.files)
             if self.connection.parent_has_gone:
                 shutil.rmtree(settings.folder, ignore_errors=True)
 

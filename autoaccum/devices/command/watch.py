@@ -47,7 +47,7 @@ _IMPORT: Final = "<frozen importlib._bootstrap>"
 def start() -> None:
     """Watch this process, as the settings in the environment say."""
     settings = read_settings(os.environ[SETTINGS])
-    protect(settings.files, aside=settings.card is not None)  # Cards are simulated in several runs at once.
+    protect(settings.files)
     Watch(settings).begin()
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from autoaccum.devices.command import script_files
-from autoaccum.devices.command.script_files import remove_made
 
 BEGIN = """
 import importlib.util, json, os, shutil, subprocess, sys
@@ -21,7 +20,7 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("script_files", os.environ["SCRIPT_FILES"])
 script_files = sys.modules["script_files"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script_files)
-script_files.protect(Path(os.environ["FILES"]), aside="ASIDE" in os.environ)
+script_files.protect(Path(os.environ["FILES"]))
 def text(path):
     with open(path) as file:
         return file.read()
@@ -219,6 +218,19 @@ SCRIPTS = {
         assert text(name) == "no UTF-8" and os.fsencode(name) in os.listdir(b".")
         os.rename(name, "name")
     """,
+    "a folder of the run": """
+        os.makedirs("runs/1")
+        os.chdir("runs/1")
+        assert os.getcwd() == os.path.abspath(".") == str(Path(__file__).parent / "work/runs/1")
+        Path("a").write_text("a")
+        Path("../../log.csv").write_text("new")
+        assert text("../../log.csv") == "new" and text(os.path.abspath("a")) == "a"
+        Path("../../out/a").write_text("a")
+        os.chdir("../../out")
+        assert text("best.pt") == "best" and os.listdir() == ["best.pt", "a"] and os.stat(".").st_mode
+        assert subprocess.check_output(["cat", "best.pt"]) == b"best"
+        assert list(Path("../out").glob("*")) == [Path("../out/best.pt"), Path("../out/a")]
+    """,
     "logging, json, zipfile, pickles": """
         import logging, pickle, zipfile
         logging.basicConfig(handlers=[logging.FileHandler("log.csv"), logging.FileHandler("new.log")], force=True)
@@ -313,25 +325,15 @@ def run(home: Path, script: str, imports: str = "", python: str = PYTHON, **envi
 
 
 def check(home: Path, script: str, imports: str = "", **how: str) -> None:
-    """Run a script, and hold the tree to what it was, once what was made is removed."""
+    """Run a script, and hold the tree to what it was."""
     before = snapshot(home)
     assert run(home, script, imports, **how) == 0
-    remaining = snapshot(home)
-    assert {path: remaining.get(path) for path in before} == before
-    remove_made(home / "scratch" / "files")
     assert snapshot(home) == before
-    remove_made(home / "scratch" / "files")
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-@pytest.mark.parametrize("aside", [False, True], ids=["in place", "aside"])
-def test_files_of_the_user_stay(home: Path, script: str, aside: bool) -> None:
-    if not aside:
-        check(home, script)
-        return
-    before = snapshot(home)
-    assert run(home, script, ASIDE="1") == 0
-    assert snapshot(home) == before
+def test_files_of_the_user_stay(home: Path, script: str) -> None:
+    check(home, script)
 
 
 def test_libraries(home: Path) -> None:
@@ -340,7 +342,7 @@ def test_libraries(home: Path) -> None:
         for path in ("checkpoint.pt", "out/new.pt", Path("log.csv")):
             for state in ({"a": 1}, model.state_dict()):
                 torch.save(state, path)
-                assert torch.load(path).keys() == state.keys()
+                assert torch.load(path).keys() == torch.load(path, mmap=True).keys() == state.keys()
         with open("out/best.pt", "wb") as file:
             torch.save({"b": 1}, file)
         assert torch.load("out/best.pt") == {"b": 1}
@@ -425,36 +427,7 @@ def test_a_script_that_is_killed(home: Path) -> None:
     """
     before = snapshot(home)
     assert run(home, script) == -signal.SIGKILL
-    remove_made(home / "scratch" / "files")
     assert snapshot(home) == before
-
-
-def test_only_noted_paths_are_removed(home: Path) -> None:
-    script = """
-        os.mkdir("made")
-        os.mkdir("out/made")
-        open("out/made.txt", "w").close()
-        open("was there", "w").close()
-    """
-    (home / "work" / "was there").write_text("of the user")
-    assert run(home, script) == 0
-    (home / "work" / "made").rmdir()
-    (home / "work" / "made").symlink_to(home / "elsewhere")
-    (home / "work" / "out" / "beside.txt").write_text("of the user, meanwhile")
-    remove_made(home / "scratch" / "files")
-    assert {path.name for path in (home / "work" / "out").iterdir()} == {"best.pt", "beside.txt"}
-    assert (home / "elsewhere" / "notes.txt").read_text() == "notes"
-    assert (home / "work" / "was there").read_text() == "of the user"
-    assert not (home / "work" / "made").is_symlink()
-    remove_made(home / "nowhere")
-
-
-def test_a_link_that_has_come_is_not_followed(home: Path) -> None:
-    assert run(home, """open("out/notes.txt", "w").close()""") == 0
-    (home / "work" / "out").rename(home / "work" / "moved")
-    (home / "work" / "out").symlink_to(home / "elsewhere")
-    remove_made(home / "scratch" / "files")
-    assert (home / "elsewhere" / "notes.txt").read_text() == "notes"
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TMPDIR"])
@@ -469,7 +442,6 @@ def test_caches_and_temporary_files_are_left_alone(home: Path, variable: str) ->
         Path("out/__pycache__").mkdir()
     """
     assert run(home, script, **{variable: str(cache)}) == 0
-    remove_made(home / "scratch" / "files")
     assert {path.name: path.read_text() for path in cache.iterdir()} == {"old": "new", "new": "new"}
     assert not (home / "work" / "other").exists()
     assert (home / "work" / "out" / "__pycache__").exists()
@@ -487,8 +459,20 @@ def test_a_command_that_works_in_the_temporary_folder(home: Path) -> None:
     before = snapshot(home / "work")
     assert run(home, script, TMPDIR=str(home)) == 0
     assert (home / "elsewhere" / "notes.txt").read_text() == "new"
-    remove_made(home / "scratch" / "files")
     assert snapshot(home / "work") == before
+
+
+def test_two_runs_do_not_meet(home: Path) -> None:
+    script = """
+        assert not os.path.exists("made") and text("log.csv") == "a,b"
+        os.mkdir("made")
+        os.replace("checkpoint.pt", "log.csv")
+    """
+    before = snapshot(home)
+    for folder in ("one", "two"):
+        (home / "scratch" / folder).mkdir()
+        assert run(home, script, FILES=str(home / "scratch" / folder / "files")) == 0
+    assert snapshot(home) == before
 
 
 def test_reading_is_as_it_was_where_nothing_was_written(home: Path) -> None:
@@ -497,7 +481,7 @@ def test_reading_is_as_it_was_where_nothing_was_written(home: Path) -> None:
         assert repr(os.listdir("out")) == repr(posix.listdir("out"))
         assert type(os.scandir("out")) is type(posix.scandir("out")) and os.stat("out") == posix.stat("out")
         assert open("log.csv").name == "log.csv" and type(open("log.csv")) is type(_io.open("log.csv"))
-        assert os.listdir(os.environ["FILES"]) == ["working"]
+        assert not posix.access(os.environ["FILES"], os.F_OK)
     """
     check(home, script)
 
