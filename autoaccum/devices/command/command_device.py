@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget
-from autoaccum.devices.child.failures import JobFailed, failure_error
 from autoaccum.devices.command.command_runs import (
     CommandRun,
     Observations,
-    first_report,
+    check_ran,
     inspection_of,
-    trial_of,
 )
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.cpu import describe_host
 from autoaccum.devices.cuda import InstalledCard
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.messages import message
 from autoaccum.serialization import read_record
 from autoaccum.spec import DeviceFacts
@@ -73,12 +69,7 @@ class CommandDevice(Device):
             size = max(_PROBE_SIZE, options.spec.get("multiple_of") or 1)
             parts = self._observations.parts(min(size, self._settings.rank_samples))
             trial, report = self._run(parts, None, limit_seconds)
-            if trial.outcome == "oom":
-                raise DoesNotFitError(trial.message or "", hint=f"it needs more memory than {self.name} has free")
-            if report is None or not trial.ran:
-                if trial.fault == "user":
-                    raise WorkloadError(trial.message or "", user_traceback=trial.traceback)
-                raise NotMeasuredError(trial.message or "")
+            report = check_ran(trial, report, self.name)
             if self._index is None:
                 available = self._host = read_host_memory()
             else:
@@ -96,13 +87,8 @@ class CommandDevice(Device):
     def _run(
         self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None
     ) -> tuple[Trial, ProcessReport | None]:
-        with closing(CommandRun(self._settings, parts, device=self.name, limit_bytes=limit_bytes)) as run:
-            try:
-                end = run.wait(limit_seconds)
-            except JobFailed as failed:
-                raise failure_error(failed.failure, self.name) from None
-        trial = trial_of(end, parts, crashes_for_memory=self._index is None)
-        report = first_report(end)
+        run = CommandRun(self._settings, parts, device=self.name, limit_bytes=limit_bytes)
+        trial, report = run.finish(self.name, limit_seconds, crashes_for_memory=self._index is None)
         if not trial.ran or report is None:
             return trial, report
         if (rows := self._observations.rows_after_oom(report)) is not None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.child.failures import Failure, JobFailed, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, child_environment
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
@@ -91,6 +92,22 @@ class CommandRun:
         seconds = min(self._request.limit_seconds, limit_seconds or self._request.limit_seconds)
         return self._process.receive(self._request, seconds + _GRACE_SECONDS)
 
+    def finish(
+        self, owner: str, limit_seconds: float | None = None, *, crashes_for_memory: bool = False
+    ) -> tuple[Trial, ProcessReport | None]:
+        """Wait for its end, and return it as a trial, with the report of the process that trains; it is closed then.
+
+        Raises:
+            UsageError, NotMeasuredError: It could not be run; `owner` is whose memory it takes.
+        """
+        try:
+            end = self.wait(limit_seconds)
+        except JobFailed as failed:
+            raise failure_error(failed.failure, owner) from None
+        finally:
+            self.close()
+        return trial_of(end, self.parts, crashes_for_memory=crashes_for_memory), first_report(end)
+
     def close(self) -> None:
         """End everything that it started, and remove its files. Idempotent."""
         self._files.close()
@@ -155,6 +172,18 @@ def trial_of(
         f" {counted(updates, 'update')} or more",
         fault="measurement",
     )
+
+
+def check_ran(trial: Trial, report: ProcessReport | None, owner: str) -> ProcessReport:
+    """Return the report of a trial that ran.
+
+    Raises:
+        WorkloadError, DoesNotFitError, NotMeasuredError: It did not.
+    """
+    if trial.ran and report is not None:
+        return report
+    failure = Failure(outcome=trial.outcome, message=trial.message or "", traceback=trial.traceback, fault=trial.fault)
+    raise failure_error(failure, owner)
 
 
 def first_report(end: CommandEnd) -> ProcessReport | None:

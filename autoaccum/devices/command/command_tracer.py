@@ -8,14 +8,12 @@ from typing import Any
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import Deadline
-from autoaccum.devices.child.failures import JobFailed, failure_error
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.command.command_runs import (
     CommandRun,
     Observations,
-    first_report,
+    check_ran,
     inspection_of,
-    trial_of,
 )
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.simulated.simulation_requests import (
@@ -29,7 +27,6 @@ from autoaccum.devices.simulated.simulation_requests import (
 )
 from autoaccum.devices.simulated.trace_cache import Choose, TraceCache
 from autoaccum.devices.trial_requests import Inspect, PartsRequest
-from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.messages import message
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Amount, Trace, UpdateCost
@@ -79,7 +76,7 @@ class CommandTracer(Tracer):
             small = [self._observations.parts(size) for size in small_sizes(step)]
             for parts in small:
                 if max(parts) <= self._settings.rank_samples:
-                    self._start(parts)
+                    self._running[parts, "trace"] = self._start(parts)
             report = self._report(small[0] if self._running else self._observations.parts(1), limit_seconds)
             assert report.simulated is not None
             seen = report.simulated
@@ -109,7 +106,7 @@ class CommandTracer(Tracer):
         """Return the cost of an update, told from runs of the two sizes of `parts`."""
         told = [self._observations.parts(size) for size in sorted(set(parts))]
         for each in told:
-            self._start(each, "cost")
+            self._running[each, "cost"] = self._start(each, "cost")
         costs = []
         for each in told:
             simulated = self._report(each, limit_seconds, "cost").simulated
@@ -124,35 +121,17 @@ class CommandTracer(Tracer):
 
     def _start(self, parts: tuple[int, ...], purpose: str = "trace") -> CommandRun:
         options = self._settings.options
-        run = CommandRun(
-            self._settings,
-            parts,
-            card=self._card,
-            others=self._others,
-            world_size=options.world_size,
-            purpose=purpose,
-        )
-        self._running[parts, purpose] = run
-        return run
+        card = {"card": self._card, "others": self._others}
+        return CommandRun(self._settings, parts, world_size=options.world_size, purpose=purpose, **card)
 
     def _report(self, parts: tuple[int, ...], limit_seconds: float | None, purpose: str = "trace") -> ProcessReport:
         """Return the report of a run of these parts, which begins now if it has not begun."""
         if purpose == "trace" and parts in self._known:
             return self._known[parts]
-        run = self._running.get((parts, purpose)) or self._start(parts, purpose)
-        try:
-            end = run.wait(limit_seconds)
-        except JobFailed as failed:
-            raise failure_error(failed.failure, f"the simulated {self._card.name}") from None
-        finally:
-            self._running.pop((parts, purpose), None)
-            run.close()
-        trial, report = trial_of(end, parts), first_report(end)
-        if not trial.ran or report is None or report.simulated is None:
-            text = trial.message or "nothing was recorded"
-            if trial.fault == "user":
-                raise WorkloadError(text, user_traceback=trial.traceback)
-            raise NotMeasuredError(text)
+        run = self._running.pop((parts, purpose), None) or self._start(parts, purpose)
+        owner = f"the simulated {self._card.name}"
+        report = check_ran(*run.finish(owner, limit_seconds), owner)
+        assert report.simulated is not None
         if (error := self._observations.check(parts, report)) is not None:
             raise error
         self._alike &= set(report.simulated.alike)
