@@ -120,9 +120,8 @@ class CommandTracer(Tracer):
         return parts if self._observations.source.takes_iter_size else parts[:1]
 
     def _start(self, parts: tuple[int, ...], purpose: str = "trace") -> CommandRun:
-        options = self._settings.options
-        card = {"card": self._card, "others": self._others}
-        return CommandRun(self._settings, parts, world_size=options.world_size, purpose=purpose, **card)
+        watch: dict[str, Any] = {"card": self._card, "others": self._others, "purpose": purpose}
+        return CommandRun(self._settings, parts, world_size=self._settings.options.world_size, **watch)
 
     def _report(self, parts: tuple[int, ...], limit_seconds: float | None, purpose: str = "trace") -> ProcessReport:
         """Return the report of a run of these parts, which begins now if it has not begun."""
