@@ -8,10 +8,11 @@ models, as of a GAN, are compared from the same weights.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 from weakref import WeakSet
@@ -76,7 +77,7 @@ class GradientWatch:
         _after_init(torch.amp.GradScaler, _init_scale=1.0)
         if settings.freezes_batchnorm:
             _freeze_batchnorm()
-        self._see_optimizers()
+        _after_init(Optimizer, self._optimizers.add)
         self._keep_draws_of_training()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -92,7 +93,7 @@ class GradientWatch:
         if not torch.is_grad_enabled():
             self._evaluated = True
             return
-        with suppress(RuntimeError, TypeError):
+        with suppress(RuntimeError, TypeError):  # Of tensors of other kinds, such as sparse ones.
             self._rows += _describe_rows(inputs)
         self._before_call = RngState(initialized_cuda_devices()).digest()
 
@@ -105,13 +106,13 @@ class GradientWatch:
     @contextmanager
     def one_backward(self) -> Iterator[None]:
         """Keep what a backward pass adds to the gradients."""
-        before = {id(each): (each, None if each.grad is None else each.grad.clone()) for each in self._room_for()}
+        parameters = self._room_for()
+        before = [0.0 if each.grad is None else _plain(each.grad).clone() for each in parameters]
         yield
-        for key, (parameter, old) in before.items():
-            if parameter.grad is not None and (old is None or not torch.equal(old, parameter.grad)):
-                new = _plain(parameter.grad).float()
-                added = new.clone() if old is None else new - _plain(old).float()
-                self._parts.setdefault(key, []).append(added.cpu())
+        for parameter, old in zip(parameters, before, strict=True):
+            added = None if parameter.grad is None else _plain(parameter.grad).float() - old
+            if added is not None and bool(added.any()):
+                self._parts.setdefault(id(parameter), []).append(added.cpu())
 
     def save(self) -> None:
         """Write the gradients, unless there are none or another rank has the same."""
@@ -171,15 +172,6 @@ class GradientWatch:
             parameter.grad = gradient
         self._held.clear()
 
-    def _see_optimizers(self) -> None:
-        make: Any = Optimizer.__init__
-
-        def make_and_see(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            make(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
-
-        _set(Optimizer, "__init__", make_and_see)
-
     def _keep_draws_of_training(self) -> None:
         """Give the generators back to training as they were before an evaluation, which reads batches of its own."""
         train, states = _Any.train, dict[int, RngState]()
@@ -203,9 +195,8 @@ class GradientWatch:
 
     def _names(self) -> dict[int, str]:
         """Return the name of each parameter in its outermost model; of several models, with the model's class."""
-        models = [model for model in self._models.values() if any(True for _ in model.parameters())]
-        inner = {id(module) for model in models for module in list(model.modules())[1:]}
-        models = [model for model in models if id(model) not in inner]
+        inner = {id(module) for model in self._models.values() for module in list(model.modules())[1:]}
+        models = [model for key, model in self._models.items() if key not in inner]
         names: dict[int, str] = {}
         for number, model in enumerate(models):
             prefix = f"{type(model).__name__} {number}: " if len(models) > 1 else ""
@@ -246,13 +237,15 @@ def _set(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _after_init(kind: Any, **attributes: Any) -> None:
-    """Set attributes of all objects of a class once they are made."""
+def _after_init(kind: Any, see: Callable[[Any], Any] | None = None, **attributes: Any) -> None:
+    """Set attributes of all objects of a class once they are made, or do something else with them."""
     make = kind.__init__
 
     def make_and_set(made: Any, *args: Any, **kwargs: Any) -> None:
         make(made, *args, **kwargs)
         vars(made).update(attributes)
+        if see is not None:
+            see(made)
 
     make_and_set.__wrapped__ = make  # type: ignore[attr-defined]  # For frameworks that read the signature.
     kind.__init__ = make_and_set
@@ -263,11 +256,9 @@ def _neutralise_dropout() -> None:
         _set(functional, name, lambda input, *args, **kwargs: input)
     attend = _functional.scaled_dot_product_attention
 
-    def attend_to_all(
-        query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-    ) -> Any:
-        mask = kwargs.pop("attn_mask", mask)
-        return attend(query, key, value, mask, 0.0, *args, **kwargs)
+    def attend_to_all(*args: Any, **kwargs: Any) -> Any:
+        kept = {name: value for name, value in kwargs.items() if name != "dropout_p"}  # Else it is the fifth.
+        return attend(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **kept)
 
     _functional.scaled_dot_product_attention = attend_to_all
     _after_init(nn.RNNBase, dropout=0.0)
@@ -282,7 +273,7 @@ def _neutralise_dropout() -> None:
 
 def _neutralise_clipping() -> None:
     """Let the functions that clip a gradient return its norm only: their limit is infinite."""
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
         clip = getattr(nn.utils, name)
 
         def clip_nothing(parameters: Any, *args: Any, _clip: Any = clip, **kwargs: Any) -> Any:
@@ -297,17 +288,11 @@ def _neutralise_clipping() -> None:
 def _freeze_batchnorm() -> None:
     """Let BatchNorm normalise by its running statistics, where it has them."""
     normalise = _functional.batch_norm
+    signature = inspect.signature(normalise)
 
-    def normalise_by_running(
-        input: Any,
-        mean: Any,
-        var: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return normalise(input, mean, var, weight, bias, training and mean is None, *args, **kwargs)
+    def normalise_by_running(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["training"] = given.arguments["running_mean"] is None
+        return normalise(*given.args, **given.kwargs)
 
     _functional.batch_norm = normalise_by_running
