@@ -21,7 +21,7 @@ def load_train_objs(width):
         torch.nn.Linear(width, width), torch.nn.GELU(),
         torch.nn.Linear(width, 10),
     )
-    return train_set, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return train_set, model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 class Trainer:

@@ -1,0 +1,176 @@
+"""The training commands of other libraries, planned as they are, and as the workload files that train the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from command_line import Command
+
+COMMANDS = Path(__file__).parent / "commands"
+SIZES = "--target-batch", "32", "--max-micro-batch", "16"
+ACCUMULATES = "--gradient_accumulation_steps {iter_size}"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A command of a library, and the same training as a workload file.
+
+    Attributes:
+        command: The command.
+        on_cpu, on_card: Further words of it, on a device.
+        workload: The file for a simulated card.
+        files: The script that writes the files it reads.
+        name: The name of the workload in its file, if it needs one.
+    """
+
+    command: str
+    on_cpu: str
+    workload: str
+    on_card: str = ""
+    files: str = ""
+    name: str = ""
+
+
+RUN = {
+    "transformers": Script(
+        f"python trainer.py --output_dir out --per_device_train_batch_size {{micro_batch}} {ACCUMULATES}",
+        "--use_cpu",
+        """
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+
+        def model():
+            sizes = {"n_positions": 128, "n_embd": 128, "n_layer": 2, "n_head": 4}
+            return GPT2LMHeadModel(GPT2Config(vocab_size=256, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+        def batch(size):
+            tokens = torch.randint(256, (size, 128))
+            return {"input_ids": tokens, "labels": tokens}
+        """,
+    ),
+    "lightning": Script(
+        "python lightning_cli.py --batch-size {micro_batch} --accumulate {iter_size}",
+        "--accelerator cpu",
+        """
+        import torch
+        from lightning_cli import LitAutoEncoder as model
+
+
+        def batch(size):
+            return torch.rand(size, 1, 28, 28)
+
+
+        def loss(model, batch):
+            return torch.nn.functional.mse_loss(model.decoder(model.encoder(batch)), batch.flatten(1))
+        """,
+        on_card="--accelerator gpu",
+    ),
+    "accelerate": Script(
+        f"accelerate launch --num_processes 1 accelerate_loop.py --batch_size {{micro_batch}} {ACCUMULATES}",
+        "--cpu",
+        """
+        import torch
+        from accelerate_loop import TextClassifier as model
+
+
+        def batch(size):
+            return torch.randint(1000, (size, 64)), torch.randint(2, (size,))
+
+
+        def loss(model, batch):
+            return model(*batch)[0]
+        """,
+    ),
+    "trl": Script(
+        "trl sft --model_name_or_path files/model --dataset_name files/data --output_dir out --report_to none"
+        " --max_length 128 --packing --packing_strategy wrapped"
+        f" --per_device_train_batch_size {{micro_batch}} {ACCUMULATES}",
+        "--use_cpu",
+        """
+        from datasets import load_dataset
+        from trl import SFTConfig, SFTTrainer
+
+        how = {"max_length": 128, "packing": True, "packing_strategy": "wrapped"}
+        arguments = SFTConfig(output_dir="out", report_to=[], disable_tqdm=True, **how)
+        trainer = SFTTrainer("files/model", arguments, train_dataset=load_dataset("files/data")["train"])
+        """,
+        files="make_trl_files.py",
+        name="trainer",
+    ),
+}
+YOLO = (
+    "yolo detect train model=yolo11n.yaml data=files/data.yaml imgsz=64 pretrained=False amp=False plots=False"
+    " val=False warmup_epochs=0 epochs=8 optimizer=SGD workers=1 nbs=1 batch={micro_batch}"
+)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the scripts, with the programs beside this Python."""
+    folder = tmp_path / "commands"
+    shutil.copytree(COMMANDS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(folder / "files"))
+    return folder
+
+
+def plan(command: Command, folder: Path, *words: str) -> dict[str, Any]:
+    done = command(folder, "plan", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def write_files(folder: Path, script: str) -> None:
+    if script:
+        subprocess.run([sys.executable, script, "files"], cwd=folder, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_predicts_what_the_workload_takes(command: Command, commands: Path, name: str) -> None:
+    script = RUN[name]
+    write_files(commands, script.files)
+    words = [*script.command.split(), *script.on_card.split()]
+    of_command = plan(command, commands, "--gpu", "rtx3090", *SIZES, "--", *words)
+    (commands / "workload.py").write_text(dedent(script.workload))
+    workload = ":".join(filter(None, ("workload.py", script.name)))
+    of_workload = plan(command, commands, "--gpu", "rtx3090", *SIZES, "--equal", workload)
+    assert of_command["kind"] == "predicted"
+    assert of_command["micro_batches"] == of_workload["micro_batches"] == [16, 16]
+    peaks = [answer["trials"][-1]["peak_allocated_bytes"] for answer in (of_command, of_workload)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_runs_on_the_cpu(command: Command, commands: Path, name: str) -> None:
+    script = RUN[name]
+    write_files(commands, script.files)
+    words = [*script.command.split(), *script.on_cpu.split()]
+    of_command = plan(command, commands, "--device", "cpu", "--memory", "2GiB", *SIZES, "--", *words)
+    assert of_command["kind"] == "measured"
+    assert of_command["micro_batches"] == [16, 16]
+    assert of_command["peak_bytes"] < 2 << 30
+
+
+@pytest.mark.parametrize("device", ["cpu", "card"])
+def test_yolo_has_batches_without_accumulation(command: Command, commands: Path, device: str) -> None:
+    """Its first call finds out by zeros how far it scales images down; the values it reads decide shapes."""
+    write_files(commands, "make_yolo_files.py")
+    where, words = ["--device", "cpu", "--memory", "2GiB"], "device=cpu"
+    if device == "card":
+        where, words = ["--gpu", "rtx3090", "--values", "cpu"], "device=0"
+    of_command = plan(command, commands, *where, "--max-micro-batch", "8", "--", *YOLO.split(), words)
+    assert of_command["micro_batches"] == [8]
+    assert of_command["workload"]["model"] == "DetectionModel"
