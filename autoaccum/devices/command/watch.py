@@ -235,7 +235,8 @@ class Watch:
             device = f"cuda:{local}"
         meter = make_meter(device)
         self._is_starting = True
-        with torch.random.fork_rng():
+        # The script may make its model on `meta`, or without gradients.
+        with torch.random.fork_rng(), torch.device(meter.device), torch.enable_grad():
             meter.open()
             warm_up(meter.device)
         self._is_starting = False
