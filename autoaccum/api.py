@@ -130,27 +130,25 @@ def plan(
     """
     given = dict(locals())
 
-    from autoaccum.planning.plan_request import PlanRequest, needs_ceiling
+    from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
-    from autoaccum.sources.command import check_prefer, check_target, read_command
+    from autoaccum.sources.command import read_command
 
-    asked = Options.of("plan", options)
-    source, checked = read_command(workload, asked, verb="plan", fit_micro_batch=fit_micro_batch)
-    check_target(source, target_batch)
-    check_prefer(source, prefer, checked)
+    live = {name: given[name] for name in (*_LIVE, "evaluate")}
+    decided = {"savers": options.get("savers"), "fit_micro_batch": fit_micro_batch}
+    source, asked = read_command(workload, Options.of("plan", options), verb="plan", live=live, **decided)
     request = PlanRequest(
         target_batch,
-        checked,
+        asked,
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
         max_trials=max_trials,
-        exact_max=exact_max or needs_ceiling(source, target_batch, checked.world_size),
+        exact_max=exact_max,
         prefer=prefer,
         explain=explain,
         picture=picture,
         report=report,
     )
-    live = {name: given[name] for name in (*_LIVE, "evaluate")}
     return make_plan(source, request, live=live, on_event=on_event, on_output=on_output)
 
 
@@ -300,13 +298,11 @@ def verify(
 
     from autoaccum.sources.command import CommandSource, read_command
 
-    source, asked = read_command(workload, Options.of("verify", {"device": "cpu", **options}), verb="verify")
+    asked, live = Options.of("verify", {"device": "cpu", **options}), {name: given[name] for name in _LIVE}
+    source, asked = read_command(workload, asked, verb="verify", live={**live, "accumulate": accumulate})
     if isinstance(source, CommandSource):
         from autoaccum.verification.command_check import verify_command
 
-        for name in (*_LIVE, "accumulate"):
-            if given[name] is not None:
-                raise UsageError(f"a command is given, and {name}, too", hint=f"leave {name} out")
         return verify_command(source, asked, target_batch=target_batch, micro_batch=micro_batch)
     from autoaccum.verification.verifier import run_verification
 
@@ -315,7 +311,7 @@ def verify(
         asked,
         target_batch=target_batch,
         micro_batch=micro_batch,
-        live={name: given[name] for name in _LIVE},
+        live=live,
         accumulate=accumulate,
         on_event=on_event,
     )
@@ -367,10 +363,10 @@ def guard(
     if isinstance(gpus, str) or (gpus and "gpu" in options):
         raise UsageError("gpus is one name, or gpu is given too", hint="give gpu=NAME or gpus=[NAME, ...]")
     time_limit = options.pop("time_limit", None)
-    cards = gpus or (options.get("gpu"),)
+    cards, reference = gpus or (options.get("gpu"),), read_reference(workload)
     cases = [
         Case(
-            **read_reference(workload),
+            workload=reference,
             target_batch=target_batch,
             micro_batch=micro_batch,
             options=Options.of("guard", {**options, "gpu": card}),

@@ -111,7 +111,7 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec", read_spec(self.spec, precisions=(*get_args(Precision), "fp64")))
         object.__setattr__(self, "world_size", read_count(self.world_size, "world_size"))
-        object.__setattr__(self, "updates", read_count(self.updates, "updates"))
+        object.__setattr__(self, "updates", read_count(self.updates, "updates", least=2))
         for name in ("time_limit", "trial_limit"):
             if getattr(self, name) is not None:
                 read_seconds(getattr(self, name), f"the {name.replace('_', ' ')}")

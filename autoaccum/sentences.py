@@ -74,9 +74,11 @@ def _mismatch(term: str, sizes: list[int], whole: float, combined: float, diviso
     )
 
 
-def _learning_rate(target_batch: int, iter_size: int, reduction: str) -> str:
+def _learning_rate(target_batch: int, iter_size: int, reduction: str | None) -> str:
     if iter_size == 1:
         why = "one micro-batch is the whole update"
+    elif reduction is None:
+        why = f"the script is to divide the loss of each micro-batch by {iter_size}"
     elif reduction == "sum":
         why = "the loss is a sum, to which micro-batches add up"
     else:
@@ -384,12 +386,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "the trials did takes more memory",
     "idle_ranks": "{idle} of {world_size} ranks have no samples: the target batch is smaller than the number of ranks",
     "equal_parts": _equal_parts,
-    "nearby_target": "a target batch of {target_batch} has equal micro-batches of {micro_batch}, where {largest_fit} "
-    "samples fit at once: with --target-batch {nearby} they have {size}",
-    "command_not_verified": "whether the script's gradient is the full batch's was not checked: run `autoaccum verify "
-    "-- COMMAND`",
-    "command_learning_rate": "use the learning rate you would use for a batch of {target_batch}, if the script divides "
-    "the loss of each micro-batch by {iter_size}",
+    "nearby_target": "equal micro-batches of a target batch of {target_batch} have {micro_batch} samples or {above}, "
+    "and nothing between: with --target-batch {nearby} there are more sizes",
     "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
     "modules_beside": _modules,
     "learning_rate": _learning_rate,

@@ -80,15 +80,13 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "repeated_smaller": [{"phase": "backward", "size": 32, "lowered": 16}],
     "repeated_with_saver": [{"phase": "backward", "size": 32, "saver": "recompute"}],
     "idle_ranks": [{"idle": 1, "world_size": 4}],
-    "nearby_target": [{"target_batch": 257, "micro_batch": 1, "largest_fit": 128, "nearby": 256, "size": 128}],
-    "command_not_verified": [{}],
-    "command_learning_rate": [{"target_batch": 480, "iter_size": 24}],
+    "nearby_target": [{"target_batch": 257, "micro_batch": 1, "above": 257, "nearby": 256}],
     "equal_parts": [{"samples": 254, "iter_size": 127, "uneven": [85, 85, 84], "world_size": size} for size in (1, 2)],
     "multiple_found": [{"error": "expected an even batch"}],
     "modules_beside": [{"sizes": {"teacher": 1024**3}}],
     "learning_rate": [
         {"target_batch": 256, "iter_size": count, "reduction": reduction}
-        for count, reduction in ((1, "mean"), (4, "mean"), (4, "sum"))
+        for count, reduction in ((1, "mean"), (4, "mean"), (4, "sum"), (4, None))
     ],
     "refuted": [{"parts": [40, 40], "outcome": "oom", "larger": 48, "predicted": known} for known in (False, True)],
     "tight": [{"size": 40, "predicted": known} for known in (False, True)],

@@ -18,8 +18,6 @@ from autoaccum.errors import UsageError
 
 _NEARBY: Final = 0.05
 """The share of a target by which a nearby one may differ."""
-_MOST_NEARBY: Final = 500
-"""The number of targets on either side that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -238,23 +236,24 @@ def fewer_parts(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> S
     return uneven if schedule.iter_size >= 2 * uneven.iter_size else None
 
 
-def nearby_target(schedule: Schedule, largest_fit: int, multiple_of: int = 1) -> Schedule | None:
-    """Return the equal parts of the nearest target within 5 % that takes the fewest micro-batches.
+def nearby_target(schedule: Schedule, most: int, multiple_of: int = 1) -> tuple[int, int] | None:
+    """Return the next larger size of equal parts, and the nearest target within 5 % without such a gap below it.
 
-    None if the schedule, itself of equal parts, has less than twice as many as uneven ones of at most `largest_fit`.
+    None if no size of at most `most` samples is more than twice that of the schedule, or the next one is not.
 
-    >>> nearby_target(make_schedule(257, 100, equal=True), 100).micro_batches
-    (86, 86, 86)
+    >>> nearby_target(make_schedule(257, 100, equal=True), 100)
+    (257, 256)
     >>> nearby_target(make_schedule(256, 100, equal=True), 100)
     """
-    if fewer_parts(schedule, largest_fit, multiple_of) is None:
+    share = sum(schedule.micro_batches)
+    sizes = part_sizes(share, share, equal=True, multiple_of=multiple_of)
+    above = next((size for size in sizes if size > schedule.micro_batch), 0)
+    if min(above, most) <= 2 * schedule.micro_batch:
         return None
-    target, ranks = schedule.target_batch, schedule.world_size
-    steps = min(int(_NEARBY * target / (ranks * multiple_of)), _MOST_NEARBY)
-    near = (target + step * ranks * multiple_of for step in range(-steps, steps + 1))
-    schedules = [make_schedule(at, largest_fit, world_size=ranks, equal=True, multiple_of=multiple_of) for at in near]
-    best = min(schedules, key=lambda other: (other.iter_size, abs(other.target_batch - target)))
-    return best if best.iter_size < schedule.iter_size else None
+    units = share // multiple_of
+    near = (units + sign * steps for steps in range(1, int(_NEARBY * units) + 1) for sign in (-1, 1))
+    found = next((each for each in near if not has_coarse_parts(each)), None)
+    return None if found is None else (above, found * multiple_of * schedule.world_size)
 
 
 def _count_units(most: int, multiple_of: int) -> int:

@@ -117,7 +117,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     },
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
     "updates": {
-        "type": count,
+        "type": click.IntRange(2),
         "default": 3,
         "show_default": True,
         "metavar": "N",

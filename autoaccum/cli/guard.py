@@ -90,7 +90,8 @@ def command(
     with _annotating() if annotates else nullcontext():
         allowed, folder = parse_tolerance(tolerance), find_folder(Path.cwd())
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
-        wanted = [make_case(**read_reference(workload), gpu=gpu, **asked) for gpu in gpus or (None,)]
+        reference = read_reference(workload)
+        wanted = [make_case(workload=reference, gpu=gpu, **asked) for gpu in gpus or (None,)]
         safe = harmless if on_github else None
         with GuardProgress(make_console(stderr=True), quiet=outputs.quiet, harmless=safe) as progress:
             result = guard(

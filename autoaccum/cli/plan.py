@@ -17,6 +17,7 @@ from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework
 from autoaccum.options import Options, resolve_spec, taken_by
 from autoaccum.reporting.console import make_console, offer
+from autoaccum.sources.command import refuse_command
 from autoaccum.spec import TrainingSpec
 
 if TYPE_CHECKING:
@@ -99,8 +100,9 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     from autoaccum.reporting.progress import PlanProgress
 
     _check_is_one_plan(request)
-    if isinstance(workload, tuple):
-        _check_step_is_own(request, framework)
+    for flag, given in (("--emit", request["emit"]), ("--for", framework)):
+        if given is not None:
+            refuse_command(workload, flag)
     of_ranks = is_one_of_ranks()
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
@@ -111,7 +113,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
         options = _read_options(request)
         asked: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "mesh", "chooses_savers")}
         check_framework(framework, resolve_spec(options.spec), **asked)
-        request["exact_max"] |= has_coarse_parts((request["target_batch"] or 1) // request["world_size"] or 1)
+        request["exact_max"] |= has_coarse_parts((request["target_batch"] or 1) // request["world_size"])
     if "--emit" in outputs.files:
         module_name(outputs.files["--emit"])
         check_emittable(TrainingSpec(), world_size=2 if of_ranks else request["world_size"])
@@ -192,16 +194,6 @@ def _check_is_one_plan(request: dict[str, Any]) -> None:
     several = isinstance(request["world_size"], range) or "all" in (gpu.strip().casefold(), *(request["savers"] or ()))
     if "," in gpu or several:
         raise UsageError("plan makes one plan, and these options ask for several", hint="run `autoaccum compare`")
-
-
-def _check_step_is_own(request: dict[str, Any], framework: str | None) -> None:
-    """Refuse to write out how a command trains."""
-    for flag, given in (("--emit", request["emit"]), ("--for", framework)):
-        if given is not None:
-            raise UsageError(
-                f"{flag} writes how to train a workload, and a command trains by itself",
-                hint="run the command with the sizes that plan prints",
-            )
 
 
 def _read_options(request: dict[str, Any]) -> Options:

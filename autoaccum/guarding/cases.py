@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
-from autoaccum.sources.command import ITER_SIZE, CommandSource, read_command
+from autoaccum.sources.command import CommandSource, check_target, read_command
 from autoaccum.sources.source import FileSource
 from autoaccum.spec import NO_SAVERS
+
+_COMMAND: Final = "-- "
+"""Begins the `workload` of a case that is a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +29,28 @@ class Case:
     A command may give only some of the fields: it then selects all known cases with these values.
 
     Attributes:
-        workload: `model.py` or `model.py:name`, relative to the folder of the lock, with `/`; empty for a command.
-        command: The command as a shell reads it (`CommandSource.name`); it runs in the folder of the lock.
+        workload: `model.py` or `model.py:name`, relative to the folder of the lock, with `/`; or a command as
+            a shell reads it, after `-- `, which runs in that folder.
         target_batch: Samples per update, over all ranks; None: two micro-batches of `micro_batch`.
         micro_batch: The largest part, in samples; None: it is planned.
         options: How to run, and the simulated card.
     """
 
     workload: str = ""
-    command: str = ""
     target_batch: int | None = None
     micro_batch: int | None = None
     options: Options = field(default_factory=Options)
 
-    @property
-    def name(self) -> str:
-        """The workload, or the command."""
-        return self.workload or self.command
+    def command(self, folder: str | os.PathLike[str] = "") -> CommandSource | None:
+        """Return the command as the source that runs in `folder`; None for a workload."""
+        is_command = self.workload.startswith(_COMMAND)
+        return CommandSource(self.workload.removeprefix(_COMMAND), str(folder)) if is_command else None
 
     @property
     def takes_iter_size(self) -> bool:
         """False for a command whose updates are one micro-batch."""
-        return not self.command or CommandSource(self.command, "").takes_iter_size
+        command = self.command()
+        return command is None or command.takes_iter_size
 
     @property
     def has_size(self) -> bool:
@@ -57,14 +60,13 @@ class Case:
     @property
     def is_complete(self) -> bool:
         """True if everything is given that a measurement needs."""
-        return bool(self.name) and self.has_size and self.options.gpu is not None
+        return bool(self.workload) and self.has_size and self.options.gpu is not None
 
     def to_record(self) -> dict[str, Any]:
         """Return the given values by the names of their fields: plain data for `make_case`."""
         options = self.options.to_record()
         given = {
             "workload": self.workload,
-            "command": self.command,
             "gpu": options.pop("gpu", None),
             "target_batch": self.target_batch,
             "micro_batch": self.micro_batch,
@@ -77,32 +79,26 @@ class Case:
         return all(others.get(name) == value for name, value in self.to_record().items())
 
 
-GIVEN_FIELDS = ("target_batch", "micro_batch", *(name for name in taken_by("guard") if name != "time_limit"))
-"""The fields that a test may give beside the workload."""
+CASE_FIELDS = ("workload", "target_batch", "micro_batch", *(name for name in taken_by("guard") if name != "time_limit"))
+"""The fields that a test may give."""
 
 
 def make_case(
-    *,
-    workload: str = "",
-    command: str = "",
-    target_batch: int | None = None,
-    micro_batch: int | None = None,
-    **options: Any,
+    *, workload: str = "", target_batch: int | None = None, micro_batch: int | None = None, **options: Any
 ) -> Case:
     """Make a case from its fields and its options; raise UsageError for an option that is not valid."""
-    sizes = {"target_batch": target_batch, "micro_batch": micro_batch}
-    return Case(workload=workload, command=command, **sizes, options=make_options(**options))
+    return Case(workload=workload, target_batch=target_batch, micro_batch=micro_batch, options=make_options(**options))
 
 
-def read_reference(workload: str | os.PathLike[str] | Sequence[str] | None) -> dict[str, Any]:
-    """Return the field of a case for what is guarded: the name of a file, or the words of a command.
+def read_reference(workload: str | os.PathLike[str] | Sequence[str] | None) -> str:
+    """Return the `workload` of a case: of the name of a file, or of the words of a command.
 
     Raises:
         UsageError: The command has no place for the micro-batch.
     """
     if isinstance(workload, list | tuple):
-        return {"command": CommandSource.of([str(word) for word in workload]).name}
-    return {"workload": "" if workload is None else os.fspath(workload)}  # type: ignore[arg-type]
+        return _COMMAND + CommandSource.of(workload).name
+    return "" if workload is None else os.fspath(workload)  # type: ignore[arg-type]
 
 
 def case_name(case: Case) -> str:
@@ -110,27 +106,26 @@ def case_name(case: Case) -> str:
 
     >>> case_name(make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16"))
     'train.py --gpu rtx3090 --target-batch 256 --precision bf16'
-    >>> case_name(make_case(command="python train.py --bs={micro_batch}", gpu="rtx3090", micro_batch=8))
+    >>> case_name(make_case(workload="-- python train.py --bs={micro_batch}", gpu="rtx3090", micro_batch=8))
     '--gpu rtx3090 --micro-batch 8 -- python train.py --bs={micro_batch}'
     """
-    return _join(_words(case.to_record()), case.command)
+    return _join(case.to_record())
 
 
-def _join(words: Iterable[str], command: str) -> str:
-    return shlex.join(words) + (f" -- {command}" if command else "")
+def _join(given: dict[str, Any], *further: str) -> str:
+    """Return the arguments of `autoaccum guard` for the given values, the workload first, or a command last."""
+    workload, flags = given.get("workload", ""), (*_flags(given), *further)
+    return f"{shlex.join(flags)} {workload}" if workload.startswith(_COMMAND) else shlex.join((workload, *flags))
 
 
-def _words(given: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments of `autoaccum guard` for the given values, the workload first, without a command."""
-    if "command" not in given:
-        yield given.get("workload", "")
+def _flags(given: dict[str, Any]) -> Iterator[str]:
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, list):
             yield from (word for item in value or [NO_SAVERS] for word in (flag, item))
         elif isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
-        elif name not in ("workload", "command"):
+        elif name != "workload":
             yield from (flag, str(value))
 
 
@@ -143,8 +138,8 @@ def check_case(case: Case) -> Case:
     workload, optimizer = case.workload, case.options.spec.get("optimizer")
     if not isinstance(workload, str) or (workload and not workload.strip()) or workload.startswith(":"):
         raise UsageError(f"the workload is {workload!r}", hint="write model.py or model.py:name")
-    if not case.name.isprintable():  # Nor are bytes that are not UTF-8.
-        raise UsageError(f"the name {case.name!r} cannot be written in a lock", hint="rename the file")
+    if not workload.isprintable():  # Nor are bytes that are not UTF-8.
+        raise UsageError(f"the name {workload!r} cannot be written in a lock", hint="rename the file")
     if not isinstance(optimizer, str | None):
         raise UsageError(f"the optimizer is {optimizer!r}", hint="give a name of torch.optim, such as AdamW")
     for name in ("target_batch", "micro_batch"):
@@ -156,13 +151,10 @@ def check_case(case: Case) -> Case:
             f"the micro-batch {case.micro_batch} is more than a rank's share of the target batch, {share}",
             hint="give a smaller one, or none to have it planned",
         )
-    if case.command:
-        read_command(shlex.split(case.command), case.options, verb="guard")
-    if case.target_batch is not None and not case.takes_iter_size:
-        raise UsageError(
-            f"the target batch is {case.target_batch}, and the command has no {ITER_SIZE}",
-            hint="give the micro-batch, which is a whole update there: --micro-batch N",
-        )
+    command = case.command()
+    read_command(command, case.options, verb="guard")
+    if case.target_batch is not None:
+        check_target(command, case.target_batch)
     if case.options.gpu is None:
         return case
     gpu = "".join(find_card(case.options.gpu).name.split())
@@ -173,11 +165,11 @@ def check_complete(case: Case) -> None:
     """Raise UsageError if a value is missing that a measurement needs."""
     if case.options.gpu is None:
         raise UsageError(
-            f"no card is given to guard {case.name} on", hint="name one to simulate (see `autoaccum gpus`): rtx3090"
+            f"no card is given to guard {case.workload} on", hint="name one to simulate (see `autoaccum gpus`): rtx3090"
         )
     if not case.is_complete:
         size = "target batch" if case.takes_iter_size else "micro-batch"
-        raise UsageError(f"{case.name} has no {size}", hint="say how many samples make an update")
+        raise UsageError(f"{case.workload} has no {size}", hint="say how many samples make an update")
 
 
 def guard_command(case: Case, folder: Path, *further: str) -> str:
@@ -185,10 +177,10 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
 
     The workload is relative to `folder`; `further` flags come after the others.
     """
-    given = ({} if case.command else {"workload": "model.py"}) | {"gpu": "NAME"}
-    given |= {} if case.has_size else {"target_batch" if case.takes_iter_size else "micro_batch": "N"}
+    size = "target_batch" if case.takes_iter_size else "micro_batch"
+    given = {"workload": "model.py", "gpu": "NAME"} | ({} if case.has_size else {size: "N"})
     given |= case.to_record()
-    source = FileSource(given.get("workload", ""))
+    source = FileSource(given["workload"])
     if case.workload and os.access(folder / source.file, os.F_OK):  # Nor can a name be too long for that.
         given["workload"] = source.at(Path(os.path.relpath(folder / source.file)).as_posix()).name
-    return _join(["autoaccum", "guard", *_words(given), *further], case.command)
+    return f"autoaccum guard {_join(given, *further)}"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import UsageError
-from autoaccum.guarding.cases import GIVEN_FIELDS, Case, case_name
+from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.messages import Message
 from autoaccum.serialization import to_plain
 from autoaccum.simulation.trace_records import Category
@@ -190,8 +190,7 @@ class Report:
 def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     derived = {"growth_bytes": verdict.growth_bytes, "warnings": to_plain(verdict.warnings)}
     record = {"name": case_name(verdict.case), **to_plain(verdict), **derived}
-    fields = dict.fromkeys(("workload", "command", *GIVEN_FIELDS))
-    record["case"] = {**fields, "world_size": 1, "equal": False, **verdict.case.to_record()}
+    record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.to_record()}
     for name, measured in (("before", verdict.before), ("now", verdict.now)):
         if measured is not None:
             record[name] |= {"micro_batch": measured.micro_batch, "held_bytes": measured.held_bytes}

@@ -23,7 +23,7 @@ from autoaccum.errors import (
     WorkloadError,
 )
 from autoaccum.files import check_output
-from autoaccum.guarding.cases import GIVEN_FIELDS, Case, case_name, check_case, check_complete, guard_command, make_case
+from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, check_complete, guard_command, make_case
 from autoaccum.guarding.guard_result import (
     DEFAULT_TOLERANCE,
     CaseFinished,
@@ -110,7 +110,7 @@ def guard(
             try:
                 verdict = run.judge(case)
             except AutoaccumError as error:
-                verdict = _unmeasured(case, error, is_named=any(part.name for part in wanted))
+                verdict = _unmeasured(case, error, is_named=any(part.workload for part in wanted))
             notify(CaseFinished(number, len(cases), verdict))
             verdicts.append(verdict)
     measured = {verdict.case: verdict.now for verdict in verdicts if verdict.outcome == "locked" and verdict.now}
@@ -215,9 +215,9 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> None:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
         DoesNotFitError: It does not fit.
     """
-    unknown = sorted(given.keys() - {*GIVEN_FIELDS})
+    unknown = sorted(given.keys() - {*CASE_FIELDS[1:]})
     if unknown:
-        names = ", ".join("limit" if name == "memory" else name for name in GIVEN_FIELDS)
+        names = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
         raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {names}")
     folder = find_folder(folder)
     with suppress(UsageError):  # A file outside of it has its whole path as its name.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Callable
-from typing import Any
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -55,12 +53,10 @@ def measure(
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
         DoesNotFitError: As from `plan`; not where `micro_batches` are given and the workload can be loaded.
     """
-    source: Any = case.workload
-    if case.command:
-        words = shlex.split(case.command)
-        source, options = read_command(words, case.options, verb="guard", folder=paths.folder)
-        case, on_output = dataclasses.replace(case, options=options), None  # A command prints much.
-    request = request_of(case, time_limit)
+    source, options = read_command(case.command(paths.folder) or case.workload, case.options, verb="guard")
+    if case.command() is not None:
+        on_output = None  # A command prints much.
+    request = request_of(dataclasses.replace(case, options=options), time_limit)
     given = micro_batches
     if given is None and case.micro_batch is not None:
         given = request.schedule(case.micro_batch).micro_batches

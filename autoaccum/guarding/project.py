@@ -63,15 +63,15 @@ def select_cases(wanted: Sequence[Case], folder: Path, locked: Iterable[Case]) -
     locked, selected = list(locked), dict[Case, None]()
     for given in wanted:
         part = check_case(given)
-        if part.has_size and not part.name:
+        if part.has_size and not part.workload:
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
-        if part.workload:
+        if part.workload and part.command() is None:
             part = dataclasses.replace(part, workload=place_within(folder, part.workload, Path.cwd()))
         alike = [part] if part.is_complete else [case for case in locked if part.matches(case)]
         if not alike and part.has_size:
             check_complete(part)
         if not alike:
-            of = f" of {given.name}" if given.name else ""
+            of = f" of {given.workload}" if given.workload else ""
             on = f" on {given.options.gpu}" if given.options.gpu else ""
             raise NotMeasuredError(
                 f"no case{of}{on} in the lock has the given options",

@@ -22,14 +22,14 @@ from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import PlanRequest, needs_ceiling
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_trials import Parts, SaverTrials, Words, find_front
 from autoaccum.planning.throughput import estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.serialization import to_plain
-from autoaccum.sources.command import check_target, read_command
+from autoaccum.sources.command import read_command
 
 if TYPE_CHECKING:
     from autoaccum.simulation.cards import Card
@@ -278,9 +278,7 @@ def compare_plans(
         asked = request.plan_request(world_size, names[0])
         decided: dict[str, Any] = {"savers": request.savers, "fit_micro_batch": request.fit_micro_batch}
         source, options = read_command(workload, asked.options, verb="compare", **decided)
-        check_target(source, request.target_batch)
-        exact_max = asked.exact_max or needs_ceiling(source, asked.target_batch, options.world_size)
-        asked = dataclasses.replace(asked, options=options, exact_max=exact_max)
+        asked = dataclasses.replace(asked, options=options)
         shared = make_setup(source, asked, on_output=on_output)  # Its own device is not used.
 
         def plan(card: Card, device: Device) -> list[ComparisonRow]:

@@ -149,11 +149,13 @@ def all_notes(
 ) -> tuple[Message, ...]:
     """Return every note of a plan, the most important first, since only the first are shown."""
     facts = inspection.workload
-    notes = _nearby(schedule, largest_fit, request.multiple_of) if facts.command else []
+    notes = list[Message]()
+    if facts.command and (nearby := nearby_target(schedule, request.cap, request.multiple_of)):
+        sizes = {"micro_batch": schedule.micro_batch, "above": nearby[0]}
+        notes.append(message("nearby_target", target_batch=schedule.target_batch, **sizes, nearby=nearby[1]))
     of_prediction = () if prediction is None else prediction.notes
     if inspection.coupling is None:
-        unchecked = "command_not_verified" if facts.command else "not_verified"
-        notes += [message(unchecked)] if schedule.iter_size > 1 else []
+        notes += [message("not_verified")] if schedule.iter_size > 1 else []
         notes += [message("weight_assumed", divisor=facts.weight)] if facts.assumes_weight else []
     notes += of_prediction[:1]
     notes += inspection.notes
@@ -173,22 +175,10 @@ def all_notes(
         )
     if facts.modules:
         notes.append(message("modules_beside", sizes=dict(facts.modules)))
-    if facts.command and schedule.iter_size > 1:
-        rate = message("command_learning_rate", target_batch=schedule.target_batch, iter_size=schedule.iter_size)
-    else:
-        rate = message(
-            "learning_rate",
-            target_batch=schedule.target_batch,
-            iter_size=schedule.iter_size,
-            reduction=facts.reduction,
-        )
+    rate = message(
+        "learning_rate",
+        target_batch=schedule.target_batch,
+        iter_size=schedule.iter_size,
+        reduction=None if facts.command else facts.reduction,
+    )
     return (*notes, rate, *of_prediction[1:], *more)
-
-
-def _nearby(schedule: Schedule, largest_fit: int, multiple_of: int) -> list[Message]:
-    """Return a note on a target that takes fewer equal parts, if the schedule has many for want of divisors."""
-    nearby = nearby_target(schedule, largest_fit, multiple_of)
-    if nearby is None:
-        return []
-    facts = {"target_batch": schedule.target_batch, "micro_batch": schedule.micro_batch, "largest_fit": largest_fit}
-    return [message("nearby_target", **facts, nearby=nearby.target_batch, size=nearby.micro_batch)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from autoaccum.accumulation.schedule import Schedule, even_parts, has_coarse_parts, make_schedule, part_sizes
+from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule, part_sizes
 from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, check_mesh
-from autoaccum.sources.command import CommandSource
 
 DEFAULT_LONGEST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
@@ -168,12 +167,6 @@ class PlanRequest:
             equal=self.options.equal,
             multiple_of=self.multiple_of,
         )
-
-
-def needs_ceiling(source: Any, target_batch: int | None, world_size: int) -> bool:
-    """Return whether the largest size that fits is worth knowing, since a command has equal parts with large gaps."""
-    is_told = isinstance(source, CommandSource) and target_batch is not None
-    return is_told and has_coarse_parts((target_batch or 1) // world_size or 1)
 
 
 def _check_ranks(options: Options) -> None:

@@ -18,7 +18,7 @@ from autoaccum.errors import UsageError
 from autoaccum.messages import Message
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.sources.command import CommandSource
+from autoaccum.sources.command import check_target
 from autoaccum.sources.source import FileSource, Source
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def make_setup(
     """Resolve the workload and make the device that runs its trials.
 
     Args:
-        workload: The name of a file, a Workload, or None where live objects are given.
+        workload: The name of a file, a Workload, a command, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
         live: A `trainer`, or live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`,
             `reduction`, `evaluate`, `split` and `size`; those not given are None or left out. With a Trainer of
@@ -86,20 +86,13 @@ def make_setup(
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     options = request.options
-    if isinstance(workload, CommandSource):
-        settings = TrialSettings(
-            source=workload,
-            rank_samples=request.rank_samples,
-            options=options,
-            load_limit_seconds=request.load_limit_seconds,
-            paths=paths,
-            on_output=on_output,
-        )
-        return PlanSetup(make_device(settings), settings)
-    given = resolve_workload(workload, live or {}, options, rank_samples=request.rank_samples, verb=verb)
+    check_target(workload, request.target_batch, prefer=request.prefer, simulates=options.gpu is not None)
+    given: Any = workload
+    if not isinstance(given, Source):
+        given = resolve_workload(workload, live or {}, options, rank_samples=request.rank_samples, verb=verb)
     tensors = None
     with ExitStack() as files:
-        if isinstance(given, FileSource):
+        if isinstance(given, Source):
             source: Source = given
         else:
             from autoaccum.devices.child.pickling import pack

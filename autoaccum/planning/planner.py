@@ -96,8 +96,7 @@ def plan_on_device(
     on its own device.
     """
     if request.explain and not setup.device.explains:
-        name = setup.device.name
-        where = "the CPU" if name == "cpu" else f"{name}, where a command does not tell what it holds"
+        where = "the CPU" if setup.device.name == "cpu" else "one, where a command does not tell what it holds"
         raise UsageError(
             f"explain (--explain) shows where the memory of a card goes, and trials run on {where}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",

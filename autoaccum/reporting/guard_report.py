@@ -24,7 +24,6 @@ from autoaccum.messages import Message, message
 from autoaccum.reporting.console import Block, Facts, PlainConsole, Table, make_console, one_line, show
 from autoaccum.reporting.progress import Progress
 from autoaccum.sentences import name_memory
-from autoaccum.sources.command import CommandSource
 from autoaccum.sources.source import FileSource
 from autoaccum.units import format_parts, percent, precise_bytes, signed_bytes
 
@@ -198,9 +197,9 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
         label, _ = OUTCOMES[verdict.outcome]
         way_out = ": ".join(str(part) for part in (verdict.hint, verdict.command) if part)
         lines = [one_line(str(line)) for line in (_explanation(verdict), *verdict.reasons, way_out) if line]
-        scripts = CommandSource(verdict.case.command, str(folder)).files
-        file = str(scripts[0]) if scripts else verdict.case.workload
-        where = _find_definition(file, folder, environment)
+        of_command = verdict.case.command(folder)
+        scripts = [] if of_command is None else of_command.files
+        where = _find_definition(str((*scripts, verdict.case.workload)[0]), folder, environment)
         title = f"{TITLE}: {label}, {case_name(verdict.case)}"
         yield command("error", "\n".join(lines) or label, **where, title=title)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
-from autoaccum.sources.command import fill_sizes
+from autoaccum.sources.command import CommandSource
 from autoaccum.spec import OFFLOADS
 from autoaccum.units import MIB, format_bytes, format_parts, format_rate
 
@@ -135,7 +135,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     """Return the line of Python that trains by the plan: with its file, or with its numbers; or what gives it."""
     workload, spec = plan.workload, plan.spec
     if workload.command:
-        return command_line(workload.command, plan)
+        sizes = {"micro_batch": plan.micro_batch, "iter_size": plan.iter_size, "world_size": plan.world_size}
+        return shlex.join(CommandSource(workload.reference, "").fill(**sizes))
     if trainer := workload.recipe.trainer:
         if trainer != "transformers" or spec.precision == "fp16":
             return f"the arguments that --for {trainer} prints"
@@ -157,12 +158,6 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if workload.recipe.batch == "own":
         options += ["split=split", "size=size"]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
-
-
-def command_line(words: Sequence[str], plan: Plan) -> str:
-    """Return a command with the sizes of a plan in their places."""
-    sizes = fill_sizes(words, micro_batch=plan.micro_batch, iter_size=plan.iter_size, world_size=plan.world_size)
-    return shlex.join(sizes)
 
 
 def _parts(plan: Plan) -> str:

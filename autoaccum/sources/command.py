@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,21 +18,27 @@ from autoaccum.sources.source import FileSource, Source
 
 MICRO_BATCH: Final = "{micro_batch}"
 ITER_SIZE: Final = "{iter_size}"
-WORLD_SIZE: Final = "{world_size}"
 TOTAL_ITER_SIZE: Final = "{total_iter_size}"
 """The micro-batches of all ranks per update, for scripts that divide their option by the number of ranks."""
+_PLACES: Final = (MICRO_BATCH, ITER_SIZE, "{world_size}", TOTAL_ITER_SIZE)
+_OWN_TRAINING: Final = (
+    "is for a workload, and a command trains by itself",
+    "run the command that `autoaccum plan` prints",
+)
 _REFUSING: Final = {
-    "fit": ("trains a workload, and a command trains by itself", "run the command that `autoaccum plan` prints"),
+    "fit": _OWN_TRAINING,
     "tune": (
-        "trains a workload by other learning rates and batches, of which it cannot tell a command",
+        "trains a workload, and cannot tell a command its learning rates",
         "call the script from an Optuna study of your own, or write a workload file",
     ),
+    "--emit": _OWN_TRAINING,
+    "--for": _OWN_TRAINING,
     "explain": (
         "compares a snapshot with a workload, not with a command",
         "`autoaccum plan --gpu NAME --explain -- COMMAND` shows where its memory goes",
     ),
 }
-"""Why some verbs take no command, and what does it instead."""
+"""Why some commands and flags of autoaccum take no training command, and what does it instead."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ class CommandSource(Source):
         Raises:
             UsageError: It has no word, or no place for the micro-batch.
         """
-        source = cls(" ".join(map(_quote, words)), str(Path(folder).absolute()))
-        if not any(MICRO_BATCH in word for word in words):
+        source = cls(" ".join(_quote(str(word)) for word in words), str(Path(folder).absolute()))
+        if MICRO_BATCH not in source.name:
             raise UsageError(
                 f"the command has no {MICRO_BATCH}",
                 hint=f"write it where the command takes its batch size: python train.py --batch-size {MICRO_BATCH}",
@@ -74,11 +80,15 @@ class CommandSource(Source):
     @property
     def takes_iter_size(self) -> bool:
         """Whether the command is told how many micro-batches an update has."""
-        return takes_iter_size(self.words)
+        return ITER_SIZE in self.name or TOTAL_ITER_SIZE in self.name
 
     def fill(self, *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
         """Return the words with sizes in their places; other braces stay as they are."""
-        return fill_sizes(self.words, micro_batch=micro_batch, iter_size=iter_size, world_size=world_size)
+        sizes = (micro_batch, iter_size, world_size, iter_size * world_size)
+        filled = self.words
+        for place, size in zip(_PLACES, sizes, strict=True):
+            filled = [word.replace(place, str(size)) for word in filled]
+        return filled
 
     @property
     def files(self) -> list[Path]:
@@ -97,94 +107,72 @@ class CommandSource(Source):
         raise UsageError(f"`{self.name}` is a command, and a workload is needed", hint="give a file, such as model.py")
 
 
-def takes_iter_size(words: Sequence[str]) -> bool:
-    """Return whether a command is told how many micro-batches an update has."""
-    return any(place in word for place in (ITER_SIZE, TOTAL_ITER_SIZE) for word in words)
-
-
-def fill_sizes(words: Sequence[str], *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
-    """Return the words of a command with each size in the place of its name."""
-    filled = list(words)
-    sizes = {"micro_batch": micro_batch, "iter_size": iter_size, "world_size": world_size}
-    for name, size in {**sizes, "total_iter_size": iter_size * world_size}.items():
-        filled = [word.replace(f"{{{name}}}", str(size)) for word in filled]
-    return filled
-
-
 def read_command(
-    workload: Any, options: Options, *, verb: str, folder: str | os.PathLike[str] = ".", **others: Any
+    workload: Any, options: Options, *, verb: str, live: Mapping[str, Any] | None = None, **others: Any
 ) -> tuple[Any, Options]:
-    """Return the source of a command that is given as a list of words, and the options for it; else what was given.
+    """Return a command, maybe given as a list of words, and the options for it; of anything else, what was given.
 
     The parts of its updates are equal, since that is what its options can say.
 
     Args:
-        workload: The words, or anything else.
+        workload: The words, a source, or anything else.
         options: The options of the call.
         verb: The command of autoaccum, for messages.
-        folder: The folder that the command runs in.
-        others: Further arguments of the call that the command itself decides; None: not given.
+        live: Arguments of the call that only a workload in Python can have; None: not given.
+        others: Further options that the command itself decides; None: not given.
 
     Raises:
         UsageError: An option is given that the command itself decides, or the command has no place for the micro-batch,
             or this process is one of several ranks.
     """
-    if not isinstance(workload, list | tuple):
+    source = CommandSource.of(workload) if isinstance(workload, list | tuple) else workload
+    if not isinstance(source, CommandSource):
         return workload, options
-    source = CommandSource.of([str(word) for word in workload], folder)
     launched = f"autoaccum {verb} ... -- torchrun --nproc-per-node 2 train.py ..."
     check_alone(f"{verb} of a command", hint=f"write the launcher into the command: {launched}")
-    others = {**others, **{name: getattr(options, name) for name in ("parallel", "mesh")}}
-    refused = [*options.spec, *(name for name, value in others.items() if value is not None)]
-    refused += ["savers"] if options.chooses_savers else []
-    for name in refused:
-        if name != "multiple_of":
+    asked = {**options.spec, "parallel": options.parallel, "mesh": options.mesh, **others, "multiple_of": None}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in asked.items()}
+    for name, value in {**flags, **(live or {})}.items():
+        if value is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} is given, and {verb} runs a command, which decides that itself",
-                hint="leave it out" if name == "fit_micro_batch" else "write it in the command",
+                f"{name} is given, and {verb} runs a command, which decides that itself",
+                hint="leave it out, or write it in the command",
             )
     return source, dataclasses.replace(options, equal=True)
 
 
 def refuse_command(workload: Any, verb: str) -> None:
-    """Raise UsageError if the words of a command are given to a verb that takes none."""
+    """Raise UsageError if the words of a command are given to a command or flag of autoaccum that takes none."""
     if isinstance(workload, list | tuple) and verb in _REFUSING:
         why, instead = _REFUSING[verb]
         raise UsageError(f"{verb} {why}", hint=instead)
 
 
-def check_prefer(source: Any, prefer: str, options: Options) -> None:
-    """Raise UsageError if the fastest of a command's micro-batches is wanted, and nothing tells their speed."""
-    if prefer != "fastest" or not isinstance(source, CommandSource):
-        return
-    if options.gpu is None:
+def check_target(source: Any, target_batch: int | None, *, prefer: str = "largest", simulates: bool = True) -> None:
+    """Raise UsageError unless a target is given where parts of an update can be told of, and only there.
+
+    So it is if the fastest micro-batch is preferred, and nothing tells their speeds.
+    """
+    is_command = isinstance(source, CommandSource)
+    takes_target = not is_command or source.takes_iter_size
+    if takes_target and target_batch is None:
+        raise UsageError("no target batch is given", hint="say how many samples make an update (--target-batch N)")
+    if not takes_target and (target_batch is not None or prefer == "fastest"):
+        raise UsageError(
+            f"the command has no {ITER_SIZE}: an update is one micro-batch",
+            hint=f"write {ITER_SIZE} where the command takes its accumulation steps; or leave --target-batch and"
+            " --prefer out, to find the largest batch that trains",
+        )
+    if is_command and prefer == "fastest" and not simulates:
         raise UsageError(
             "prefer fastest (--prefer fastest) times updates of a workload, not of a command",
             hint="predict for a card, where speeds are estimated (--gpu NAME); or time the script with a few sizes",
-        )
-    if not source.takes_iter_size:
-        raise UsageError(
-            f"prefer fastest (--prefer fastest) compares updates of equal samples, and the command has no {ITER_SIZE}",
-            hint=f"write {ITER_SIZE} where the command takes its accumulation steps",
-        )
-
-
-def check_target(workload: Any, target_batch: int | None) -> None:
-    """Raise UsageError unless a target is given where parts of an update can be told of, and only there."""
-    takes_target = not isinstance(workload, CommandSource) or workload.takes_iter_size
-    if takes_target and target_batch is None:
-        raise UsageError("no target batch is given", hint="say how many samples make an update (--target-batch N)")
-    if not takes_target and target_batch is not None:
-        raise UsageError(
-            f"the target batch is {target_batch}, and the command has no {ITER_SIZE}: an update is one micro-batch",
-            hint=f"write {ITER_SIZE} where the command takes its accumulation steps; or leave --target-batch out, to"
-            " find the largest batch that trains",
         )
 
 
 def _quote(word: str) -> str:
     """Quote a word for a shell, but not for its places."""
     plain = word
-    for place in (MICRO_BATCH, ITER_SIZE, WORLD_SIZE, TOTAL_ITER_SIZE):
+    for place in _PLACES:
         plain = plain.replace(place, "")
     return word if plain == shlex.quote(plain) or not plain else shlex.quote(word)

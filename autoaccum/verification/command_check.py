@@ -20,14 +20,11 @@ from torch import Tensor
 
 from autoaccum.checks import read_count
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.child.failures import JobFailed, failure_error
 from autoaccum.devices.command.command_runs import (
     CommandRun,
     Observations,
     command_environment,
-    first_report,
     inspection_of,
-    trial_of,
 )
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.device_choice import check_device
@@ -258,7 +255,7 @@ class _CommandCheck:
         self._settings = TrialSettings(source=source, rank_samples=samples, options=options)
         self._whole, self._split = (samples,), (micro,) * (samples // micro)
         self._began = time.monotonic()
-        self._observations = Observations.of(self._settings)
+        self._observations = Observations(self._settings)
         device = options.device
         visible = "" if device == "cpu" else command_environment(device).get("CUDA_VISIBLE_DEVICES")
         cards = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -292,12 +289,8 @@ class _CommandCheck:
             NotMeasuredError: It makes no update, or takes too long.
         """
         told = {"updates": 1, "compares": True, "freezes_batchnorm": frozen}
-        with closing(CommandRun(self._settings, parts, environment=self._environment, **told)) as run:
-            try:
-                end = run.wait(limit_seconds)
-            except JobFailed as failed:
-                raise failure_error(failed.failure, self._settings.options.device) from None
-            trial, report = trial_of(end, parts, updates=1), first_report(end)
+        with closing(CommandRun(self._settings, parts, limit_seconds, environment=self._environment, **told)) as run:
+            trial, report = run.finish(self._settings.options.device)
             if not trial.ran or report is None:
                 if trial.fault == "user":
                     raise WorkloadError(trial.message or "", user_traceback=trial.traceback)

@@ -28,7 +28,7 @@ from autoaccum.guarding.project import select_cases
 from autoaccum.reporting.guard_report import annotation_lines
 
 GROWN = SCRIPT.replace("width=512", "width=1024")
-COMMAND = "python train.py --bs={micro_batch} --accum={iter_size}"
+COMMAND = "-- python train.py --bs={micro_batch} --accum={iter_size}"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def a_case(**asked: Any) -> Case:
-    return make_case(**{"command": COMMAND, "gpu": "rtx3090", "micro_batch": 8, **asked})
+    return make_case(**{"workload": COMMAND, "gpu": "rtx3090", "micro_batch": 8, **asked})
 
 
 class TestCase:
@@ -47,34 +47,30 @@ class TestCase:
         words = shlex.split(case_name(case))
         at = words.index("--")
         assert words[:at] == ["--gpu", "rtx3090", "--micro-batch", "8", "--world-size", "2"]
-        assert read_reference(words[at + 1 :]) == {"command": COMMAND}
-        assert case_name(case).endswith(f"-- {COMMAND}"), "without quotes"
+        assert read_reference(words[at + 1 :]) == COMMAND
+        assert case_name(case).endswith(COMMAND), "without quotes"
         (folder / "sub").mkdir()
-        assert select_cases([make_case(command=COMMAND)], folder / "sub", [case, make_case(workload="a.py")]) == (case,)
-
-    def test_a_file_of_that_name_is_another_case(self) -> None:
-        file = make_case(**{**a_case().to_record(), "command": "", "workload": COMMAND})
-        assert case_name(file) != case_name(a_case())
-        assert not a_case().matches(file)
+        others = [case, make_case(workload="a.py")]
+        assert select_cases([make_case(workload=COMMAND)], folder / "sub", others) == (case,)
 
     def test_the_command_that_guards_it_shows_what_is_missing(self, folder: Path) -> None:
-        assert guard_command(make_case(command=COMMAND), folder, "--update") == (
-            f"autoaccum guard --gpu NAME --target-batch N --update -- {COMMAND}"
+        assert guard_command(make_case(workload=COMMAND), folder, "--update") == (
+            f"autoaccum guard --gpu NAME --target-batch N --update {COMMAND}"
         )
-        one = "python train.py {micro_batch}"
-        assert guard_command(make_case(command=one), folder) == f"autoaccum guard --gpu NAME --micro-batch N -- {one}"
+        one = "-- python train.py {micro_batch}"
+        assert guard_command(make_case(workload=one), folder) == f"autoaccum guard --gpu NAME --micro-batch N {one}"
 
     @pytest.mark.parametrize(
         ("asked", "told"),
         [
-            ({"gpu": None}, "no card is given to guard python train.py"),
+            ({"gpu": None}, "no card is given to guard -- python train.py"),
             ({"micro_batch": None}, "has no target batch: say how many"),
-            ({"micro_batch": None, "command": "python a.py {micro_batch}"}, "has no micro-batch: say how many"),
+            ({"micro_batch": None, "workload": "-- python a.py {micro_batch}"}, "has no micro-batch: say how many"),
             (
-                {"target_batch": 8, "command": "python a.py {micro_batch}"},
-                r"the command has no \{iter_size\}: give",
+                {"target_batch": 8, "workload": "-- python a.py {micro_batch}"},
+                r"the command has no \{iter_size\}: an update is one",
             ),
-            ({"precision": "bf16"}, "--precision is given, and guard runs a command, which decides that itself: write"),
+            ({"precision": "bf16"}, "--precision is given, and guard runs a command, which decides that itself: leave"),
             ({"mesh": "2x2", "world_size": 4}, "--parallel is given"),
         ],
         ids=lambda value: None if isinstance(value, str) else " ".join(value),
@@ -94,7 +90,8 @@ def test_growth_is_named_and_nothing_is_said_where_nothing_changed(folder: Path)
     report = autoaccum.guard(list(WORDS), gpu="rtx3090", micro_batch=8, update=True)
     assert report.exit_code == 0
     ((case, locked),) = read_lock(folder / "autoaccum.lock").items()
-    assert case.to_record() == {"command": shlex.join(WORDS).replace("'", ""), "gpu": "rtx3090", "micro_batch": 8}
+    words = f"-- {shlex.join(WORDS)}".replace("'", "")
+    assert case.to_record() == {"workload": words, "gpu": "rtx3090", "micro_batch": 8}
     assert locked.micro_batches == (8, 8)
     assert locked.update["optimizer"] == "AdamW"
     assert {"up", "act", "down"} <= {holding.module for holding in locked.holdings}
@@ -108,7 +105,7 @@ def test_growth_is_named_and_nothing_is_said_where_nothing_changed(folder: Path)
     (verdict,) = report.verdicts
     grown = {(growth.category, growth.module) for growth in verdict.growths}
     assert grown >= {("parameters", ""), ("activations", "up"), ("activations", "act")}, grown
-    assert json.loads(report.to_json())["verdicts"][0]["case"]["workload"] is None
+    assert json.loads(report.to_json())["verdicts"][0]["case"]["workload"] == case.workload
     (line,) = annotation_lines(report, folder, {})
     assert line.startswith("::error file=train.py,line=")
 

@@ -18,35 +18,28 @@ import autoaccum
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import needs_ceiling
-from autoaccum.sources.command import CommandSource
 
 
 def plan_command(target: int, device: ScriptedDevice | None = None, **asked: Any) -> Plan:
     device = device or ScriptedDevice(command=WORDS)
-    return plan_on(device, target, equal=True, exact_max=True, **asked)
+    return plan_on(device, target, equal=True, **asked)
 
 
 def test_a_target_without_divisors_is_told_of_a_nearby_one() -> None:
-    facts = {"target_batch": 257, "micro_batch": 1, "largest_fit": 100, "nearby": 258, "size": 86}
+    facts = {"target_batch": 257, "micro_batch": 1, "above": 257, "nearby": 256}
     assert plan_command(257).notes[0] == Message("nearby_target", facts)
     of_ranks = plan_command(514, world_size=2).notes[0]
-    assert {**facts, "target_batch": 514, "nearby": 516} == of_ranks.facts
+    assert {**facts, "target_batch": 514, "nearby": 512} == of_ranks.facts
+    assert plan_command(257, max_micro_batch=2).notes[0].code == "not_verified", "larger ones are not wanted"
 
 
 def test_notes_are_true_of_a_command() -> None:
     codes = [note.code for note in plan_command(256).notes]
-    assert codes == ["command_not_verified", "command_learning_rate"]
+    assert codes == ["not_verified", "learning_rate"]
     assert [note.code for note in plan_command(64).notes] == ["learning_rate"], "one micro-batch is the whole update"
     with pytest.raises(DoesNotFitError) as error:
         plan_command(64, ScriptedDevice(lambda size: "oom", command=WORDS))
     assert error.value.hint == "take a smaller model, half precision, activation checkpointing, or more memory"
-
-
-def test_the_largest_size_is_searched_where_divisors_have_gaps() -> None:
-    source = CommandSource.of(WORDS)
-    assert [needs_ceiling(source, target, 1) for target in (256, 257, None)] == [False, True, False]
-    assert not needs_ceiling("model.py", 257, 1)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +50,13 @@ def test_the_largest_size_is_searched_where_divisors_have_gaps() -> None:
         (
             LARGEST_BATCH,
             {"gpu": "t4", "prefer": "fastest"},
-            r"compares updates of equal samples, and the command has no",
+            r"the command has no \{iter_size\}: an update is one micro-batch",
         ),
         (WORDS, {"target_batch": 8, "prefer": "fastest"}, "times updates of a workload, not of a command"),
         (WORDS, {"target_batch": 8, "optimizer": "AdamW"}, "--optimizer is given, and plan runs a command"),
+        (WORDS, {"target_batch": 8, "model": nn.Linear(2, 2)}, "model is given, and plan runs a command"),
     ],
-    ids=["no target", "no iter_size", "fastest of one", "fastest", "an optimizer"],
+    ids=["no target", "no iter_size", "fastest of one", "fastest", "an optimizer", "a model"],
 )
 def test_what_cannot_be_asked(words: tuple[str, ...], asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
@@ -90,7 +84,7 @@ def test_its_plan_trains_nothing_else(tmp_path: Path) -> None:
         )
     takers: tuple[Any, ...] = (autoaccum.fit, autoaccum.tune)
     for take in takers:
-        with pytest.raises(UsageError, match="trains a workload"):
+        with pytest.raises(UsageError, match="for a workload|trains a workload"):
             take(list(WORDS), target_batch=8)
 
 

@@ -205,7 +205,7 @@ def test_a_script_without_an_update_is_not_measured() -> None:
         (SIZES, {"world_size": 3}, "3 ranks cannot share"),
         (SIZES, {"precision": "fp64"}, "--precision is given"),
         (SIZES, {"device": "auto"}, "no device 'auto'"),
-        (SIZES, {"criterion": len}, "criterion, too"),
+        (SIZES, {"criterion": len}, "criterion is given, and verify runs a command"),
     ],
 )
 def test_what_makes_no_sense_for_a_command_is_refused(words: Any, options: Any, text: str) -> None:

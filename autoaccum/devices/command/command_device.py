@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget
-from autoaccum.devices.command.command_runs import (
-    CommandRun,
-    Observations,
-    check_ran,
-    inspection_of,
-)
+from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.cpu import describe_host
 from autoaccum.devices.cuda import InstalledCard
@@ -37,7 +33,7 @@ class CommandDevice(Device):
 
     def __init__(self, settings: TrialSettings, index: int | None) -> None:
         self._settings, self._index = settings, index
-        self._observations = Observations.of(settings)
+        self._observations = Observations(settings)
         self._inspection: Inspection | None = None
         self._host: AvailableMemory | None = None
         self._card: InstalledCard | None = None
@@ -87,8 +83,9 @@ class CommandDevice(Device):
     def _run(
         self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None
     ) -> tuple[Trial, ProcessReport | None]:
-        run = CommandRun(self._settings, parts, device=self.name, limit_bytes=limit_bytes)
-        trial, report = run.finish(self.name, limit_seconds, crashes_for_memory=self._index is None)
+        run = CommandRun(self._settings, parts, limit_seconds, device=self.name, limit_bytes=limit_bytes)
+        with closing(run):
+            trial, report = run.finish(self.name, crashes_for_memory=self._index is None)
         if not trial.ran or report is None:
             return trial, report
         if (rows := self._observations.rows_after_oom(report)) is not None:

@@ -8,10 +8,9 @@ import signal
 import sysconfig
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
@@ -28,17 +27,20 @@ from autoaccum.spec import WorkloadFacts
 
 _HOOK: Final = Path(__file__).resolve().parent / "hook"
 _GRACE_SECONDS: Final = 30.0
-_CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+_CRASHES: Final = [
+    status for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT) for status in (-number, 128 + number)
+]
 _ENOUGH_UPDATES: Final = 2
 """The second update finds the optimizer's state: a script that has data for no more is measured too."""
 
 
 class CommandRun:
-    """One run of a command, which begins at once; several can run at the same time.
+    """One run of a command, which begins at once; several can run at the same time. `close` removes its folder.
 
     Args:
         settings: The settings that all trials share.
         parts: The micro-batches of an update, in samples, all equal.
+        limit_seconds: The limit on its time, if that is less than the settings' own.
         environment: Variables that its environment has beside those of `command_environment`.
         watch: Further fields of `WatchSettings`.
 
@@ -50,16 +52,16 @@ class CommandRun:
         self,
         settings: TrialSettings,
         parts: tuple[int, ...],
+        limit_seconds: float | None = None,
+        *,
         environment: Mapping[str, str] | None = None,
         **watch: Any,
     ) -> None:
         source, options = settings.source, settings.options
         assert isinstance(source, CommandSource)
-        self._source, self.parts = source, parts
         self._files = ExitStack()
-        self.folder = Path(self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")))
         self.watch = WatchSettings(
-            folder=str(self.folder),
+            folder=self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")),
             parts=parts,
             values=options.values,
             paths=settings.paths,
@@ -78,35 +80,31 @@ class CommandRun:
             folder=source.folder,
             environment={**command_environment(self.watch.device, settings.paths), **(environment or {})},
             settings=self.watch,
-            limit_seconds=settings.job_seconds(),
+            limit_seconds=settings.job_seconds(limit_seconds),
             shows_output=settings.on_output is not None,
         )
         self._process.post(self._request)
 
-    def wait(self, limit_seconds: float | None = None) -> CommandEnd:
-        """Return how it ended; it is closed then, but for its folder.
+    def finish(self, owner: str, *, crashes_for_memory: bool = False) -> tuple[Trial, ProcessReport | None]:
+        """Wait for its end, and return it as a trial, with the report of the process that trains.
 
-        Raises:
-            JobFailed: It could not be run.
-        """
-        seconds = min(self._request.limit_seconds, limit_seconds or self._request.limit_seconds)
-        return self._process.receive(self._request, seconds + _GRACE_SECONDS)
-
-    def finish(
-        self, owner: str, limit_seconds: float | None = None, *, crashes_for_memory: bool = False
-    ) -> tuple[Trial, ProcessReport | None]:
-        """Wait for its end, and return it as a trial, with the report of the process that trains; it is closed then.
+        If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`).
 
         Raises:
             UsageError, NotMeasuredError: It could not be run; `owner` is whose memory it takes.
         """
         try:
-            end = self.wait(limit_seconds)
+            end = self._process.receive(self._request, self._request.limit_seconds + _GRACE_SECONDS)
         except JobFailed as failed:
             raise failure_error(failed.failure, owner) from None
         finally:
-            self.close()
-        return trial_of(end, self.parts, crashes_for_memory=crashes_for_memory), first_report(end)
+            self._process.close()
+        parts = self.watch.parts
+        report = max(end.reports, key=lambda each: (each.updates, sum(each.backwards), -each.rank), default=None)
+        trial = Trial(parts=parts, outcome="ok", seconds=end.seconds, timed_out=end.timed_out, fresh=True)
+        needed = min(self.watch.updates, _ENOUGH_UPDATES)
+        failure = _failure(end, report, self._request.doing, needed, crashes_for_memory=crashes_for_memory)
+        return (_measured(trial, end) if failure is None else trial.failed(failure)), report
 
     def close(self) -> None:
         """End everything that it started, and remove its files. Idempotent."""
@@ -134,44 +132,32 @@ def command_environment(device: str | None, paths: ImportPaths | None = None) ->
     return environment
 
 
-def trial_of(
-    end: CommandEnd, parts: tuple[int, ...], *, crashes_for_memory: bool = False, updates: int = _ENOUGH_UPDATES
-) -> Trial:
-    """Return the trial that a run was.
-
-    If native code `crashes_for_memory`, a crash may be an out-of-memory error (`Trial.is_definite_oom`). `updates` is
-    how many it needs.
-    """
-    trial = Trial(parts=parts, outcome="ok", seconds=end.seconds, timed_out=end.timed_out, fresh=True)
-    doing = f"micro-batch {max(parts)}"
-
-    def failed(text: str, **fields: Any) -> Trial:
-        usual = {"outcome": "error", "fault": "user", "message": f"{doing}: {text}", "traceback": end.output}
-        return dataclasses.replace(trial, **{**usual, **fields})
-
-    failures = [report.failure for report in end.reports if report.failure is not None]
-    for failure in sorted(failures, key=lambda failure: failure.outcome != "oom"):
-        return trial.failed(failure)
+def _failure(
+    end: CommandEnd, report: ProcessReport | None, doing: str, updates: int, *, crashes_for_memory: bool
+) -> Failure | None:
+    """Return why a run is no measurement; None if it is one, with so many updates."""
+    failures = [each.failure for each in end.reports if each.failure is not None]
+    if failures:
+        return min(failures, key=lambda failure: failure.outcome != "oom")
     if end.is_oom_kill:
-        text = "a process was ended by the kernel for lack of memory"
-        return failed(text, outcome="oom", fault=None, traceback=None)
-    report = first_report(end)
-    if report is not None and report.updates >= updates and (end.exit_status or 0) == 0 and not end.timed_out:
-        return _measured(trial, end)
+        return Failure(outcome="oom", message=f"{doing}: a process was ended by the kernel for lack of memory")
+    if report is not None and report.updates >= updates and not end.exit_status and not end.timed_out:
+        return None
+    seen = "no Python process in it has imported torch"
+    if report is not None:
+        seen = f"it made {report.updates} optimizer steps and {sum(report.backwards)} backward passes"
+    fault: Literal["user", "measurement"] = "measurement"
     if end.timed_out:
-        seen = "" if report is None else f" after {_counted(report)}"
-        return failed(f"the command took longer than the limit on time{seen}, and was ended", fault="measurement")
-    if crashes_for_memory and end.exit_status in {*(-number for number in _CRASHES), *(128 + n for n in _CRASHES)}:
-        text = f"the command crashed with exit status {end.exit_status}, as libraries do that get no memory"
-        return failed(text, outcome="oom", fault=None, is_definite_oom=False, traceback=None)
-    if end.exit_status:
-        return failed(f"the command left with exit status {end.exit_status}")
-    seen = "no Python process in it has imported torch" if report is None else f"it made {_counted(report)}"
-    return failed(
-        f"the command ended before its {'first' if updates == 1 else 'second'} update ({seen}): let it train for"
-        f" {counted(updates, 'update')} or more",
-        fault="measurement",
-    )
+        text = f"the command took longer than the limit on time, and was ended ({seen})"
+    elif crashes_for_memory and end.exit_status in _CRASHES:
+        text = f"{doing}: the command crashed with exit status {end.exit_status}, as libraries do that get no memory"
+        return Failure(outcome="oom", message=text, is_definite_oom=False)
+    elif end.exit_status:
+        text, fault = f"the command left with exit status {end.exit_status}", "user"
+    else:
+        needed = counted(updates, "update")
+        text = f"the command ended too early ({seen}): let it train for {needed} or more"
+    return Failure(outcome="error", message=f"{doing}: {text}", traceback=end.output, fault=fault)
 
 
 def check_ran(trial: Trial, report: ProcessReport | None, owner: str) -> ProcessReport:
@@ -186,49 +172,27 @@ def check_ran(trial: Trial, report: ProcessReport | None, owner: str) -> Process
     raise failure_error(failure, owner)
 
 
-def first_report(end: CommandEnd) -> ProcessReport | None:
-    """Return the report of the process that trains; of several ranks, the first."""
-    return max(end.reports, key=lambda report: (report.updates, sum(report.backwards), -report.rank), default=None)
-
-
-def _counted(report: ProcessReport) -> str:
-    return f"{report.updates} optimizer steps and {sum(report.backwards)} backward passes"
-
-
 def _measured(trial: Trial, end: CommandEnd) -> Trial:
     """Return a trial with the worst outcome and the highest peaks of its ranks."""
     order = ("ok", "tight", "oom")
     worst = max(end.reports, key=lambda report: order.index(report.outcome))
-
-    def highest(name: str) -> Any:
-        return max((value for report in end.reports if (value := getattr(report, name)) is not None), default=None)
-
-    names = ("peak_reserved_bytes", "peak_allocated_bytes", "allocator_retries")
-    peaks = {name: highest(name) for name in names}
+    peaks: dict[str, Any] = {}
+    for name in ("peak_reserved_bytes", "peak_allocated_bytes", "allocator_retries"):
+        known = [value for report in end.reports if (value := getattr(report, name)) is not None]
+        peaks[name] = max(known, default=None)
     return dataclasses.replace(trial, outcome=worst.outcome, message=worst.message, **peaks)
 
 
-@dataclass
 class Observations:
-    """What a script does with its sizes, from all its runs so far: a run that contradicts is refused.
+    """What a script does with its sizes, from all its runs so far: a run that contradicts is refused."""
 
-    Attributes:
-        source: The command.
-        world_size: The ranks of the plan.
-        first: The micro-batch of the first run, and the lengths of all dimensions of its first batch.
-        place: The index of the dimension that has the samples, once it is known.
-    """
-
-    source: CommandSource
-    world_size: int = 1
-    first: tuple[int, list[int]] | None = None
-    place: int | None = None
-
-    @classmethod
-    def of(cls, settings: TrialSettings) -> Observations:
-        """Return those of a command that has not run yet."""
+    def __init__(self, settings: TrialSettings) -> None:
         assert isinstance(settings.source, CommandSource)
-        return cls(settings.source, settings.options.world_size)
+        self.source, self._world_size = settings.source, settings.options.world_size
+        self._first: tuple[int, list[int]] | None = None
+        """The micro-batch of the first run, and the lengths of all dimensions of its first batch."""
+        self._place: int | None = None
+        """The index of the dimension that has the samples, once it is known."""
 
     @property
     def iter_option(self) -> str:
@@ -247,16 +211,16 @@ class Observations:
         micro-batches of an update.
         """
         size, iter_size = max(parts), len(parts)
-        if report.world_size > 1 and report.world_size != self.world_size:
+        if report.world_size > 1 and report.world_size != self._world_size:
             return WorkloadError(
-                f"the command trains on {report.world_size} ranks, and the plan is for {self.world_size}",
+                f"the command trains on {report.world_size} ranks, and the plan is for {self._world_size}",
                 hint=f"say so (--world-size {report.world_size}): the target batch is that of all ranks",
             )
         backwards = report.backwards[-1] if report.backwards else 0
         if self.source.takes_iter_size and iter_size > 1 and backwards % iter_size:
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
             option = self.iter_option
-            if backwards * self.world_size == iter_size > backwards:
+            if backwards * self._world_size == iter_size > backwards:
                 why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
             else:
                 why, way_out = f"ignores {option}", "let it take an optimizer step after so many micro-batches only"
@@ -264,22 +228,22 @@ class Observations:
                 f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
         lengths = _lengths(report.first_batch)
-        if self.first is None:
-            self.first = size, lengths
-        before, first = self.first
+        if self._first is None:
+            self._first = size, lengths
+        before, first = self._first
         if size == before or not first:
             return None
-        if self.place is None:
-            self.place = next(
+        if self._place is None:
+            self._place = next(
                 (at for at, pair in enumerate(zip(first, lengths, strict=False)) if len({*pair}) > 1), None
             )
-            if self.place is None:
+            if self._place is None:
                 return WorkloadError(
                     f"the script's batches have the same shapes at {{micro_batch}} = {before} and {size}:"
                     f" {self._option(MICRO_BATCH)} is ignored",
                     hint="write {micro_batch} where the command takes its batch size",
                 )
-        asked, place = first[self.place] * size // before, self.place
+        asked, place = first[self._place] * size // before, self._place
         calls = [lengths, *map(_lengths, report.batches)]
         first_seen, *seen = [call[place] for call in calls if place < len(call)] or [0]
         if first_seen != asked or asked not in seen:

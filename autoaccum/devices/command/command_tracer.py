@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from contextlib import closing
+from typing import Any, Literal, TypeAlias
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.command.command_runs import (
-    CommandRun,
-    Observations,
-    check_ran,
-    inspection_of,
-)
-from autoaccum.devices.command.settings import ProcessReport
+from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
+from autoaccum.devices.command.settings import ProcessReport, SimulatedRun
 from autoaccum.devices.simulated.simulation_requests import (
     CountCost,
     LabelParts,
     ListAlike,
     SuggestChanges,
-    TraceParts,
     Tracer,
     UseCard,
 )
-from autoaccum.devices.simulated.trace_cache import Choose, TraceCache
+from autoaccum.devices.simulated.trace_cache import Choose, TraceCache, small_sizes
 from autoaccum.devices.trial_requests import Inspect, PartsRequest
 from autoaccum.messages import message
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Amount, Trace, UpdateCost
 from autoaccum.simulation.tracing.trace_scaling import AffineTrace, fit_affine_trace
-from autoaccum.sources.command import takes_iter_size
+from autoaccum.sources.command import CommandSource
+
+Purpose: TypeAlias = Literal["trace", "label", "cost"]
 
 _SAME_BYTES = 0.01
 """The share by which the tensors of a run may differ from those that small runs let expect."""
@@ -50,7 +47,7 @@ class CommandTracer(Tracer):
 
     def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         self._settings, self._card, self._others = settings, card, others
-        self._observations = Observations.of(settings)
+        self._observations = Observations(settings)
         self._running: dict[tuple[tuple[int, ...], str], CommandRun] = {}
         self._known: dict[tuple[int, ...], ProcessReport] = {}
         self._alike = {other.name for other in others}
@@ -73,13 +70,8 @@ class CommandTracer(Tracer):
     def _answer(self, request: Request[Any], limit_seconds: float | None) -> Any:
         if isinstance(request, Inspect):
             step = self._settings.options.spec.get("multiple_of") or 1
-            small = [self._observations.parts(size) for size in small_sizes(step)]
-            for parts in small:
-                if max(parts) <= self._settings.rank_samples:
-                    self._running[parts, "trace"] = self._start(parts)
-            report = self._report(small[0] if self._running else self._observations.parts(1), limit_seconds)
-            assert report.simulated is not None
-            seen = report.simulated
+            small = self._begin(small_sizes(step)[:2], "trace", limit_seconds)
+            report, seen = self._report(small[0] if small else self._observations.parts(step), "trace", limit_seconds)
             return inspection_of(self._settings, report, cautions=seen.notices, notes=seen.notes)
         if isinstance(request, ListAlike):
             return tuple(self._alike)
@@ -88,55 +80,47 @@ class CommandTracer(Tracer):
         if isinstance(request, SuggestChanges):
             return ()
         assert isinstance(request, PartsRequest)
-        parts = request.parts
         if isinstance(request, CountCost):
-            return self._count_cost(parts, limit_seconds)
-        purpose = "label" if isinstance(request, LabelParts) else "trace"
-        report = self._report(self._told(parts), limit_seconds, purpose)
-        assert report.simulated is not None
-        if isinstance(request, TraceParts):
-            assert report.simulated.trace is not None
-            return dataclasses.replace(report.simulated.trace, parts=parts)
-        assert isinstance(request, LabelParts)
-        labelled = report.simulated.labelled
-        assert labelled is not None
-        return dataclasses.replace(labelled, trace=dataclasses.replace(labelled.trace, parts=parts))
+            return self._count_cost(sorted({*request.parts}), limit_seconds)
+        if isinstance(request, LabelParts):
+            return self._report(request.parts, "label", limit_seconds)[1].labelled
+        return self._report(request.parts, "trace", limit_seconds)[1].trace
 
-    def _count_cost(self, parts: tuple[int, ...], limit_seconds: float | None) -> UpdateCost:
-        """Return the cost of an update, told from runs of the two sizes of `parts`."""
-        told = [self._observations.parts(size) for size in sorted(set(parts))]
-        for each in told:
-            self._running[each, "cost"] = self._start(each, "cost")
-        costs = []
-        for each in told:
-            simulated = self._report(each, limit_seconds, "cost").simulated
-            assert simulated is not None
-            assert simulated.cost is not None
-            costs.append(simulated.cost)
-        return costs[0] if len(costs) == 1 else tell_cost(costs, [max(each) for each in told])
+    def _count_cost(self, sizes: Sequence[int], limit_seconds: float | None) -> UpdateCost:
+        """Return the cost of an update, told from runs of one or two sizes."""
+        told = self._begin(sizes, "cost", limit_seconds)
+        costs = [cost for parts in told if (cost := self._report(parts, "cost", limit_seconds)[1].cost) is not None]
+        return costs[0] if len(costs) == 1 else tell_cost(costs, sizes)
 
-    def _told(self, parts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the parts that the command can be told."""
-        return parts if self._observations.source.takes_iter_size else parts[:1]
+    def _begin(self, sizes: Sequence[int], purpose: Purpose, limit_seconds: float | None) -> list[tuple[int, ...]]:
+        """Begin the runs of these sizes, as far as there are samples, and return their parts."""
+        told = [self._observations.parts(size) for size in sizes if size <= self._settings.rank_samples]
+        for parts in told:
+            self._running[parts, purpose] = self._start(parts, purpose, limit_seconds)
+        return told
 
-    def _start(self, parts: tuple[int, ...], purpose: str = "trace") -> CommandRun:
+    def _start(self, parts: tuple[int, ...], purpose: Purpose, limit_seconds: float | None) -> CommandRun:
         watch: dict[str, Any] = {"card": self._card, "others": self._others, "purpose": purpose}
-        return CommandRun(self._settings, parts, world_size=self._settings.options.world_size, **watch)
+        world_size = self._settings.options.world_size
+        return CommandRun(self._settings, parts, limit_seconds, world_size=world_size, **watch)
 
-    def _report(self, parts: tuple[int, ...], limit_seconds: float | None, purpose: str = "trace") -> ProcessReport:
-        """Return the report of a run of these parts, which begins now if it has not begun."""
-        if purpose == "trace" and parts in self._known:
-            return self._known[parts]
-        run = self._running.pop((parts, purpose), None) or self._start(parts, purpose)
-        owner = f"the simulated {self._card.name}"
-        report = check_ran(*run.finish(owner, limit_seconds), owner)
+    def _report(
+        self, parts: tuple[int, ...], purpose: Purpose, limit_seconds: float | None
+    ) -> tuple[ProcessReport, SimulatedRun]:
+        """Return the report of a run of these parts, which begins now if it has not begun, and what it recorded."""
+        report = self._known.get(parts) if purpose == "trace" else None
+        if report is None:
+            owner = f"the simulated {self._card.name}"
+            run = self._running.pop((parts, purpose), None) or self._start(parts, purpose, limit_seconds)
+            with closing(run):
+                report = check_ran(*run.finish(owner), owner)
+            if (error := self._observations.check(parts, report)) is not None:
+                raise error
         assert report.simulated is not None
-        if (error := self._observations.check(parts, report)) is not None:
-            raise error
         self._alike &= set(report.simulated.alike)
         if purpose == "trace":
             self._known[parts] = report
-        return report
+        return report, report.simulated
 
 
 class CommandTraces(TraceCache):
@@ -147,37 +131,28 @@ class CommandTraces(TraceCache):
 
     def traces_of(self, parts: tuple[int, ...], deadline: Deadline, *, fresh: bool) -> list[Trace]:
         """As `TraceCache.traces_of`."""
-        size, is_alike = max(parts), len(parts) > 1 or not self._takes_iter_size
-        trace = self.extrapolate((size, size), deadline) if is_alike and not (fresh and self.confirms) else None
+        alike = self._small_parts(max(parts))
+        is_extrapolated = parts[:2] == alike and not (fresh and self.confirms)
+        trace = self.extrapolate(alike, deadline) if is_extrapolated else None
         return [trace or self.make(parts, deadline)]
 
     def keep(self, made: Trace) -> None:
         """As `TraceCache.keep`; one whose tensors take other memory than expected ends the extrapolation."""
         traces, size = self._traces, max(made.parts)
         traces.made[made.parts] = made
-        is_alike = len(made.parts) > 1 or not self._takes_iter_size  # One part needs no room for summed gradients.
-        if traces.affine is None or size <= max(traces.affine.sizes) or not is_alike:
+        if traces.affine is None or size <= max(traces.affine.sizes) or made.parts[:2] != self._small_parts(size):
             return
         expected, seen = (_most_held(trace) for trace in (traces.affine.at(size), made))
         if abs(expected - seen) > _SAME_BYTES * seen:
             traces.refute(message("trace_differs", parts=list(made.parts), sizes=list(traces.affine.sizes)))
 
-    @property
-    def _takes_iter_size(self) -> bool:
-        """Whether the small runs had two micro-batches in an update."""
-        return takes_iter_size(self._inspections[self.savers].workload.command)
+    def _small_parts(self, size: int) -> tuple[int, ...]:
+        """Return the parts of small runs: two if the command can be told; one part needs no room for a sum."""
+        command = CommandSource.of(self._inspections[self.savers].workload.command)
+        return (size, size) if command.takes_iter_size else (size,)
 
     def _fit(self, deadline: Deadline, choose: Choose | None) -> AffineTrace:
-        return fit_affine_trace([self.make((size, size), deadline) for size in small_sizes(self.step)])
-
-
-def small_sizes(step: int) -> tuple[int, int]:
-    """Return the two sizes that others are extrapolated from, multiples of `step`.
-
-    >>> small_sizes(1), small_sizes(8)
-    ((2, 5), (8, 24))
-    """
-    return (2, 5) if step == 1 else (step, 3 * step)
+        return fit_affine_trace([self.make(self._small_parts(size), deadline) for size in self._sizes[:2]])
 
 
 def tell_cost(costs: Sequence[UpdateCost], sizes: Sequence[int]) -> UpdateCost:

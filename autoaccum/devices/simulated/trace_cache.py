@@ -111,12 +111,8 @@ class TraceCache:
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Sizes that are traced to extrapolate others.
-
-        The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample
-        is not traced: it often runs other operators, since its dimension is squeezed or broadcast.
-        """
-        return (2, 5, 3) if self.step == 1 else (self.step, 3 * self.step, 2 * self.step)
+        """The `small_sizes`; the last one is left out where the plan's own parts, traced instead, agree."""
+        return small_sizes(self.step)
 
     def inspect(self, deadline: Deadline) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
@@ -275,6 +271,14 @@ class TraceCache:
                 return self._tracer
         self.end_tracer()
         return None
+
+
+def small_sizes(step: int) -> tuple[int, int, int]:
+    """Return the sizes that are traced to extrapolate others, multiples of `step`.
+
+    A single sample is not traced: it often runs other operators, since its dimension is squeezed or broadcast.
+    """
+    return (2, 5, 3) if step == 1 else (step, 3 * step, 2 * step)
 
 
 def _agrees(affine: AffineTrace, made: Trace) -> bool:
