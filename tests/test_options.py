@@ -58,10 +58,12 @@ def test_every_option_reaches_the_trial_process(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(plan_setup, "make_device", make_device)
     text, value = OPTIONS[name]
     flag = [f"--{name.replace('_', '-')}", *([text] if text else [])]
-    done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "12", "-q", *flag])
+    of_command = name == "updates"
+    workload = ["--", "python", "a.py", "{micro_batch}", "{iter_size}"] if of_command else ["model.py"]
+    done = CliRunner().invoke(main, ["plan", "--target-batch", "12", "-q", *flag, *workload])
     assert str(done.exception) == "far enough" or "far enough" in done.output, done.output
     request = json.loads(json.dumps(seen[0].to_request()))
-    assert make_options(**request["options"]) == seen[0].options == make_options(**{name: value})
+    assert make_options(**request["options"]) == seen[0].options == make_options(**{"equal": of_command, name: value})
 
 
 def test_every_option_has_a_flag_an_argument_and_a_test() -> None:

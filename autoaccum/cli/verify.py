@@ -92,18 +92,17 @@ def command(workload: Any, **asked: Any) -> None:
     ):
         progress.show("loading ..." if isinstance(workload, str) else "running the command to its first update ...")
         result = verify(workload, on_event=listen, **asked)
-    shown: dict[str, Any] = {}
     if isinstance(result, CommandVerification):
-        blocks, code = partial(command_blocks, result), result.exit_code
+        code, blocks = result.exit_code, partial(command_blocks, result)
+        shown = blocks
     else:
-        again = running_words(without=OUTPUT_FLAGS)
-        shown = {"answered": bool(answers)}
-        blocks = partial(verification_blocks, result, again=again)
         code = 0 if result.equivalent else _CODE_UNTESTED if result.untested else _CODE_DIFFERENT
+        blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
+        shown = partial(blocks, answered=bool(answers))
     made_of = (result.workload, result.environment)
     outputs.show(
         result.to_json,
-        lambda: blocks(verbose=outputs.verbose, **shown),
+        lambda: shown(verbose=outputs.verbose),
         files={
             "-o": lambda _: result.to_json(),
             "--report": lambda _: page(str(result.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),

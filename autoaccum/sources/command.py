@@ -122,11 +122,13 @@ def read_command(
         others: Further options that the command itself decides; None: not given.
 
     Raises:
-        UsageError: An option is given that the command itself decides, or the command has no place for the micro-batch,
-            or this process is one of several ranks.
+        UsageError: An option is given that the command itself decides, or that only a command has; or the command has
+            no place for the micro-batch, or this process is one of several ranks.
     """
     source = CommandSource.of(workload) if isinstance(workload, list | tuple) else workload
     if not isinstance(source, CommandSource):
+        if workload is not None and options.updates != Options.updates:
+            raise UsageError("--updates is for a training command, and a workload is given", hint="leave it out")
         return workload, options
     launched = f"autoaccum {verb} ... -- torchrun --nproc-per-node 2 train.py ..."
     check_alone(f"{verb} of a command", hint=f"write the launcher into the command: {launched}")

@@ -24,6 +24,7 @@ REFUSED = {
         "verify model.py -o model.py --force": "-o names the workload itself, model.py",
         "tune model.py": "missing option '--target-batch': see `autoaccum tune --help`",
         "tune model.py --target-batch 64..16": "64..16 is an empty range",
+        "plan model.py --target-batch 8 --updates 4": "--updates is for a training command, and a workload is given",
         "plan --target-batch 8 --": "missing argument 'WORKLOAD|-- COMMAND'",
         "plan --target-batch 8 -- python a.py": "the command has no {micro_batch}: write it where",
         "plan -- python a.py {micro_batch} {iter_size}": "no target batch is given: say how many samples",
