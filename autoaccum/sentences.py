@@ -386,8 +386,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "the trials did takes more memory",
     "idle_ranks": "{idle} of {world_size} ranks have no samples: the target batch is smaller than the number of ranks",
     "equal_parts": _equal_parts,
-    "nearby_target": "equal micro-batches of a target batch of {target_batch} have {micro_batch} samples or {above}, "
-    "and nothing between: with --target-batch {nearby} there are more sizes",
+    "nearby_target": "equal micro-batches of a target batch of {target_batch} have {micro_batch} or {above} "
+    "samples, and nothing between: with --target-batch {nearby} there are more sizes",
     "multiple_found": "micro-batches are even: 2 and 4 samples run, 1 and 3 raise ({error})",
     "modules_beside": _modules,
     "learning_rate": _learning_rate,

@@ -244,7 +244,6 @@ def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
     Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
     depend on.
     """
-    refuse_command_plan(plan)
     if different := differences(plan_facts(plan), here):
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
         raise UsageError(
@@ -253,17 +252,17 @@ def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_command_plan(plan: PlanLike) -> None:
-    """Raise UsageError if the plan is that of a training command, whose trials ran its own updates."""
+def plan_facts(plan: PlanLike) -> dict[str, Any]:
+    """Return the facts that the plan records about its workload and device.
+
+    Raises:
+        UsageError: It is the plan of a training command, whose trials ran the updates of that.
+    """
     if plan.workload.command:
         raise UsageError(
             f"the plan is of a command, {plan.workload.reference}, which trains by itself",
             hint=f"run it with the plan's sizes, or use the number all the same: micro_batch={plan.micro_batch}",
         )
-
-
-def plan_facts(plan: PlanLike) -> dict[str, Any]:
-    """Return the facts that the plan records about its workload and device."""
     spec, workload, device = plan.spec, plan.workload, plan.device
     is_wrapper = workload.model in ("OptimizedModule", "DataParallel")  # Their names are not the inner model's.
     return {

@@ -23,7 +23,6 @@ from autoaccum.accumulation.argument_checks import (
     check_scheduler,
     differences,
     plan_facts,
-    refuse_command_plan,
     unwrap_model,
 )
 from autoaccum.accumulation.backpropagation import model_device
@@ -240,7 +239,6 @@ class TrainingSetup:
         request, plan = self.request, Plan.load(Path(given)) if isinstance(given, str | Path) else given
         if not isinstance(plan, Plan):
             raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-        refuse_command_plan(plan)
         if plan.parallel == "fsdp2" and self.is_live:
             raise UsageError(
                 "the plan shards the model, and fit shards those that it builds", hint="give it a workload"

@@ -64,6 +64,7 @@ REFUSED = {
         "--plot there.svg": "there.svg exists already: add --force to overwrite it, or choose",
     },
     COMMAND: {
+        "--updates 1": "'--updates': 1 is not in the range x>=2",
         "--savers recompute": "--savers is given, and plan runs a command, which decides that itself: leave it out, or",
         "--savers auto": "--savers is given, and plan runs a command, which decides that itself",
         "--fit-micro-batch 4": "--fit-micro-batch is given, and plan runs a command, which decides that itself",
