@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import closing
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
-from autoaccum.devices.budget import AvailableMemory, choose_budget
+from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.cpu import describe_host
@@ -35,8 +35,7 @@ class CommandDevice(Device):
         self._settings, self._index = settings, index
         self._observations = Observations(settings)
         self._inspection: Inspection | None = None
-        self._host: AvailableMemory | None = None
-        self._card: InstalledCard | None = None
+        self._facts: DeviceFacts | None = None
         self._limit_bytes = 0
 
     @property
@@ -53,10 +52,8 @@ class CommandDevice(Device):
     def describe(self) -> DeviceFacts:
         """As `Device`."""
         self.inspect()
-        if self._card is not None:
-            return self._card.describe(self.name, self._limit_bytes)
-        assert self._host is not None
-        return describe_host(self._host, self._limit_bytes)
+        assert self._facts is not None
+        return self._facts
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`, by a run in micro-batches of two samples."""
@@ -66,12 +63,10 @@ class CommandDevice(Device):
             parts = self._observations.parts(min(size, self._settings.rank_samples))
             trial, report = self._run(parts, None, limit_seconds)
             report = check_ran(trial, report, self.name)
-            if self._index is None:
-                available = self._host = read_host_memory()
-            else:
-                self._card = read_record(report.available["card"], InstalledCard)
-                available = self._card.available
-            self._limit_bytes = choose_budget(available, options.memory, options.reserve)
+            card = None if self._index is None else read_record(report.available["card"], InstalledCard)
+            available = read_host_memory() if card is None else card.available
+            limit = self._limit_bytes = choose_budget(available, options.memory, options.reserve)
+            self._facts = describe_host(available, limit) if card is None else card.describe(self.name, limit)
             self._inspection = inspection_of(
                 self._settings, report, update_bytes=trial.peak_reserved_bytes, update_samples=parts[0]
             )
