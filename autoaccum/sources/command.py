@@ -20,7 +20,10 @@ MICRO_BATCH: Final = "{micro_batch}"
 ITER_SIZE: Final = "{iter_size}"
 TOTAL_ITER_SIZE: Final = "{total_iter_size}"
 """The micro-batches of all ranks per update, for scripts that divide their option by the number of ranks."""
-_PLACES: Final = (MICRO_BATCH, ITER_SIZE, "{world_size}", TOTAL_ITER_SIZE)
+TARGET_BATCH: Final = "{target_batch}"
+"""The samples of an update, over all ranks, for scripts that derive the micro-batches of an update from it."""
+_PLACES: Final = (MICRO_BATCH, ITER_SIZE, "{world_size}", TOTAL_ITER_SIZE, TARGET_BATCH)
+_OF_PARTS: Final = (ITER_SIZE, TOTAL_ITER_SIZE, TARGET_BATCH)
 _OWN_TRAINING: Final = (
     "is for a workload, and a command trains by itself",
     "run the command that `autoaccum plan` prints",
@@ -80,11 +83,17 @@ class CommandSource(Source):
     @property
     def takes_iter_size(self) -> bool:
         """Whether the command is told how many micro-batches an update has."""
-        return ITER_SIZE in self.name or TOTAL_ITER_SIZE in self.name
+        return self.iter_place is not None
+
+    @property
+    def iter_place(self) -> str | None:
+        """The place by which it is told; None if there is none."""
+        return next((place for place in _OF_PARTS if place in self.name), None)
 
     def fill(self, *, micro_batch: int, iter_size: int, world_size: int = 1) -> list[str]:
         """Return the words with sizes in their places; other braces stay as they are."""
-        sizes = (micro_batch, iter_size, world_size, iter_size * world_size)
+        total = iter_size * world_size
+        sizes = (micro_batch, iter_size, world_size, total, total * micro_batch)
         filled = self.words
         for place, size in zip(_PLACES, sizes, strict=True):
             filled = [word.replace(place, str(size)) for word in filled]

@@ -197,7 +197,7 @@ class Observations:
     @property
     def iter_option(self) -> str:
         """The option of the command that takes the number of micro-batches."""
-        return self._option(TOTAL_ITER_SIZE if TOTAL_ITER_SIZE in self.source.name else ITER_SIZE)
+        return self._option(self.source.iter_place or ITER_SIZE)
 
     def parts(self, size: int) -> tuple[int, ...]:
         """Return the parts of a run that shows whether a size fits: two micro-batches, if the command can be told."""

@@ -39,7 +39,7 @@ class CommandEnd:
     """How a run of a command ended.
 
     Attributes:
-        reports: Those of its processes that made updates or failed, by rank.
+        reports: Those of its processes that imported PyTorch and have ended, or made their last update, in that order.
         exit_status: Its exit status, negative for a signal; None: it was ended after its last update.
         timed_out: Whether it was ended because it took too long.
         is_oom_kill: Whether the kernel killed a process meanwhile for lack of memory.
@@ -149,8 +149,9 @@ class Supervisor(Handler):
 
 
 def _read_reports(settings: WatchSettings) -> tuple[ProcessReport, ...]:
-    reports = [read_report(path) for path in settings.reports.glob("*.json")]
-    return tuple(sorted(reports, key=lambda report: (report.rank, -report.updates)))
+    """Return the reports as they came: where several processes fail, the first one says why."""
+    paths = sorted(settings.reports.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return tuple(map(read_report, paths))
 
 
 def _shown(path: Path) -> Iterator[None]:

@@ -259,7 +259,7 @@ class Watch:
 
     def _at_exit(self) -> None:
         """Report of a script that has ended before its last update."""
-        if self._is_here and not self._reported and (self._updates or self._backwards or self._models):
+        if self._is_here:
             self._report()
 
     def _report(self, error: BaseException | None = None) -> None:
