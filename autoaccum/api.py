@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
     from autoaccum.training.fit_events import FitResult
     from autoaccum.tuning.tuning_records import Tuning
-    from autoaccum.verification.command_check import CommandVerification
     from autoaccum.verification.verification_result import Event as VerificationEvent
     from autoaccum.verification.verification_result import Verification
 
@@ -211,19 +210,8 @@ def compare(
     return compare_plans(workload, request, on_row=on_row, on_event=on_event, on_output=on_output)
 
 
-@overload
 def verify(
-    workload: list[str] | tuple[str, ...],
-    *,
-    target_batch: int = 16,
-    micro_batch: int | None = None,
-    **options: Unpack[OptionArguments],
-) -> CommandVerification: ...
-
-
-@overload
-def verify(
-    workload: str | os.PathLike[str] | Workload | None = None,
+    workload: str | os.PathLike[str] | Workload | Sequence[str] | None = None,
     *,
     target_batch: int = 16,
     micro_batch: int | None = None,
@@ -242,30 +230,7 @@ def verify(
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
     on_event: Callable[[VerificationEvent], Any] | None = None,
     **options: Unpack[OptionArguments],
-) -> Verification: ...
-
-
-def verify(
-    workload: str | os.PathLike[str] | Workload | list[str] | tuple[str, ...] | None = None,
-    *,
-    target_batch: int = 16,
-    micro_batch: int | None = None,
-    trainer: Any = None,
-    data: Any = None,
-    model: nn.Module | None = None,
-    batch: Any = None,
-    loss: Any = None,
-    criterion: Any = None,
-    outputs: Callable[[nn.Module, Any], Any] | None = None,
-    coupled_loss: Callable[[Any, Any], Any] | None = None,
-    weight: Callable[[Any], Any] | None = None,
-    split: Callable[[Any, list[int]], Any] | None = None,
-    size: Callable[[Any], int] | None = None,
-    reduction: str | None = None,
-    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
-    on_event: Callable[[VerificationEvent], Any] | None = None,
-    **options: Unpack[OptionArguments],
-) -> Verification | CommandVerification:
+) -> Verification:
     """Compare an update accumulated in micro-batches with the full batch's, and find the cause of a difference.
 
         result = autoaccum.verify("model.py", target_batch=16)
@@ -278,7 +243,7 @@ def verify(
 
     A training command, as a list of words, runs twice up to its first optimizer step with the same samples, without
     dropout: with all of them as one micro-batch, and in parts. `accumulate`, and what goes with a live model, cannot be
-    given. The result is a `CommandVerification`:
+    given. Runs that cannot be compared leave `comparisons` empty, and `notes` say why:
 
         autoaccum.verify(["python", "train.py", "--bs={micro_batch}", "--accum={iter_size}"]).equivalent
 

@@ -369,7 +369,6 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "command_draws": "the model draws random numbers in its forward pass, others for micro-batches than for the whole "
     "batch, so that nothing can be said: leave the noise out while you verify",
     "command_no_gradient": "the gradient of the whole batch is {seen}, so that nothing can be said",
-    "command_lone_gradients": "only one of the runs has a gradient of {tensors:names}",
     # Running out of memory in training.
     "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
     "later ones run in micro-batches of at most {lowered}",

@@ -58,7 +58,6 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "command_ignored": [{"passes": 1, "expected": 4, "option": "--accum"}],
     "command_other_samples": [{"same": 3, "samples": 16}],
     "command_no_gradient": [{"seen": "not finite"}],
-    "command_lone_gradients": [{"tensors": ["head.weight"]}],
     "batchnorm_by_parts": [{"modules": ["norm1", "norm2"]}],
     "take_batchnorm_mode": [{"mode": mode} for mode in ("exact", "frozen")],
     "sample_depends_on_others": [{"modules": ["0"]}],

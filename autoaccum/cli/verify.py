@@ -11,8 +11,6 @@ from autoaccum.cli.flags import OUTPUT_FLAGS, WORKLOAD_OR_COMMAND, HelpWithHeadi
 from autoaccum.cli.outputs import Outputs, page, running_words, stdout_kept
 from autoaccum.reporting.console import make_console, show
 
-_CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
-
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
 @click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
@@ -64,13 +62,7 @@ def command(workload: Any, **asked: Any) -> None:
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
-    from autoaccum.reporting.verify_report import (
-        VerificationProgress,
-        command_blocks,
-        difference_line,
-        verification_blocks,
-    )
-    from autoaccum.verification.command_check import CommandVerification
+    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, verification_blocks
     from autoaccum.verification.verification_result import Diagnosing
 
     outputs = Outputs(asked, workload)
@@ -92,21 +84,15 @@ def command(workload: Any, **asked: Any) -> None:
     ):
         progress.show("loading ..." if isinstance(workload, str) else "running the command to its first update ...")
         result = verify(workload, on_event=listen, **asked)
-    if isinstance(result, CommandVerification):
-        code, blocks = result.exit_code, partial(command_blocks, result)
-        shown = blocks
-    else:
-        code = 0 if result.equivalent else _CODE_UNTESTED if result.untested else _CODE_DIFFERENT
-        blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
-        shown = partial(blocks, answered=bool(answers))
+    blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
     made_of = (result.workload, result.environment)
     outputs.show(
         result.to_json,
-        lambda: shown(verbose=outputs.verbose),
+        lambda: blocks(verbose=outputs.verbose, answered=bool(answers)),
         files={
             "-o": lambda _: result.to_json(),
             "--report": lambda _: page(str(result.workload["name"]), {"Verification": blocks(verbose=True)}, made_of),
         },
     )
-    if code:
-        raise click.exceptions.Exit(code)
+    if result.exit_code:
+        raise click.exceptions.Exit(result.exit_code)

@@ -153,6 +153,13 @@ def check_device(name: str) -> None:
         )
 
 
+def check_named_device(name: str) -> None:
+    """Raise UsageError as `check_device`, and for `auto`, too."""
+    if name == "auto":
+        raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
+    check_device(name)
+
+
 def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER) -> bool:
     """Return whether this process may use an NVIDIA card, without calling torch or the driver.
 

@@ -12,13 +12,13 @@ from autoaccum.checks import counted
 from autoaccum.reporting.console import Block, Facts, Table, first_messages, offer
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import format_parts
-from autoaccum.verification.command_check import CommandVerification
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
     Comparison,
     Diagnosing,
     Difference,
+    Quantity,
     Verification,
     VerificationStarted,
 )
@@ -47,13 +47,14 @@ def verification_blocks(
     if verbose:
         modes = [("batchnorm", result.batchnorm)] if result.batchnorm != "micro" else []
         modes += [("coupled", str(result.coupled))] if result.coupled else []
-        tolerance = f"{result.tolerance:.0e} of the largest entry, in {result.precision}"
+        scale = _scale(result.comparisons[0]) if result.comparisons else ""
+        tolerance = f"{result.tolerance:.0e}{scale}, in {result.precision}"
         blocks += ["", Facts([*modes, ("tolerance", tolerance), ("time", f"{result.seconds:.1f} s")])]
-    elif result.notes and not result.equivalent:
+    elif result.notes and result.comparisons and not result.equivalent:
         blocks.append("")
-    if verbose or not result.equivalent:
+    if (verbose or not result.equivalent) and result.comparisons:
         blocks += first_messages(Facts.of_messages((), result.notes), verbose=verbose)
-    if not result.equivalent:
+    if not result.equivalent and result.comparisons:
         words, command = _next_command(result, again)
         blocks += ["", *(offer(words, command) if command else [Text(words)])]
     return blocks
@@ -66,6 +67,8 @@ def verdict(result: Verification, *, verbose: bool = False) -> Text:
         neutral = " but for random numbers, which were replaced by neutral values" if result.neutral_random else ""
         how = f"{neutral}: the accumulated update is the full batch's, {_how_equal(result)}{more}"
         return Text.assemble(("equivalent", "bold green"), how)
+    if not result.comparisons:
+        return Text.assemble(("undecided", "bold yellow"), f": {result.notes[0]}")
     if result.untested:
         missing = "of equal length: weighting by tokens was not tested"
         return Text.assemble(("equal", "bold yellow"), f" on {result.target_batch} samples {missing}")
@@ -77,41 +80,20 @@ def difference_line(comparison: Comparison) -> Text:
     worst = max((difference for difference in comparison.differences if not difference.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
     verb = "is" if worst.quantity == "loss" else "are"
-    off = f"off by {_error(worst.error)}{_SCALES[worst.quantity]}"
+    off = f"off by {_error(worst.error)}{_scale(comparison, worst.quantity)}"
     how = off if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
 
 
-def command_blocks(result: CommandVerification, *, verbose: bool = False) -> list[Block]:
-    """Return the verification of a command: the verdict, and the causes or why there is none."""
-    split = f"{format_parts(result.micro_batches)} = {sum(result.micro_batches)} samples"
-    if result.answer == "undecided":
-        blocks: list[Block] = [Text.assemble(("undecided", "bold yellow"), f": {result.notes[0]}")]
-        notes = result.notes[1:]
-    else:
-        notes = result.notes
-        error = f"{_error(result.error or 0.0)} of a tensor's norm"
-        if result.equivalent:
-            how = f": the script accumulates rightly, equal to {error}"
-            verdict = Text.assemble(("equivalent", "bold green"), how)
-        else:
-            how = f": the gradients are off by {error}, at {result.where}"
-            verdict = Text.assemble(("not equivalent", "bold red"), how)
-        tensors = counted(result.compared, "tensor")
-        blocks = [verdict.append(f" ({tensors}, {split}, {result.device}, tolerance {_tolerance(result.tolerance)})")]
-    for number, cause in enumerate(result.causes, start=1):
-        name = "cause" if len(result.causes) == 1 else f"cause {number}"
-        rows = [(name, f"{cause.kind}: {cause.found}"), ("change", str(cause.change))]
-        proof = [("proved", "with this done, the same comparison is equal")] if cause.proved else []
-        blocks += ["", Facts(rows + proof)]
-    if verbose:
-        blocks += ["", Facts([("model", str(result.workload["model"])), ("time", f"{result.seconds:.1f} s")])]
-    return blocks + first_messages(Facts.of_messages((), notes), verbose=verbose)
+def _scale(comparison: Comparison, quantity: Quantity = "gradients") -> str:
+    """Return what an error is relative to."""
+    return " of the norm of the tensor" if comparison.method == "command" else _SCALES[quantity]
 
 
 def _comparison_title(comparison: Comparison) -> str:
     """Return what accumulated, the window and its parts."""
-    method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
+    makers = {"accumulate": "accumulate() of the workload", "command": "the command"}
+    method = makers.get(comparison.method, "the Accumulator")
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
     return f"{method}, {_WINDOWS[comparison.window]}: {parts}"
 
@@ -169,12 +151,15 @@ def _how_equal(result: Verification) -> str:
     """Write the largest gradient error of all comparisons, with the batch, the precision and its tolerance."""
     error = max(comparison.gradients.error for comparison in result.comparisons)
     rough = "" if result.precision == "fp64" else f", tolerance {_tolerance(result.tolerance)}"
-    precision = {"fp64": "float64", "fp32": "float32"}[result.precision]
+    precision = result.precision.replace("bf", "bfloat").replace("fp", "float")
     tensors = counted(result.comparisons[0].gradients.compared, "tensor")
     batch = f"{tensors}, {result.target_batch} samples as {format_parts(result.comparisons[0].micro_batches)}"
     if result.world_size > 1:
         batch += f" over {result.world_size} ranks"
-    return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"
+    scale = (
+        " of the largest gradient entry" if result.comparisons[0].method != "command" else " of the norm of the tensor"
+    )
+    return f"to {_error(error)}{scale} ({batch}, {precision}{rough})"
 
 
 def _urgency(difference: Difference) -> tuple[int, float]:

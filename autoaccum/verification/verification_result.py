@@ -14,7 +14,7 @@ from autoaccum.serialization import freeze, to_plain
 
 SCHEMA = 3
 
-Method = Literal["accumulator", "accumulate"]
+Method = Literal["accumulator", "accumulate", "command"]
 Window = Literal["whole", "uneven", "last"]
 Quantity = Literal["loss", "gradients", "buffers"]
 CauseKind = Literal[
@@ -39,7 +39,7 @@ class Difference:
         quantity: What was compared.
         compared: The number of tensors (for the loss: of terms).
         error: The largest difference, relative to the largest entry; of gradients, of the full batch's whole gradient.
-            Infinite where only one side exists or is finite.
+            For a command, relative to the norm of the tensor. Infinite where only one side exists or is finite.
         where: The tensor or term with the largest error; None where there is nothing to compare.
         tolerance: The largest error that rounding explains.
         equal: Whether all errors are within their tolerance.
@@ -60,10 +60,10 @@ class Comparison:
     """One way to accumulate one batch, compared with the full batch.
 
     Attributes:
-        method: `accumulator`, or `accumulate` for the workload's own loop.
+        method: `accumulator`, `accumulate` for the workload's own loop, or `command` for a training command.
         window: `whole` for the target batch, `uneven` for the same batch with samples shortened, `last` for a shorter
             window, as at the end of an epoch.
-        micro_batches: The parts, in samples.
+        micro_batches: The parts, in samples; of a command, those of a rank.
         differences: One for each quantity.
     """
 
@@ -112,11 +112,11 @@ class Verification:
         equivalent: Whether every comparison was equal, and the weighting was tested.
         target_batch: Samples in the whole window.
         micro_batch: The most samples in a part.
-        precision: `fp64` or `fp32`.
+        precision: `fp64` or `fp32`; of a command, the coarsest dtype of its gradients.
         device: `cpu` or `cuda:N`.
         batchnorm: The mode that was verified.
         tolerance: How much rounding alone may change an update, relative to the largest entry.
-        comparisons: All comparisons, in order.
+        comparisons: All comparisons, in order; none where the runs of a command cannot be compared.
         causes: Why they were not equal; empty where they were.
         notes: What was done beside the comparison, such as with neutral random numbers.
         workload: Name, digest, model, parameters, reduction, weight.
@@ -152,6 +152,11 @@ class Verification:
     def __post_init__(self) -> None:
         for name in ("workload", "environment"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
+
+    @property
+    def exit_code(self) -> int:
+        """0: equivalent; 1: not; 3: the updates cannot be compared, or the weighting was not tested."""
+        return 0 if self.equivalent else 3 if self.untested or not self.comparisons else 1
 
     def to_json(self) -> str:
         """Return the record as indented JSON, the schema first; numbers that are not finite are null.

@@ -19,7 +19,7 @@ from autoaccum.accumulation.schedule import check_multiple, make_schedule, split
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import describe_failure, failure_error
-from autoaccum.devices.device_choice import check_device
+from autoaccum.devices.device_choice import check_named_device
 from autoaccum.devices.inspection import describe_environment, name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
@@ -82,9 +82,7 @@ def run_verification(
             f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
             hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
         )
-    if options.device == "auto":
-        raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
-    check_device(options.device)
+    check_named_device(options.device)
     if options.world_size > 1 and options.device != "cpu":
         raise UsageError(
             f"world_size is {options.world_size} on {options.device}: ranks are compared on the CPU",

@@ -8,56 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Command
+import torch
+from click.testing import CliRunner
 from factories import codes
+from torch import Tensor
 
 from autoaccum.api import verify
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.command_check import CommandVerification
+from autoaccum.cli.root import main
+from autoaccum.errors import UsageError
+from autoaccum.verification.command_check import FirstUpdate, UpdatePair
+from autoaccum.verification.verification_result import Verification
 
 SCRIPTS = Path(__file__).parents[1] / "devices" / "command" / "scripts"
 SIZES = ("--batch-size", "{micro_batch}", "--accum", "{iter_size}")
-PARTS = (4, 4, 4, 4)
 
-MODELS = """
+GAN = """
 import sys, torch
 from torch import nn
-size, accum, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+size, accum = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
 data = torch.randn(256, 8).split(size)
 nn.Flatten(0)(torch.zeros(2, 3))  # A module without parameters, as transforms of one sample are.
-
-class Noisy(nn.Linear):
-    def forward(self, x):
-        if kind == "noise":  # Of one draw, micro-batches would get in turn what the whole batch gets.
-            x = x + torch.randn_like(x) * torch.randn_like(x)
-        return super().forward(x)
-
-class Batch:
-    def __init__(self, x):
-        self.x = x
-
-class Opaque(nn.Linear):
-    def forward(self, batch):
-        return super().forward(batch.x - batch.x.mean(0))
-"""
-ONE_MODEL = (
-    MODELS
-    + """
-model = Opaque(8, 3) if kind == "opaque" else Noisy(8, 3)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for update in range(3):
-    optimizer.zero_grad()
-    for x in data[update * accum : (update + 1) * accum]:
-        y = model(Batch(x) if kind == "opaque" else x)
-        loss = y.square().sum() if kind == "sum" else y.square().mean() / accum
-        (loss * (kind != "zero")).backward()
-    optimizer.step()
-"""
-)
-GAN = (
-    MODELS
-    + """
 made, judge = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in (judge, made)]
 for update in range(3):
@@ -69,131 +40,151 @@ for update in range(3):
     optimizers[0].step()
     made.zero_grad()
     for x in batches:
-        (judge(made(x)).sigmoid().mean() / (1 if kind == "undivided" else accum)).backward()
+        judge(made(x)).sigmoid().mean().backward()
     optimizers[1].step()
 """
-)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(warm_children: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scripts write into the current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def check(script: str | Path, *words: str, **options: Any) -> CommandVerification:
+def check(script: str | Path, *words: str, **options: Any) -> Verification:
     return verify([sys.executable, str(SCRIPTS / script), *(words or SIZES)], **options)
 
 
-def written(folder: Path, source: str, kind: str, **options: Any) -> CommandVerification:
-    (folder / "train.py").write_text(source)
-    return check(folder / "train.py", "{micro_batch}", "{iter_size}", kind, **options)
+def gradients(*factors: float) -> dict[str, Tensor]:
+    """Two tensors, times these factors."""
+    tensors = (torch.linspace(-1, 3, 24).reshape(4, 6), torch.linspace(2, 1, 6))
+    return {name: factor * each for name, factor, each in zip(("weight", "bias"), factors, tensors, strict=True)}
 
 
-def test_dropout_does_not_count() -> None:
-    found = check("right.py")
-    assert (found.answer, found.equivalent, found.exit_code) == ("equal", True, 0)
-    assert (found.target_batch, found.micro_batches, found.device, found.compared) == (16, PARTS, "cpu", 6)
-    assert found.error is not None
-    assert found.error < 1e-5 < found.tolerance
-    assert (found.causes, found.notes) == ((), ())
-    assert found.workload["model"] == "Sequential"
-    assert json.loads(found.to_json())["schema"] == 1
+def update(
+    found: dict[str, Tensor], rows: Tensor | None = None, parts: dict[str, list[Tensor]] | None = None
+) -> FirstUpdate:
+    return FirstUpdate(found, parts or {}, torch.arange(32.0).reshape(16, 2) if rows is None else rows, draws=False)
 
 
-@pytest.mark.parametrize(
-    ("script", "facts"),
-    [
-        ("wrong_not_divided.py", {"factor": 4.0, "parts": 4, "tensors": []}),
-        ("wrong_divided_twice.py", {"factor": 0.25, "parts": 4, "tensors": []}),
-    ],
-)
-def test_a_wrong_factor_is_named(script: str, facts: dict[str, Any]) -> None:
-    found = check(script)
-    assert (found.answer, found.exit_code) == ("different", 1)
-    assert [(cause.kind, cause.proved, cause.found.code) for cause in found.causes] == [
-        ("accumulate", True, "command_scaled")
-    ]
-    assert found.causes[0].found.facts == facts
+def pair(*factors: float) -> UpdatePair:
+    return UpdatePair(update(gradients(1, 1)), update(gradients(*factors)), 4)
 
 
-def test_means_over_different_counts_are_told_by_what_the_parts_should_count_for() -> None:
-    (cause,) = check("wrong_token_mean.py").causes
-    assert (cause.kind, cause.proved, cause.found.code) == ("accumulate", True, "parts_count")
-    assert cause.found.facts["mistake"] == "mean of means"
-    assert cause.found.facts["factors"] == pytest.approx([0.25] * 4, rel=1e-4)
-    shares = cause.found.facts["shares"]
-    assert sum(shares) == pytest.approx(1)
-    assert max(shares) > 1.2 * min(shares)
+def test_rounding_is_no_difference() -> None:
+    assert pair(1 + 1e-6, 1).unequal() == []
+    assert pair(1 + 1e-3, 1).unequal() == ["weight"]
 
 
-def test_batchnorm_is_proved_by_its_running_statistics() -> None:
-    found = check("wrong_batchnorm.py")
-    (cause,) = found.causes
-    assert (cause.kind, cause.proved, cause.where, found.exit_code) == ("batchnorm", True, ("bn1", "bn2"), 1)
+def test_a_gradient_that_is_all_rounding_is_measured_by_the_whole() -> None:
+    assert pair(1, 1).tolerance == pytest.approx(3.45e-4, rel=1e-2)
+    whole, split = gradients(1, 1e-8), gradients(1, -1e-8)
+    assert UpdatePair(update(whole), update(split), 4).unequal() == []
 
 
-def test_an_option_that_is_ignored_is_named() -> None:
-    (cause,) = check("wrong_flag_ignored.py").causes
-    assert cause.found.code == "command_ignored"
-    assert cause.found.facts == {"passes": 1, "expected": 4, "option": "--accum"}
+@pytest.mark.parametrize("factor", [4.0, 0.25, 2.0])
+def test_a_factor_of_some_gradients_or_all_is_found(factor: float) -> None:
+    for found, names in ((pair(factor, factor), ["weight", "bias"]), (pair(1, factor), ["bias"])):
+        scaled = found.scaled()
+        assert scaled is not None
+        assert scaled[0] == pytest.approx(factor)
+        assert scaled[1] == names
+    assert pair(factor, 3 * factor).scaled() is None
 
 
-def test_other_samples_say_nothing() -> None:
-    found = check("wrong_samples.py")
-    assert (found.answer, found.exit_code, found.error, found.causes) == ("undecided", 3, None, ())
-    assert codes(found.notes) == ["command_other_samples"]
+def test_a_gradient_that_one_run_lacks_or_that_is_not_finite_is_different() -> None:
+    lacking = UpdatePair(update(gradients(1, 1)), update({"weight": gradients(1, 1)["weight"]}), 4)
+    assert (lacking.unequal(), lacking.error("bias"), lacking.scaled()) == (["bias"], float("inf"), None)
+    assert pair(1, float("nan")).unequal() == ["bias"]
+    assert pair(1, float("nan")).scaled() is None
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_weights_of_parts_are_found(passes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    parts = [torch.randn(20, generator=generator) / 4 for _ in range(4 * passes)]
+    sums = torch.stack(parts).reshape(4, passes, 20).sum(1)
+    whole, split = update({"w": 4 * shares @ sums}), update({"w": sums.sum(0)}, parts={"w": parts})
+    found = UpdatePair(whole, split, 4).weighted()
+    assert found is not None
+    assert found[0] == pytest.approx(0.25, rel=1e-4)
+    assert found[1] == pytest.approx(shares.tolist(), rel=1e-4)
+    other = update({"w": torch.randn(20, generator=generator)})
+    assert UpdatePair(other, split, 4).weighted() is None
+
+
+def test_samples_are_known_again_in_another_order_and_by_one_end() -> None:
+    rows = torch.arange(32.0).reshape(16, 2)
+    padded = torch.stack([rows[:, 0] + 500, rows[:, 1]], 1).flip(0)
+    whole = update(gradients(1, 1), rows)
+    for others, same in ((rows * (1 + 1e-7), 16), (padded, 16), (rows + 12, 10), (rows[:0], 0)):
+        assert UpdatePair(whole, update(gradients(1, 2), others), 4).same_samples() == same
 
 
 def test_an_evaluation_before_the_first_update_leaves_the_samples_as_they_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script fetches its first batch, evaluates, and then trains; it clips, scales and casts."""
+    """The script fetches its first batch, evaluates, and then trains; it has dropout, clips, scales and casts."""
     monkeypatch.chdir(SCRIPTS / "nanogpt")
     sizes = ("--batch_size={micro_batch}", "--gradient_accumulation_steps={iter_size}")
     options = ("--dropout=0.2", "--dtype=float16", "--compile=True", f"--out_dir={folder}")
-    assert check("nanogpt/train.py", "config/tiny.py", *options, *sizes, target_batch=8).equivalent
-
-
-def test_ranks_share_the_batch() -> None:
-    script = str(SCRIPTS / "ddp.py")
-    words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "--batch-size={micro_batch}")
-    found = verify([sys.executable, "-m", *words, "--accum-steps={iter_size}"], world_size=2)
-    assert (found.answer, found.target_batch, found.micro_batches) == ("equal", 16, (2, 2, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("kind", "answer", "notes"),
-    [
-        ("sum", "equal", []),
-        ("noise", "undecided", ["command_draws"]),
-        ("zero", "undecided", ["command_no_gradient"]),
-        ("opaque", "undecided", ["command_unseen_samples"]),
-    ],
-)
-def test_a_loop_of_one_model(folder: Path, kind: str, answer: str, notes: list[str]) -> None:
-    found = written(folder, ONE_MODEL, kind)
-    assert (found.answer, codes(found.notes)) == (answer, notes)
+    found = check("nanogpt/train.py", "config/tiny.py", *options, *sizes, target_batch=8)
+    (compared,) = found.comparisons
+    assert (found.equivalent, found.exit_code, found.causes, found.notes) == (True, 0, (), ())
+    assert (found.target_batch, compared.micro_batches, found.device) == (8, (2, 2, 2, 2), "cpu")
+    assert compared.gradients.error < 1e-5 < compared.gradients.tolerance
+    assert found.workload["model"] == "GPT"
+    assert json.loads(found.to_json())["comparisons"][0]["method"] == "command"
 
 
 def test_the_models_of_a_gan_are_compared_each_from_its_first_weights(folder: Path) -> None:
-    found = written(folder, GAN, "undivided")
+    (folder / "train.py").write_text(GAN)
+    words = ["--", sys.executable, str(folder / "train.py"), "{micro_batch}", "{iter_size}"]
+    done = CliRunner().invoke(main, ["verify", "-q", "-o", "found.json", *words])
+    assert done.exit_code == 1
+    assert "not equivalent: the gradients are off by 3.0e+00" in done.output
+    (cause,) = json.loads((folder / "found.json").read_text())["causes"]
+    assert (cause["kind"], cause["proved"]) == ("accumulate", True)
+    assert cause["where"] == ["Linear 1: weight", "Linear 1: bias"]
+    assert "is 4 times that of the whole batch" in cause["found"]["text"]
+
+
+def test_means_over_different_counts_are_told_by_what_the_parts_should_count_for(folder: Path) -> None:
+    (cause,) = check("wrong_token_mean.py").causes
+    assert (cause.kind, cause.proved, cause.found.code) == ("accumulate", True, "parts_count")
+    assert cause.found.facts["mistake"] == "mean of means"
+    assert cause.found.facts["factors"] == pytest.approx([0.25] * 4, rel=1e-4)
+    shares = cause.found.facts["shares"]
+    assert max(shares) > 1.2 * min(shares)
+
+
+def test_batchnorm_is_proved_by_its_running_statistics(folder: Path) -> None:
+    found = check("wrong_batchnorm.py")
     (cause,) = found.causes
-    assert (cause.found.code, cause.found.facts["factor"]) == ("command_scaled", 4.0)
-    assert cause.where == ("Linear 1: weight", "Linear 1: bias")
-    assert written(folder, GAN, "divided").equivalent
+    assert (cause.kind, cause.proved, cause.where, found.exit_code) == ("batchnorm", True, ("bn1", "bn2"), 1)
 
 
-def test_a_script_that_fails_shows_its_own_traceback() -> None:
-    with pytest.raises(WorkloadError, match="KeyError") as caught:
-        check("fails.py")
-    assert "read_annotations" in str(caught.value.user_traceback)
+def test_an_option_that_is_ignored_is_named(folder: Path) -> None:
+    found = check("wrong_flag_ignored.py")
+    (cause,) = found.causes
+    assert (cause.found.code, found.exit_code) == ("command_ignored", 1)
+    assert cause.found.facts == {"passes": 1, "expected": 4, "option": "--accum"}
 
 
-def test_a_script_without_an_update_is_not_measured() -> None:
-    with pytest.raises(NotMeasuredError, match="0 optimizer steps"):
-        check("no_update.py")
+def test_other_samples_say_nothing(folder: Path) -> None:
+    found = check("wrong_samples.py")
+    assert (found.equivalent, found.exit_code, found.comparisons, found.causes) == (False, 3, (), ())
+    assert codes(found.notes) == ["command_other_samples"]
+
+
+def test_ranks_share_the_batch(folder: Path) -> None:
+    script = str(SCRIPTS / "ddp.py")
+    words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "--batch-size={micro_batch}")
+    found = verify([sys.executable, "-m", *words, "--accum-steps={iter_size}"], world_size=2, target_batch=8)
+    assert (found.equivalent, found.target_batch, found.world_size) == (True, 8, 2)
+    assert found.comparisons[0].micro_batches == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +202,3 @@ def test_a_script_without_an_update_is_not_measured() -> None:
 def test_what_makes_no_sense_for_a_command_is_refused(words: Any, options: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         check("right.py", *words, **options)
-
-
-def test_the_command_says_what_it_found(folder: Path, command: Command) -> None:
-    words = ("--", sys.executable, str(SCRIPTS / "wrong_not_divided.py"), *SIZES)
-    done = command(folder, "verify", "-q", "--target-batch", "8", *words)
-    assert done.returncode == 1
-    assert "not equivalent: the gradients are off by 3.0e+00" in done.stdout
-    assert "4 times that of the whole batch" in " ".join(done.stdout.split())

@@ -8,9 +8,7 @@ models, as of a GAN, are compared from the same weights.
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,13 +34,9 @@ _ENDS: Final = 16
 """Tokens at each end of a sample by which it is known again where it is padded to another length."""
 _UNEVEN: Final = 20
 """An optimizer that has made so many steps waits for the first of another no longer."""
-_DROPOUTS: Final = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
-    *("alpha_dropout", "feature_alpha_dropout"),
-)
-_WRAPPERS: Final = re.compile(r"^((_orig_mod|module|_fsdp_wrapped_module)\.)+")
+_DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _Any: Any = nn.Module
-_functional: Any = functional
+_Tensor: Any = Tensor
 
 
 class GradientWatch:
@@ -63,20 +57,13 @@ class GradientWatch:
         self._steps: Counter[int] = Counter()
         self._rows: list[Tensor] = []
         self._before_call: bytes | None = None
-        self._draws = self._evaluated = False
+        self._draws = False
         seed_generators(0)
         torch.manual_seed(0)
         make_generator: Any = np.random.default_rng
         np.random.default_rng = lambda seed=None: make_generator(0 if seed is None else seed)
         torch.backends.cudnn.deterministic = True
-        _neutralise_dropout()
-        _neutralise_clipping()
-        _after_init(
-            torch.utils.data.DataLoader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0
-        )
-        _after_init(torch.amp.GradScaler, _init_scale=1.0)
-        if settings.freezes_batchnorm:
-            _freeze_batchnorm()
+        self._neutralise()
         _after_init(Optimizer, self._optimizers.add)
         self._keep_draws_of_training()
         register_optimizer_step_pre_hook(self._before_step)
@@ -91,7 +78,6 @@ class GradientWatch:
     def see_call(self, inputs: Any) -> None:
         """Keep what an outermost module is called with, for the samples of the update."""
         if not torch.is_grad_enabled():
-            self._evaluated = True
             return
         with suppress(RuntimeError, TypeError):  # Of tensors of other kinds, such as sparse ones.
             self._rows += _describe_rows(inputs)
@@ -122,7 +108,7 @@ class GradientWatch:
         record = {
             "gradients": {names[key]: each for key, each in self._gradients.items() if each is not None},
             "parts": {names[key]: parts for key, parts in self._parts.items() if key in self._gradients},
-            "rows": torch.cat(self._rows) if self._rows else torch.empty(0, 3),
+            "rows": torch.cat(self._rows) if self._rows else torch.empty(0, 2),
             "draws": self._draws,
         }
         torch.save(record, self._settings.gradients)
@@ -142,21 +128,15 @@ class GradientWatch:
         return chosen
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Keep the gradients of an optimizer, after the closure if it has one."""
+        """Keep the gradients, and take them from the optimizer, which then changes no weight.
+
+        A closure, which computes them, is called first.
+        """
         closure = kwargs.pop("closure", None) or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._hold(optimizer)
-            return args, kwargs
-
-        def run_and_hold() -> Any:
-            loss = closure()
-            self._hold(optimizer)
-            return loss
-
-        return (args[0], run_and_hold, *args[2:]), kwargs
-
-    def _hold(self, optimizer: Optimizer) -> None:
-        """Keep the gradients, and take them from the optimizer, which then changes no weight."""
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args = (args[0], lambda: loss, *args[2:])
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -165,6 +145,7 @@ class GradientWatch:
                     self._gradients[id(parameter)] = None if gradient is None else _plain(gradient).cpu().clone()
                 self._held.append((parameter, gradient))
                 parameter.grad = None
+        return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps[id(optimizer)] += 1
@@ -172,24 +153,36 @@ class GradientWatch:
             parameter.grad = gradient
         self._held.clear()
 
+    def _neutralise(self) -> None:
+        """Leave out what is drawn at random, what changes a gradient that is known, and worker processes."""
+        for name in _DROPOUTS:
+            _give([functional], name, 2, "training", False)
+        _give([functional], "scaled_dot_product_attention", 4, "dropout_p", 0.0)
+        _after_init(nn.RNNBase, dropout=0.0)
+        _Tensor.bernoulli_ = _keep_all
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+            _give([nn.utils, nn.utils.clip_grad], name, 1, "max_norm", float("inf"))
+        _give([nn.utils, nn.utils.clip_grad], "clip_grad_value_", 1, "clip_value", float("inf"))
+        _after_init(torch.amp.GradScaler, _init_scale=1.0)
+        in_process: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        _after_init(torch.utils.data.DataLoader, timeout=0, **in_process)
+        if self._settings.freezes_batchnorm:
+            _give([functional], "batch_norm", 5, "training", False)
+
     def _keep_draws_of_training(self) -> None:
         """Give the generators back to training as they were before an evaluation, which reads batches of its own."""
         train, states = _Any.train, dict[int, RngState]()
-        inside = False
 
         def train_as_before(module: nn.Module, mode: bool = True) -> Any:
-            nonlocal inside
-            if inside:
-                return train(module, mode)
             if module.training and not mode:
-                states[id(module)], self._evaluated = RngState(initialized_cuda_devices()), False
-            elif mode and not module.training and (state := states.pop(id(module), None)) and self._evaluated:
-                state.restore()
-            inside = True
+                states[id(module)] = RngState(initialized_cuda_devices())
+            elif mode and not module.training and id(module) in states:
+                states.pop(id(module)).restore()
+            _Any.train = train  # For the modules within.
             try:
                 return train(module, mode)
             finally:
-                inside = False
+                _Any.train = train_as_before
 
         _Any.train = train_as_before
 
@@ -201,27 +194,27 @@ class GradientWatch:
         for number, model in enumerate(models):
             prefix = f"{type(model).__name__} {number}: " if len(models) > 1 else ""
             for name, parameter in model.named_parameters():
-                names.setdefault(id(parameter), prefix + _WRAPPERS.sub("", name))
+                names.setdefault(id(parameter), prefix + name)
         return {key: names.get(key, f"parameter {number}") for number, key in enumerate(self._gradients)}
 
 
 def _describe_rows(inputs: Any) -> list[Tensor]:
-    """Return three numbers for each sample that a module is called with, which tell samples apart.
+    """Return two numbers for each sample that a module is called with, which tell samples apart.
 
-    A sample has a row in each tensor that needs no gradient. Of tokens, the second and third number are of the ends
-    alone, for padding changes the first; the labels -100, which do not count, are left out.
+    A sample has a row in each tensor that needs no gradient. Of tokens, the numbers are of the ends alone, since
+    padding may move one of them; the labels -100, which do not count, are left out.
     """
     leaves = tree_leaves(inputs)
     leaves += [value for leaf in leaves if isinstance(leaf, Mapping) for value in leaf.values()]  # As BatchEncoding.
     leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and not leaf.requires_grad]
     count = len(leaves[0]) if leaves else 0
-    found = torch.zeros(count, 3, dtype=torch.float64)
+    found = torch.zeros(count, 2, dtype=torch.float64)
     for number, leaf in enumerate((leaf for leaf in leaves if len(leaf) == count), start=1):
         rows = leaf.detach().reshape(count, -1).cpu().double()
-        ends = [rows] * 3
+        ends = [rows, rows]
         if not leaf.is_floating_point():
             rows = rows.masked_fill(rows == -100, 0)
-            ends = [rows, rows[:, :_ENDS], rows[:, -_ENDS:].flip(1)]
+            ends = [rows[:, :_ENDS], rows[:, -_ENDS:].flip(1)]
         found += number * torch.stack([end @ torch.arange(end.shape[1]).double().cos() for end in ends], 1)
     return [found] if count else []
 
@@ -231,10 +224,6 @@ def _plain(gradient: Any) -> Tensor:
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     dense: Tensor = local.to_dense() if local.layout is not torch.strided else local
     return dense.detach()
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    setattr(owner, name, value)
 
 
 def _after_init(kind: Any, see: Callable[[Any], Any] | None = None, **attributes: Any) -> None:
@@ -251,48 +240,22 @@ def _after_init(kind: Any, see: Callable[[Any], Any] | None = None, **attributes
     kind.__init__ = make_and_set
 
 
-def _neutralise_dropout() -> None:
-    for name in _DROPOUTS:
-        _set(functional, name, lambda input, *args, **kwargs: input)
-    attend = _functional.scaled_dot_product_attention
+def _give(owners: list[Any], name: str, place: int, argument: str, value: Any) -> None:
+    """Let a function get this value for an argument, by position or name, whatever it is called with."""
+    run = getattr(owners[0], name)
 
-    def attend_to_all(*args: Any, **kwargs: Any) -> Any:
-        kept = {name: value for name, value in kwargs.items() if name != "dropout_p"}  # Else it is the fifth.
-        return attend(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **kept)
+    def run_with(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > place:
+            return run(*args[:place], value, *args[place + 1 :], **kwargs)
+        return run(*args, **{**kwargs, argument: value})
 
-    _functional.scaled_dot_product_attention = attend_to_all
-    _after_init(nn.RNNBase, dropout=0.0)
-    draw = Tensor.bernoulli_
-
-    def keep_all(tensor: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
-        """Keep all layers where some are skipped at random (stochastic depth)."""
-        return draw(tensor, p, **kwargs) if isinstance(p, Tensor) else tensor.fill_(1)
-
-    _set(Tensor, "bernoulli_", keep_all)
+    for owner in owners:
+        setattr(owner, name, run_with)
 
 
-def _neutralise_clipping() -> None:
-    """Let the functions that clip a gradient return its norm only: their limit is infinite."""
-    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
-        clip = getattr(nn.utils, name)
-
-        def clip_nothing(parameters: Any, *args: Any, _clip: Any = clip, **kwargs: Any) -> Any:
-            for limit in ("max_norm", "clip_value"):
-                kwargs.pop(limit, None)
-            return _clip(parameters, float("inf"), *args[1:], **kwargs)
-
-        for owner in (nn.utils, nn.utils.clip_grad):
-            _set(owner, name, clip_nothing)
+_draw = Tensor.bernoulli_
 
 
-def _freeze_batchnorm() -> None:
-    """Let BatchNorm normalise by its running statistics, where it has them."""
-    normalise = _functional.batch_norm
-    signature = inspect.signature(normalise)
-
-    def normalise_by_running(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["training"] = given.arguments["running_mean"] is None
-        return normalise(*given.args, **given.kwargs)
-
-    _functional.batch_norm = normalise_by_running
+def _keep_all(tensor: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
+    """Keep all layers where some are skipped at random (stochastic depth)."""
+    return _draw(tensor, p, **kwargs) if isinstance(p, Tensor) else tensor.fill_(1)
