@@ -78,7 +78,7 @@ def _learning_rate(target_batch: int, iter_size: int, reduction: str | None) -> 
     if iter_size == 1:
         why = "one micro-batch is the whole update"
     elif reduction is None:
-        why = f"the script is to divide the loss of each micro-batch by {iter_size}"
+        why = f"the script must divide the loss of each micro-batch by {iter_size}"
     elif reduction == "sum":
         why = "the loss is a sum, to which micro-batches add up"
     else:
@@ -226,7 +226,8 @@ def _scaled(factor: float, parts: int, tensors: list[str]) -> str:
     if math.isclose(factor, parts, rel_tol=1e-2):
         return f"the gradient{of} is {parts} times that of the whole batch: {_MISTAKES['undivided']}"
     if math.isclose(factor, 1 / parts, rel_tol=1e-2):
-        return f"the gradient{of} is 1/{parts} of that of the whole batch: {_MISTAKES['divided twice']}, or are sums"
+        why = f"{_MISTAKES['divided twice']}, or are sums and divided"
+        return f"the gradient{of} is 1/{parts} of that of the whole batch: {why}"
     return f"the gradient{of} is {factor:.4g} times that of the whole batch"
 
 
@@ -356,19 +357,19 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "narrow_down": "try a smaller model, or one term of the loss at a time, until the updates are equal",
     # Verification of a command.
     "command_scaled": _scaled,
-    "command_divide_once": "divide the loss of each micro-batch once, by the number of micro-batches of an update, if "
-    "it is a mean (a sum by nothing): (loss / n).backward(); frameworks that accumulate divide it already",
+    "command_divide_once": "divide the loss of each micro-batch once by the number of micro-batches per update if it "
+    "is a mean, (loss / n).backward(), and not at all if it is a sum; frameworks that accumulate already divide it",
     "command_ignored": "the script's first update has {passes:count backward pass}, not {expected}: {option} is "
     "ignored",
     "command_heed": "let the script take an optimizer step after so many micro-batches only",
-    "command_other_samples": "the two runs read different samples ({same} of {samples} are the same), so that nothing "
-    "can be said: let the order of the data, and what is drawn for each sample, depend on the seed and not on the "
-    "batch size",
-    "command_unseen_samples": "the gradients differ, and the model is called with no tensors by which samples can be "
-    "told apart, so that nothing can be said",
-    "command_draws": "the model draws random numbers in its forward pass, others for micro-batches than for the whole "
-    "batch, so that nothing can be said: leave the noise out while you verify",
-    "command_no_gradient": "the gradient of the whole batch is {seen}, so that nothing can be said",
+    "command_other_samples": "the two runs read different samples ({same} of {samples} are the same), so their "
+    "gradients cannot be compared: make the order of the data, and random augmentation, depend on the seed and not on "
+    "the batch size",
+    "command_unseen_samples": "the gradients differ, but the model is called with no tensors that identify samples, so "
+    "it is unknown whether both runs read the same ones",
+    "command_draws": "the model draws random numbers in its forward pass, which differ between micro-batches and the "
+    "whole batch, so the gradients cannot be compared: disable this randomness while you verify",
+    "command_no_gradient": "the gradient of the whole batch is {seen}, so there is nothing to compare",
     # Running out of memory in training.
     "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
     "later ones run in micro-batches of at most {lowered}",
@@ -376,8 +377,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "later ones run with {saver}",
     "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
-    "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught that, and went on with {rows} "
-    "rows: its effective batch is then another one",
+    "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught the error, and continued with "
+    "batches of {rows}, which changes its effective batch",
     "command_batchnorm": "BatchNorm normalises by the micro-batch in {layers:names}: the gradient is not the full "
     "batch's",
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",
@@ -452,8 +453,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "compiled": "the model is compiled (torch.compile), but its eager step is predicted: a compiled one usually takes "
     "less memory",
     "check_assumed": "the check at {place} was assumed to pass",
-    "values_assumed": "values that the script reads are not known on a simulated card, and placeholders (1, True, "
-    "zeros) took their place: at {places:names}",
+    "values_assumed": "values that the script reads are unknown on a simulated card, and were replaced by 1, True or "
+    "zeros: at {places:names} (--values cpu computes them)",
     "values_read": lambda reads, samples: (
         f"values were read {'once' if reads == 1 else f'{reads} times'}, and the CPU computed them from a batch of "
         f"{counted(samples, 'sample')}: other samples, or a card's random numbers, may take more or less memory"

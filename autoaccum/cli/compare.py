@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def command(workload: str | tuple[str, ...], **request: Any) -> None:
     """Plan WORKLOAD or COMMAND for several cards, numbers of ranks or sets of savers, and show one row for each.
 
-    Both are as for `autoaccum plan`; of a command, cards are compared. Nothing runs on a card: each plan is predicted.
+    Both are as for `autoaccum plan`; for COMMAND, only cards are compared. Nothing runs on a card: plans are predicted.
     Cards that choose the same kernels share their traces, so all 97 take about four times as long as one. A range of
     ranks gives one row per power of two, and the smallest number of ranks that works.
 

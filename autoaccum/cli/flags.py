@@ -121,7 +121,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "default": 3,
         "show_default": True,
         "metavar": "N",
-        "help": "Of a command: end each run after N optimizer steps.",
+        "help": "For COMMAND: stop each run after N optimizer steps.",
     },
 }
 

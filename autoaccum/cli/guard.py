@@ -56,9 +56,8 @@ def command(
 ) -> None:
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
-    WORKLOAD is model.py or model.py:name; or after `--` stands a training command, as for `autoaccum plan`, which runs
-    in the folder of the lock. Without either, everything in the lock is measured: autoaccum.lock in this folder or the
-    nearest above.
+    WORKLOAD is model.py or model.py:name. COMMAND is a training command, as for `autoaccum plan`; it runs in the folder
+    of the lock. Without either, everything in the lock is measured: autoaccum.lock in this folder or the nearest above.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it is, and the largest micro-batch that fits is searched anew.

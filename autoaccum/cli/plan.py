@@ -62,10 +62,11 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     """Find the largest micro-batch of a training that fits into memory, and the schedule of an update.
 
     COMMAND is what you type to train, with {micro_batch} and {iter_size} where it takes its batch size and its
-    accumulation steps: python train.py, torchrun, accelerate launch, a shell script. Nothing in it has to change. Each
-    trial runs it for three optimizer steps, and ends all that it started; no file is overwritten. Without {iter_size},
-    leave --target-batch out: the largest batch that trains is found. For ranks there are {world_size}, and
-    {total_iter_size}: the micro-batches of all.
+    accumulation steps: python train.py, torchrun, accelerate launch, a shell script. The script needs no changes. Each
+    trial runs it for three optimizer steps, then stops its processes; none of your files is overwritten. Without
+    {iter_size}, omit --target-batch to find the largest batch that fits. For several ranks, {world_size} is their
+    number, and {total_iter_size} the micro-batches of all. Options that describe a workload, such as --precision, are
+    refused: set them in COMMAND.
 
     WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a

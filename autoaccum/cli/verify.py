@@ -29,7 +29,7 @@ from autoaccum.reporting.console import make_console, show
     verbose="Show everything that was compared, and every note.",
 )
 def command(workload: Any, **asked: Any) -> None:
-    """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
+    """Compare an update in micro-batches with the full batch's, and find the cause of a difference.
 
     WORKLOAD is model.py or model.py:name. From equal copies, with the same random numbers, it compares the loss,
     every gradient and every buffer, for a whole window and for a shorter one, such as the last of an epoch. To compare
@@ -45,9 +45,9 @@ def command(workload: Any, **asked: Any) -> None:
     their own micro-batches: wrap the model in DistributedDataParallel there, or shard it by fully_shard, as your script
     does.
 
-    After `--` stands a training command, with {micro_batch} and {iter_size} where it takes its sizes. It runs twice up
-    to its first optimizer step: with the batch as one micro-batch, and in parts, without dropout and with equal
-    samples. The gradients of both are compared.
+    COMMAND is a training command, with {micro_batch} and {iter_size} where it takes its batch size and accumulation
+    steps. It runs twice up to its first optimizer step, on the same samples and without dropout: once with the full
+    batch, and once in micro-batches. The gradients of both runs are compared.
 
     A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 answers sooner.
 
@@ -58,7 +58,7 @@ def command(workload: Any, **asked: Any) -> None:
     Exit codes:
       0  equivalent
       1  not equivalent
-      2  wrong usage, or the workload is missing or raises
+      2  wrong usage, or the workload or command is missing or fails
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
