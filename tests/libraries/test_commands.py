@@ -153,7 +153,7 @@ def test_predicts_what_the_workload_takes(command: Command, commands: Path, name
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["transformers", "accelerate"])
+@pytest.mark.parametrize("name", ["accelerate"])
 def test_runs_on_the_cpu(command: Command, commands: Path, name: str) -> None:
     script = RUN[name]
     write_files(commands, script.files)

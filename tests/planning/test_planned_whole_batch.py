@@ -134,7 +134,7 @@ def test_in_lock_step_the_cpu_holds_the_whole_batch_and_the_error_says_what_help
     with pytest.raises(
         DoesNotFitError, match="in lock step the CPU keeps what backward needs of the whole batch"
     ) as raised:
-        autoaccum.plan(held, target_batch=8, max_micro_batch=2, memory=MemorySize(bytes=5 * MIB))
+        autoaccum.plan(held, target_batch=8, max_micro_batch=2, memory=MemorySize(bytes=7 * MIB))
     assert 'batchnorm="running"' in str(raised.value.hint)
 
 

@@ -262,7 +262,7 @@ def plan_both(command: Command, folder: Path, script: Script, *device: str) -> t
     return of_command, plan(command, folder, *device, *sizes, "workload.py")
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "imagenet", "torchrun"])
+@pytest.mark.parametrize("name", ["nanogpt", "torchrun"])
 def test_trials_take_what_the_workload_takes(command: Command, scripts: Path, name: str) -> None:
     script = RUN[name]
     of_command, of_workload = plan_both(
