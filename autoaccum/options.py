@@ -63,6 +63,7 @@ class OptionArguments(SpecArguments, total=False):
     time_limit: float | None
     trial_limit: float | None
     updates: int
+    overrides: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,9 @@ class Options:
         updates: The updates after which a run of a command ends. The first one makes the optimizer's state; the next
             ones find it, and the memory that the first one left cached.
 
+        overrides: Values in place of constants at the top level of a workload file, or of the parameters of a model by
+            name; in a command, of `{name}`. They are numbers, texts, truth values, or lists of those.
+
     Raises:
         UsageError: An option has a value that cannot be used.
     """
@@ -107,6 +111,7 @@ class Options:
     time_limit: float | None = None
     trial_limit: float | None = None
     updates: int = 3
+    overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec", read_spec(self.spec, precisions=(*get_args(Precision), "fp64")))
@@ -126,6 +131,7 @@ class Options:
         for name in ("memory", "reserve"):
             object.__setattr__(self, name, _read_size(getattr(self, name), name))
         check_flag(self.equal, "equal")
+        object.__setattr__(self, "overrides", read_overrides(self.overrides))
         self._check_device()
 
     @classmethod
@@ -164,7 +170,9 @@ class Options:
         given = {**self.spec, **{name: value for name, (value, default) in machine.items() if value != default}}
         if self.chooses_savers:
             given["savers"] = (AUTO,)
-        plain: dict[str, Any] = {"savers": list, "memory": str, "reserve": str, "mesh": mesh_word}
+        if not self.overrides:
+            del given["overrides"]
+        plain: dict[str, Any] = {"savers": list, "memory": str, "reserve": str, "mesh": mesh_word, "overrides": dict}
         return {name: plain.get(name, lambda same: same)(value) for name, value in given.items()}
 
     def _check_device(self) -> None:
@@ -214,6 +222,19 @@ def make_options(**given: Any) -> Options:
     if chooses:
         spec["savers"] = ()
     return Options(spec=cast("SpecArguments", spec), chooses_savers=chooses, **given)
+
+
+def read_overrides(given: Any) -> dict[str, Any]:
+    """Return the values that are set by name; raise UsageError unless they are those of a mapping that JSON has."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
+        raise UsageError(f"overrides are {given!r}", hint='give names and values, such as {"length": 1024}')
+    for name, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(item, str | int | float | None) for item in values):
+            raise UsageError(
+                f"{name} is set to {value!r}", hint="give a number, a text, True, False, None, or a list of such values"
+            )
+    return dict(given)
 
 
 def mesh_word(mesh: Iterable[int]) -> str:

@@ -50,9 +50,11 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 def _find(workload: str, root: Path, beside: Path) -> str:
     """Return the reference with its file's absolute path; raise WorkloadError for no such file."""
     from autoaccum.errors import WorkloadError
-    from autoaccum.sources.source import FileSource
+    from autoaccum.sources.source import NamedSource, find_source
 
-    source = FileSource(workload)
+    source = find_source(workload)
+    if isinstance(source, NamedSource):
+        return workload
     for folder in (root, beside):
         if (folder / source.file).is_file():
             return source.at(folder / source.file).name

@@ -217,7 +217,8 @@ class WorkloadFacts:
     """What is known of a workload once it was built; an empty or missing value is not known.
 
     Attributes:
-        reference: How it was named: `model.py`, `model.py:name`, or `Net (made in code)`.
+        reference: How it was named: `model.py`, `model.py:name`, `hf:gpt2`, or `Net (made in code)`.
+        overrides: The values that were set in place of its constants (`Options.overrides`).
         name: Its name in reports.
         digest: SHA-256 of its file and the local modules it imports.
         model: The class of the model.
@@ -239,6 +240,7 @@ class WorkloadFacts:
     """
 
     reference: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     digest: str = ""
     model: str = ""

@@ -43,6 +43,7 @@ OPTIONS: Mapping[str, tuple[str, Any]] = {
     "time_limit": ("50", 50.0),
     "trial_limit": ("5", 5.0),
     "updates": ("4", 4),
+    "overrides": ("length=9", {"length": "9"}),
 }
 """The value of each option on the command line and in the record."""
 
@@ -57,7 +58,7 @@ def test_every_option_reaches_the_trial_process(name: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(plan_setup, "make_device", make_device)
     text, value = OPTIONS[name]
-    flag = [f"--{name.replace('_', '-')}", *([text] if text else [])]
+    flag = ["--set" if name == "overrides" else f"--{name.replace('_', '-')}", *([text] if text else [])]
     of_command = name == "updates"
     workload = ["--", "python", "a.py", "{micro_batch}", "{iter_size}"] if of_command else ["model.py"]
     done = CliRunner().invoke(main, ["plan", "--target-batch", "12", "-q", *flag, *workload])

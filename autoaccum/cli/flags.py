@@ -43,6 +43,15 @@ def _words(context: click.Context, parameter: click.Parameter, words: tuple[str,
     return words or None
 
 
+def _overrides(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Return the values that are set by name; they stay texts, since what they are replaces has their type."""
+    pairs = [text.partition("=") for text in given]
+    for name, equals, _ in pairs:
+        if not (equals and name.isidentifier()):
+            raise UsageError(f"--set {name}{equals} is no NAME=VALUE", hint="write --set length=1024")
+    return {name: value for name, _, value in pairs}
+
+
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "device": {
         "default": "auto",
@@ -116,6 +125,13 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "End the search after this time, with the largest size that ran.",
     },
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
+    "overrides": {
+        "flag": "--set",
+        "multiple": True,
+        "callback": _overrides,
+        "metavar": "NAME=VALUE",
+        "help": "Set a constant of the workload file, a parameter of a named model, or {NAME} in COMMAND. Repeatable.",
+    },
     "updates": {
         "type": click.IntRange(2),
         "default": 3,

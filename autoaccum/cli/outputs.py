@@ -71,10 +71,10 @@ class Outputs:
 
     def _check(self, workload: str | tuple[str, ...] | None, taken: dict[str, Path]) -> None:
         from autoaccum.files import check_output
-        from autoaccum.sources.source import FileSource
+        from autoaccum.sources.source import find_source
 
         if isinstance(workload, str):
-            taken["the workload itself"] = Path(FileSource(workload).file)
+            taken["the workload itself"] = Path(find_source(workload).file)
         for option, file in self.files.items():
             for what, path in taken.items():
                 if Path(file).resolve() == path.resolve():

@@ -23,7 +23,7 @@ class LoadWorkload(Request[Mapping[str, Any]]):
     """
 
     device: str = "cpu"
-    source: Mapping[str, str]
+    source: Mapping[str, Any]
     rank_samples: int
     options: Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.command import CommandSource, check_target, read_command
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import find_source
 from autoaccum.spec import NO_SAVERS
 
 _COMMAND: Final = "-- "
@@ -43,8 +43,10 @@ class Case:
 
     def command(self, folder: str | os.PathLike[str] = "") -> CommandSource | None:
         """Return the command as the source that runs in `folder`; None for a workload."""
-        is_command = self.workload.startswith(_COMMAND)
-        return CommandSource(self.workload.removeprefix(_COMMAND), str(folder)) if is_command else None
+        if not self.workload.startswith(_COMMAND):
+            return None
+        words = shlex.split(self.workload.removeprefix(_COMMAND))
+        return CommandSource.of(words, folder, self.options.overrides)
 
     @property
     def takes_iter_size(self) -> bool:
@@ -121,7 +123,9 @@ def _join(given: dict[str, Any], *further: str) -> str:
 def _flags(given: dict[str, Any]) -> Iterator[str]:
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, list):
+        if name == "overrides":
+            yield from (word for pair in value.items() for word in ("--set", "=".join(map(str, pair))))
+        elif isinstance(value, list):
             yield from (word for item in value or [NO_SAVERS] for word in (flag, item))
         elif isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
@@ -180,7 +184,7 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
     size = "target_batch" if case.takes_iter_size else "micro_batch"
     given = {"workload": "model.py", "gpu": "NAME"} | ({} if case.has_size else {size: "N"})
     given |= case.to_record()
-    source = FileSource(given["workload"])
+    source = find_source(given["workload"])
     if case.workload and os.access(folder / source.file, os.F_OK):  # Nor can a name be too long for that.
         given["workload"] = source.at(Path(os.path.relpath(folder / source.file)).as_posix()).name
     return f"autoaccum guard {_join(given, *further)}"

@@ -15,7 +15,7 @@ from autoaccum.accumulation.step_result import DelayedInterrupts
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, check_complete, guard_command
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import NamedSource, find_source
 
 LOCK_NAME = "autoaccum.lock"
 
@@ -39,7 +39,9 @@ def place_within(folder: Path, workload: str, cwd: Path) -> str:
     Raises:
         UsageError: It is a file outside of `folder`, which a lock could not find in another checkout.
     """
-    source = FileSource(workload)
+    source = find_source(workload)
+    if isinstance(source, NamedSource):
+        return workload
     path = cwd / Path(source.file).expanduser()
     # A link to a file keeps its own name; links to its folder are resolved.
     resolved, root = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(folder)

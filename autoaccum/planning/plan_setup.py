@@ -19,7 +19,7 @@ from autoaccum.messages import Message
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.sources.command import check_target
-from autoaccum.sources.source import FileSource, Source
+from autoaccum.sources.source import FileSource, Source, find_source
 
 if TYPE_CHECKING:
     from autoaccum.devices.child.import_paths import ImportPaths
@@ -154,7 +154,12 @@ def resolve_workload(
                 f"optimizer is of type {type(optimizer).__name__}, and the workload is a file",
                 hint="give a name of torch.optim, or write def optimizer(params) in the file",
             )
-        return FileSource(os.fspath(workload))
+        return find_source(workload, options.overrides)
+    if options.overrides:
+        raise UsageError(
+            f"{join_words(options.overrides)} cannot be set (--set): the workload is made in code",
+            hint="make it with other values, or give a file, a command or a model by name",
+        )
     from autoaccum.sources.samples import apply_spec  # With torch, which a file needs in a child alone.
     from autoaccum.sources.workload import Workload
 

@@ -264,7 +264,11 @@ class _Planner:
             host_bytes=result.trial.host_bytes,
             device=device.describe(),
             environment=inspection.environment,
-            workload=dataclasses.replace(inspection.workload, reference=self.setup.settings.source.name),
+            workload=dataclasses.replace(
+                inspection.workload,
+                reference=self.setup.settings.source.name,
+                overrides=self.setup.settings.options.overrides,
+            ),
             spec=inspection.spec,
             trials=result.trials,
             warnings=all_warnings(inspection, schedule, (*result.warnings, *device.findings), prediction),

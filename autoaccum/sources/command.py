@@ -61,13 +61,26 @@ class CommandSource(Source):
     folder: str
 
     @classmethod
-    def of(cls, words: Sequence[str], folder: str | os.PathLike[str] = ".") -> CommandSource:
-        """Make the source of a command.
+    def of(
+        cls,
+        words: Sequence[str],
+        folder: str | os.PathLike[str] = ".",
+        overrides: Mapping[str, Any] | None = None,
+    ) -> CommandSource:
+        """Make the source of a command, with the overrides in their places, such as `{length}`.
 
         Raises:
-            UsageError: It has no word, or no place for the micro-batch.
+            UsageError: It has no word, or no place for the micro-batch or for an override.
         """
-        source = cls(" ".join(_quote(str(word)) for word in words), str(Path(folder).absolute()))
+        texts = [str(word) for word in words]
+        for name, value in (overrides or {}).items():
+            place = f"{{{name}}}"
+            if place in _PLACES:
+                raise UsageError(f"{name} cannot be set (--set): it is what is planned", hint="set other options")
+            if not any(place in text for text in texts):
+                raise UsageError(f"the command has no {place}", hint=f"write {place} where it takes its {name}")
+            texts = [text.replace(place, str(value)) for text in texts]
+        source = cls(" ".join(map(_quote, texts)), str(Path(folder).absolute()))
         if MICRO_BATCH not in source.name:
             raise UsageError(
                 f"the command has no {MICRO_BATCH}",
@@ -134,7 +147,8 @@ def read_command(
         UsageError: An option is given that the command itself decides, or that only a command has; or the command has
             no place for the micro-batch, or this process is one of several ranks.
     """
-    source = CommandSource.of(workload) if isinstance(workload, list | tuple) else workload
+    is_words = isinstance(workload, list | tuple)
+    source = CommandSource.of(workload, overrides=options.overrides) if is_words else workload
     if not isinstance(source, CommandSource):
         if workload is not None and options.updates != Options.updates:
             raise UsageError("--updates is for a training command, and a workload is given", hint="leave it out")

@@ -15,7 +15,7 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 from autoaccum.checks import describe_type, join_words
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.sources.module_names import module_files, package_root
+from autoaccum.sources.overrides import OverridingLoader
 from autoaccum.sources.samples import take_longest
 from autoaccum.sources.workload import Workload
 from autoaccum.tracebacks import blame_workload
@@ -58,8 +59,8 @@ _ADAPTERS = {
 """The module of a class named Trainer, and the adapter: a module with `PARTS` and `make_workload`."""
 
 
-def load_workload(file: str, variable: str | None = None) -> Workload:
-    """Load the workload of a file, without its digest.
+def load_workload(file: str, variable: str | None = None, overrides: Mapping[str, Any] | None = None) -> Workload:
+    """Load the workload of a file, without its digest, with the overrides in place of its constants.
 
     The file defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. The variable is a
     Workload, a Trainer (see `workload_of`), or a model (function, class or instance) to be used in place of `model`.
@@ -68,6 +69,7 @@ def load_workload(file: str, variable: str | None = None) -> Workload:
     and `size`, or of `outputs` and `coupled_loss`, without the other.
 
     Raises:
+        UsageError: The file has no constant of the name of an override, or one of another type.
         WorkloadError: There is no such file or variable; its code raises; or it defines no usable workload.
     """
     is_name = variable is None or variable.isidentifier()
@@ -79,7 +81,7 @@ def load_workload(file: str, variable: str | None = None) -> Workload:
         )
     path, name = _find_file(file), variable or ""
     check_import(path, name)
-    return dataclasses.replace(_read(import_file(path), name, path), path=path)
+    return dataclasses.replace(_read(import_file(path, overrides), name, path), path=path)
 
 
 def workload_of(
@@ -219,8 +221,8 @@ _loaded: set[str] = set()
 """The user's modules in `sys.modules`; the next load removes them, so that a changed file is read again."""
 
 
-def import_file(path: Path) -> ModuleType:
-    """Run the file at `path` as a module, again at each call.
+def import_file(path: Path, overrides: Mapping[str, Any] | None = None) -> ModuleType:
+    """Run the file at `path` as a module, again at each call, with the overrides in place of its constants.
 
     In a package, it is imported under its full dotted name. Elsewhere its directory becomes the first on `sys.path`, so
     that it can import the files next to it. The module stays in `sys.modules`, as dataclasses and pickle need, and the
@@ -233,12 +235,17 @@ def import_file(path: Path) -> ModuleType:
     if root is None:
         with _importing(path.name, [path.parent]):
             name = _PREFIX + path.stem.replace(".", "_")
-            spec: Any = importlib.util.spec_from_file_location(name, path)
+            loader = OverridingLoader(name, path, overrides) if overrides else None
+            spec: Any = importlib.util.spec_from_file_location(name, path, loader=loader)
             sys.modules[name] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    with _importing(path.name, [root], [path.parent]):
+    with _importing(path.name, [root], [path.parent]), ExitStack() as stack:
+        if overrides:
+            finder: Any = OverridingLoader(dotted, path, overrides)
+            sys.meta_path.insert(0, finder)
+            stack.callback(sys.meta_path.remove, finder)
         return importlib.import_module(dotted)
 
 

@@ -1,4 +1,4 @@
-"""What is run, as a child process rebuilds it: a workload file, or objects that were pickled.
+"""What is run, as a child process rebuilds it: a workload file, a model by name, or objects that were pickled.
 
 A further kind of source is one more class here; everything behind it knows only what `Source` has.
 """
@@ -11,13 +11,16 @@ import hashlib
 import os
 import pickle
 import re
+import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+from autoaccum.errors import WorkloadError, first_line
 from autoaccum.sources.module_names import package_root
+from autoaccum.sources.overrides import replace_constants
 
 if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
@@ -46,7 +49,7 @@ class Source(ABC):
         """SHA-256 of the source files; empty if there are none."""
         return ""
 
-    def to_record(self) -> dict[str, str]:
+    def to_record(self) -> dict[str, Any]:
         """Return plain data for `read_source`."""
         return {"kind": type(self).__name__, **vars(self)}
 
@@ -55,12 +58,17 @@ class Source(ABC):
 class FileSource(Source):
     """A workload file, by a name such as `model.py` or `model.py:small`.
 
+    Attributes:
+        overrides: Values in place of constants at its top level (see `sources.overrides`).
+
     >>> source = FileSource("model.py:small")
     >>> source.file, source.variable, source.at("nets/model.py").name
     ('model.py', 'small', 'nets/model.py:small')
     >>> FileSource("C:/model.py").variable, FileSource("model.py:").variable
     (None, '')
     """
+
+    overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def file(self) -> str:
@@ -75,18 +83,24 @@ class FileSource(Source):
 
     def at(self, file: str | Path) -> FileSource:
         """Return the same variable of another file."""
-        return FileSource(str(file) if self.variable is None else f"{file}:{self.variable}")
+        return dataclasses.replace(self, name=str(file) if self.variable is None else f"{file}:{self.variable}")
+
+    @property
+    def text(self) -> str:
+        """The text of the file, with the overrides in place."""
+        with tokenize.open(Path(self.file).expanduser()) as file:
+            return replace_constants(file.read(), self.overrides, Path(self.file).name)
 
     def load(self) -> Workload:
         """Import the file; see `loading.load_workload`."""
         from autoaccum.sources.loading import load_workload
 
-        workload = load_workload(self.file, self.variable)
+        workload = load_workload(self.file, self.variable, self.overrides)
         return dataclasses.replace(workload, digest=self.at(workload.path or self.file).digest)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file and all modules it imports from its directory or package, transitively.
+        """SHA-256 of the file and all modules it imports from its directory or package, transitively, and overrides.
 
         The modules are found by reading import statements, so the digest depends neither on what the process has
         imported nor on where the directory lies. Modules imported by other means do not count.
@@ -105,7 +119,77 @@ class FileSource(Source):
         digest = hashlib.sha256()
         for place, content in sorted(contents.items()):
             digest.update(os.fsencode(f"{place}\0{hashlib.sha256(content).hexdigest()}\n"))
+        for name, value in sorted(self.overrides.items()):
+            digest.update(f"{name}\0{value}\n".encode())
         return digest.hexdigest()
+
+
+_MODELS: Final = Path(__file__).parents[1] / "models"
+_LIBRARIES: Final = {
+    "hf": "Hugging Face's transformers (with peft and bitsandbytes for what needs them)",
+    "timm": "timm",
+    "torchvision": "torchvision",
+}
+"""The prefixes of models by name, each with the library that has them, and the file `PREFIX_model.py` of ours."""
+
+
+@dataclass(frozen=True)
+class NamedSource(FileSource):
+    """A model by name, such as `hf:Qwen/Qwen2.5-7B`: a workload file of ours whose constant `name` has that value.
+
+    >>> source = NamedSource("timm:resnet50", {"image_size": 160})
+    >>> source.model, Path(source.file).name
+    ('resnet50', 'timm_model.py')
+    """
+
+    @property
+    def model(self) -> str:
+        """The name of the model in its library."""
+        return self.name.partition(":")[2]
+
+    @property
+    def file(self) -> str:
+        """The path of our file."""
+        return str(_MODELS / f"{self.name.partition(':')[0]}_model.py")
+
+    @property
+    def variable(self) -> None:
+        """None: the file as a whole is the workload."""
+
+    def load(self) -> Workload:
+        """Import our file with the overrides in place.
+
+        Raises:
+            UsageError: It has no such parameter.
+            WorkloadError: The library is not installed, or has no such model, or no configuration of it can be read.
+        """
+        from autoaccum.sources.loading import load_workload
+
+        try:
+            workload = load_workload(self.file, None, {"name": self.model, **self.overrides})
+        except WorkloadError as error:
+            cause = error.__cause__
+            if isinstance(cause, ImportError):
+                library = _LIBRARIES[self.name.partition(":")[0]]
+                raise WorkloadError(
+                    f"{self.name} cannot be built ({first_line(cause)})", hint=f"install {library}"
+                ) from None
+            if isinstance(cause, ValueError | OSError):  # What our files raise on purpose.
+                raise WorkloadError(f"{self.name}: {first_line(cause)}") from None
+            raise
+        return dataclasses.replace(workload, name=self.name, digest=self.digest)
+
+
+def find_source(reference: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> FileSource:
+    """Return the source of a file or of a model by name.
+
+    >>> type(find_source("model.py")).__name__, type(find_source("hf:gpt2")).__name__
+    ('FileSource', 'NamedSource')
+    """
+    name = os.fspath(reference)
+    prefix, colon, model = name.partition(":")
+    kind = NamedSource if prefix in _LIBRARIES and colon and model else FileSource
+    return kind(name, dict(overrides or {}))
 
 
 @dataclass(frozen=True)
@@ -120,10 +204,10 @@ class PickledSource(Source):
         return workload
 
 
-_KINDS = {kind.__name__: kind for kind in (FileSource, PickledSource)}
+_KINDS = {kind.__name__: kind for kind in (FileSource, NamedSource, PickledSource)}
 
 
-def read_source(record: Mapping[str, str]) -> Source:
+def read_source(record: Mapping[str, Any]) -> Source:
     """Return the source that `Source.to_record` gave."""
     fields = dict(record)
     return _KINDS[fields.pop("kind")](**fields)

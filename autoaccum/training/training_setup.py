@@ -48,7 +48,7 @@ from autoaccum.sharded_tensors import is_sharded_model
 from autoaccum.sources.objective import Objective, with_coupling
 from autoaccum.sources.optimizers import make_optimizer, set_learning_rate
 from autoaccum.sources.samples import replace_fields
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import find_source
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.spec import TrainingSpec
 from autoaccum.training.fit_events import Notice, WorkloadOutput
@@ -236,9 +236,7 @@ class TrainingSetup:
 
     def _read_given_plan(self, given: Any) -> Plan:
         """Return the plan that was given, or whose file was, after a check; the Accumulator compares the rest."""
-        request, plan = self.request, Plan.load(Path(given)) if isinstance(given, str | Path) else given
-        if not isinstance(plan, Plan):
-            raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+        request, plan = self.request, _load_plan(given)
         if plan.parallel == "fsdp2" and self.is_live:
             raise UsageError(
                 "the plan shards the model, and fit shards those that it builds", hint="give it a workload"
@@ -250,6 +248,8 @@ class TrainingSetup:
             planned, asked = getattr(plan, name), getattr(request.options, name)
             if None not in (planned, asked) and planned != asked:
                 different.append((f"{name}={planned!r}", f"{name}={asked!r}"))
+        if (asked := request.options.overrides) and asked != (planned := dict(plan.workload.overrides)):
+            different.append((f"a workload with {planned}", f"one with {asked}"))
         if different:
             planned, here = different[0]
             raise UsageError(
@@ -370,6 +370,14 @@ def _read_live_model(request: FitRequest) -> Workload:
     return replace_fields(workload, collate=request.collate, scheduler=scheduler)
 
 
+def _load_plan(given: Any) -> Plan:
+    """Return the plan that was given, or whose file was."""
+    plan = Plan.load(Path(given)) if isinstance(given, str | Path) else given
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+    return plan
+
+
 def _read_workload(request: FitRequest) -> Workload:
     """Return the workload, with the request's values in place of its own."""
     source = request.model_or_workload
@@ -379,7 +387,11 @@ def _read_workload(request: FitRequest) -> Workload:
     given += [] if request.reduction == "mean" else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
-    workload = source if isinstance(source, Workload) else FileSource(os.fspath(source)).load()
+    if isinstance(source, Workload):
+        workload = source
+    else:
+        planned = {} if request.plan is None else _load_plan(request.plan).workload.overrides
+        workload = find_source(source, request.options.overrides or planned).load()
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **{**request.options.spec, "longest_of": None}, **own)
 

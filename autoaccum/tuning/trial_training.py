@@ -24,7 +24,7 @@ from autoaccum.messages import message
 from autoaccum.options import Options, make_options
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.sources.samples import replace_fields
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import find_source
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.training.data import is_map_style
@@ -208,7 +208,8 @@ class TuningChild(Handler):
         """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""
         seed_everything()
         self._load = request
-        self._workload = replace_fields(FileSource(request.reference).load(), **make_options(**request.options).spec)
+        options = make_options(**request.options)
+        self._workload = replace_fields(find_source(request.reference, options.overrides).load(), **options.spec)
         return self._workload.digest
 
     def _ask(self, percent: int, loss: float) -> bool:

@@ -40,3 +40,11 @@ def test_the_digest_is_that_of_the_scripts_and_what_they_import(tmp_path: Path) 
     assert before == CommandSource.of(["python3", "train.py", "{micro_batch}", "-v"], tmp_path).digest
     (tmp_path / "model.py").write_text("width = 2\n")
     assert source.digest != before
+
+
+def test_overrides_fill_their_places_in_a_command() -> None:
+    source = CommandSource.of(["python", "a.py", "--bs={micro_batch}", "--len={len}"], overrides={"len": "9 9"})
+    assert source.fill(micro_batch=2, iter_size=1) == ["python", "a.py", "--bs=2", "--len=9 9"]
+    for name in ("micro_batch", "length"):
+        with pytest.raises(UsageError, match=name):
+            CommandSource.of(source.words, overrides={name: "1"})

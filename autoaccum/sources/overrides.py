@@ -1,0 +1,183 @@
+"""Parameters of a workload: the constants at the top level of its file, which `--set NAME=VALUE` gives other values.
+
+The text of an assignment is replaced before the file runs, so that whatever is computed of a constant follows it. The
+same text is what `--write-workload` writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from autoaccum.checks import type_name
+from autoaccum.errors import UsageError
+
+_CONSTANT_NODES = (
+    *(ast.Constant, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Tuple, ast.List, ast.Dict),
+    ast.expr_context,
+)
+"""What an expression may be made of to have a value without running the file."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One constant at the top level of a file.
+
+    Attributes:
+        name: Its name.
+        value: Its value in the file.
+        node: The expression that is assigned.
+        comment: The comment on its line, without the `#`; empty if there is none.
+    """
+
+    name: str
+    value: Any
+    node: ast.expr
+    comment: str = ""
+
+    def convert(self, given: Any, label: str) -> Any:
+        """Return a given value as one of this constant's type; a text is read as Python would read it.
+
+        Raises:
+            UsageError: It is of another type.
+        """
+        if self.value is None or isinstance(self.value, str):
+            value = given if self.value is None else _as_text(given)
+            return read_text(value) if self.value is None and isinstance(value, str) else value
+        value = read_text(given) if isinstance(given, str) else given
+        if isinstance(self.value, float) and type(value) is int:
+            return float(value)
+        if isinstance(self.value, list | tuple) and isinstance(value, list | tuple):
+            return type(self.value)(value)
+        if type(value) is not type(self.value):
+            raise UsageError(
+                f"{self.name} in {label} is {self.value!r}, of type {type_name(self.value)}, and {given!r} is given",
+                hint=f"give a value of type {type_name(self.value)}",
+            )
+        return value
+
+
+def read_text(text: str) -> Any:
+    """Return the value that a text has in Python, with `true` and `false` as in JSON; else the text.
+
+    >>> read_text("16"), read_text("1e-4"), read_text("true"), read_text("q_proj"), read_text("(1, 2)")
+    (16, 0.0001, True, 'q_proj', (1, 2))
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def find_constants(text: str) -> dict[str, Constant | None]:
+    """Return the names that are assigned at the top level of a file, with their constants.
+
+    None stands for a name that is computed, or assigned several times.
+
+    Raises:
+        SyntaxError: The text is not Python.
+    """
+    found: dict[str, Constant | None] = {}
+    comments = dict(_comments(text))
+    for name, node in _assignments(ast.parse(text)):
+        is_constant = all(isinstance(part, _CONSTANT_NODES) for part in ast.walk(node))
+        if name in found or not is_constant:
+            found[name] = None
+            continue
+        value = eval(compile(ast.Expression(node), name, "eval"), {"__builtins__": {}})
+        found[name] = Constant(name, value, node, comments.get(node.end_lineno or 0, ""))
+    return found
+
+
+def replace_constants(text: str, overrides: Mapping[str, Any], label: str) -> str:
+    """Return the text of a file with the values of `overrides` in place of its constants.
+
+    Lines keep their numbers, unless a constant has several.
+
+    Raises:
+        UsageError: A name is not assigned once at the top level, or is computed; or a value is of another type.
+        SyntaxError: The text is not Python.
+    """
+    constants = find_constants(text)
+    lines = text.encode().splitlines(keepends=True)
+    chosen = [(_choose(constants, name, label), given) for name, given in overrides.items()]
+    for constant, given in sorted(chosen, key=lambda pair: pair[0].node.lineno, reverse=True):
+        node = constant.node
+        assert node.end_lineno is not None
+        written = repr(constant.convert(given, label)).encode()
+        before = lines[node.lineno - 1][: node.col_offset]
+        after = lines[node.end_lineno - 1][node.end_col_offset :]
+        lines[node.lineno - 1 : node.end_lineno] = [before + written + after]
+    return b"".join(lines).decode()
+
+
+class OverridingLoader(SourceFileLoader):
+    """Loads one file with values in place of its constants, and finds it by its name on `sys.meta_path`."""
+
+    def __init__(self, fullname: str, path: Path, overrides: Mapping[str, Any]) -> None:
+        super().__init__(fullname, str(path))
+        self._overrides = overrides
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return how to load the file, if it is the module that is looked for."""
+        return spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
+
+    def get_code(self, fullname: str) -> Any:
+        """Compile the file with its values; no compiled file is read, since that has the constants."""
+        with tokenize.open(self.path) as file:
+            text = file.read()
+        return self.source_to_code(replace_constants(text, self._overrides, Path(self.path).name), self.path)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def _choose(constants: Mapping[str, Constant | None], name: str, label: str) -> Constant:
+    """Return the constant of a name.
+
+    Raises:
+        UsageError: There is none that can be replaced.
+    """
+    known = [constant for constant, value in constants.items() if value is not None]
+    if name not in constants:
+        close = difflib.get_close_matches(name, known, 3, 0.6) or known[:12]
+        raise UsageError(
+            f"{label} assigns no {name} at its top level, so that it cannot be set",
+            hint=f"it has {', '.join(close)}" if close else f"write a line {name} = ... in it",
+        )
+    constant = constants[name]
+    if constant is None:
+        raise UsageError(
+            f"{name} in {label} is computed, or assigned several times, so that it cannot be set",
+            hint="assign it once, as a number, a text, a list or a tuple",
+        )
+    return constant
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each name that a statement at the top level assigns, with the expression."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement.value
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+            yield statement.target.id, statement.value
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the number of each line that ends with a comment, and the comment."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")

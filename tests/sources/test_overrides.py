@@ -1,0 +1,119 @@
+"""Constants of a workload file get other values, and whatever is computed of them follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import invoke
+
+from autoaccum.errors import UsageError
+from autoaccum.sources.overrides import find_constants, replace_constants
+from autoaccum.sources.source import FileSource, find_source, read_source
+
+FILE = """
+import torch
+from torch import nn
+
+WIDTH = 8  # Hidden units.
+SIZES = (2, 3)
+RATE: float = 1e-3
+BIAS, NAME = True, "net"
+LONG = 4 * \\
+    1024; AFTER = 1
+DEEP = None
+doubled = WIDTH * 2
+again = 1
+again = 2
+
+def model():
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, doubled))
+
+def batch(size):
+    return torch.randn(size, 4), torch.randn(size, doubled)
+
+criterion = nn.MSELoss()
+"""
+
+
+def values_with(**overrides: Any) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(replace_constants(FILE, overrides, "m.py"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("WIDTH", "16", 16),
+        ("WIDTH", 16, 16),
+        ("SIZES", "[5, 6, 7]", (5, 6, 7)),
+        ("RATE", "1", 1.0),
+        ("LONG", "7", 7),
+        ("AFTER", "-1", -1),
+        ("DEEP", "3", 3),
+        ("DEEP", "deep", "deep"),
+    ],
+)
+def test_a_value_has_the_type_of_the_constant(name: str, given: Any, value: Any) -> None:
+    found = values_with(**{name: given})
+    assert (found[name], type(found[name])) == (value, type(value))
+    others = values_with()
+    assert {key for key in ("WIDTH", "SIZES", "RATE", "LONG", "AFTER", "DEEP") if found[key] != others[key]} == {name}
+
+
+def test_what_is_computed_of_a_constant_follows() -> None:
+    assert values_with(WIDTH="16", AFTER="2")["doubled"] == 32
+
+
+@pytest.mark.parametrize("given", ["wide", "true", "1.5", True, 1.5])
+def test_a_value_of_another_type_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="of type int"):
+        values_with(WIDTH=given)
+
+
+@pytest.mark.parametrize("name", ["doubled", "again", "width", "BIAS", "model"])
+def test_only_what_is_assigned_once_as_a_constant_can_be_set(name: str) -> None:
+    with pytest.raises(UsageError, match=f"^(m.py assigns no )?{name} "):
+        values_with(**{name: "1"})
+
+
+def test_a_constant_knows_the_comment_on_its_line() -> None:
+    constant = find_constants(FILE)["WIDTH"]
+    assert constant is not None
+    assert (constant.value, constant.comment) == (8, "Hidden units.")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "m.py").write_text(FILE)
+    return tmp_path / "m.py"
+
+
+def test_a_file_is_loaded_with_its_overrides_and_has_another_digest(file: Path) -> None:
+    source = find_source(file, {"WIDTH": "16"})
+    assert type(source) is FileSource
+    workload = read_source(json.loads(json.dumps(source.to_record()))).load()
+    assert [len(layer.bias) for layer in workload.build_model().children()] == [16, 32]  # type: ignore[arg-type]
+    assert workload.digest == source.digest != find_source(file).digest == find_source(file).load().digest
+
+
+def test_a_file_of_a_package_is_loaded_with_its_overrides(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("sizes", "FACTOR = 1"), ("m", f"from .sizes import FACTOR{FILE}")):
+        (package / f"{name}.py").write_text(text)
+    for given, width in (({"WIDTH": "16"}, 16), ({}, 8)):
+        workload = find_source(package / "m.py", given).load()
+        assert len(next(workload.build_model().parameters())) == width
+
+
+def test_the_plan_records_overrides_and_refuses_unknown_ones(file: Path) -> None:
+    arguments = ("plan", str(file), "--target-batch", "4", "--gpu", "1GiB", "--json", "-q")
+    plan = json.loads(invoke(*arguments, "--set", "WIDTH=16").stdout)
+    assert plan["workload"]["overrides"] == {"WIDTH": "16"}
+    assert plan["workload"]["parameters"] == 4 * 16 + 16 + 16 * 32 + 32
+    done = invoke(*arguments, "--set", "HEIGHT=16")
+    assert (done.exit_code, "HEIGHT" in done.stderr) == (2, True)
