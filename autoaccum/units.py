@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -162,3 +162,12 @@ def format_rate(rate: float | None) -> str:
     ('1,234', '1.23', '-')
     """
     return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def format_overrides(overrides: Mapping[str, object]) -> str:
+    """Write values that were set by name as they are given.
+
+    >>> format_overrides({"lora": 16, "length": "2048"})
+    'lora=16, length=2048'
+    """
+    return ", ".join(f"{name}={value}" for name, value in overrides.items())

@@ -141,7 +141,10 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 
-OUTPUT_FLAGS: Final = ("as_json", "output", "emit", "plot", "report", "force", "verbose", "quiet")
+OUTPUT_FLAGS: Final = (
+    *("as_json", "output", "emit", "plot", "report", "write_workload", "help_model"),
+    *("force", "verbose", "quiet"),
+)
 """The parameters of commands that concern only the output of a run."""
 
 WORKLOAD_OR_COMMAND: Final = "WORKLOAD|-- COMMAND"

@@ -32,6 +32,7 @@ _FILES: Final = {
     "--emit": ("emit", "give a name that ends in .py"),
     "--plot": ("plot", "give a name that ends in .svg or .png"),
     "--report": ("report", "give a name that ends in .html"),
+    "--write-workload": ("write_workload", "give a name that ends in .py"),
 }
 """The parameter of each option that names a file, and what to do where that is none."""
 
@@ -171,6 +172,7 @@ def running_words(
         elif isinstance(value, bool):
             words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
+            value = tuple(map("=".join, value.items())) if isinstance(value, dict) else value
             for part in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], _word(part)]
     return [*words, *further, *command]

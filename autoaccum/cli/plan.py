@@ -16,8 +16,9 @@ from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, page, running_words
 from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, check_framework, for_framework
 from autoaccum.options import Options, resolve_spec, taken_by
-from autoaccum.reporting.console import make_console, offer
+from autoaccum.reporting.console import make_console, offer, show
 from autoaccum.sources.command import refuse_command
+from autoaccum.sources.source import find_source
 from autoaccum.spec import TrainingSpec
 
 if TYPE_CHECKING:
@@ -57,8 +58,14 @@ if TYPE_CHECKING:
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
+@click.option(
+    "--write-workload",
+    metavar="FILE",
+    help="Write the workload, with the values of --set in it, to a .py file to go on from.",
+)
+@click.option("--help-model", is_flag=True, help="List what --set can set in WORKLOAD, and exit.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
-def command(workload: str | tuple[str, ...], framework: str | None, **request: Any) -> None:
+def command(workload: str | tuple[str, ...], framework: str | None, help_model: bool, **request: Any) -> None:
     """Find the largest micro-batch of a training that fits into memory, and the schedule of an update.
 
     COMMAND is what you type to train, with {micro_batch} and {iter_size} where it takes its batch size and its
@@ -68,7 +75,8 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     number, and {total_iter_size} the micro-batches of all. Options that describe a workload, such as --precision, are
     refused: set them in COMMAND.
 
-    WORKLOAD is model.py or model.py:name. The file defines `model`, `batch(size)`, and
+    WORKLOAD is model.py or model.py:name, or a model by name: hf:Qwen/Qwen2.5-7B, timm:resnet50, torchvision:vit_b_16,
+    which is built without its weights. The file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
     mean that is not over samples), and most of the flags below by name.
 
@@ -86,6 +94,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a simulated card
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
       autoaccum plan model.py --target-batch 256 --for transformers       for a Trainer
+      autoaccum plan hf:Qwen/Qwen2.5-7B --set lora=16 --set length=2048 --gpu t4 --target-batch 64
       autoaccum compare model.py --target-batch 256 --gpu all             for many cards, in a table
 
     Exit codes:
@@ -97,11 +106,19 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
     from autoaccum.api import plan
     from autoaccum.planning.plan_events import Explained, Inspected
     from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
-    from autoaccum.reporting.plan_report import memory_blocks, plan_blocks
+    from autoaccum.reporting.plan_report import constant_blocks, memory_blocks, plan_blocks
     from autoaccum.reporting.progress import PlanProgress
 
+    if help_model:
+        refuse_command(workload, "--help-model")
+        show(make_console(), *constant_blocks(find_source(str(workload))))
+        return
     _check_is_one_plan(request)
-    for flag, given in (("--emit", request["emit"]), ("--for", framework)):
+    for flag, given in (
+        ("--emit", request["emit"]),
+        ("--for", framework),
+        ("--write-workload", request["write_workload"]),
+    ):
         if given is not None:
             refuse_command(workload, flag)
     of_ranks = is_one_of_ranks()
@@ -163,6 +180,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, **request: A
         files={
             "-o": lambda _: result.to_json(),
             "--emit": lambda file: emit_wrapper(result, module=module_name(file)),
+            "--write-workload": lambda _: find_source(str(workload), result.workload.overrides).text,
             "--plot": lambda file: _picture(result, memory, file),
             "--report": lambda _: _page(result, memory, seconds),
         },

@@ -156,6 +156,7 @@ _WRITTEN = {
     "--emit": "train without autoaccum: {} is the step in plain PyTorch",
     "--plot": "picture in {}",
     "--report": "report in {}",
+    "--write-workload": "workload in {}",
 }
 
 

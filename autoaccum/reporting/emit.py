@@ -16,7 +16,7 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.spec import StepRecipe, TrainingSpec, WorkloadFacts
-from autoaccum.units import format_bytes, format_parts
+from autoaccum.units import format_bytes, format_overrides, format_parts
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 """The structure of a batch, as `sources.step_recipe` describes it."""
@@ -138,10 +138,11 @@ def _origin(plan: Plan) -> str:
     workload, device = plan.workload, plan.device
     digest = workload.digest[:_DIGITS_OF_DIGEST]
     about = [workload.model or "a model", *([f"digest {digest}"] if digest else [])]
+    settings = f" with {format_overrides(workload.overrides)}" if workload.overrides else ""
     parts = format_parts(plan.micro_batches)
     card = device.card or device.name or "unknown"
     return (
-        f"Written by `autoaccum plan` for {workload.name or 'a workload'} ({', '.join(about)}): "
+        f"Written by `autoaccum plan` for {workload.name or 'a workload'} ({', '.join(about)}){settings}: "
         f"{plan.target_batch} samples an update"
         + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
         + f" on {card} with {format_bytes(plan.limit_bytes)}"

@@ -15,12 +15,13 @@ from autoaccum.checks import counted
 from autoaccum.options import mesh_word
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput
-from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages
+from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, offer
 from autoaccum.reporting.explain_report import explanation_blocks
 from autoaccum.serialization import to_plain
 from autoaccum.sources.command import CommandSource
+from autoaccum.sources.source import FileSource
 from autoaccum.spec import OFFLOADS
-from autoaccum.units import MIB, format_bytes, format_parts, format_rate
+from autoaccum.units import MIB, format_bytes, format_overrides, format_parts, format_rate
 
 _MANY_PARTS = 60
 _MODES = {
@@ -48,6 +49,14 @@ def plan_blocks(
     return blocks + first_messages(Facts.of_messages(plan.warnings, plan.notes), verbose=verbose)
 
 
+def constant_blocks(source: FileSource) -> list[Block]:
+    """Return the constants of a workload file, which `--set` gives other values."""
+    table = Table("name", "value", "what it is")
+    for constant in source.constants.values():
+        table.add(Text(constant.name, "bold"), repr(constant.value), constant.comment)
+    return [table, "", *offer("set one", f"autoaccum plan {source.name} --set NAME=VALUE ...")]
+
+
 def memory_blocks(plan: Plan) -> list[Block]:
     """Return where the memory of a plan goes, if that was explained."""
     if plan.explanation is None:
@@ -66,6 +75,8 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
 
     What to train with are the lines of a framework, if the plan has its arguments.
     """
+    if plan.workload.overrides and not plan.workload.command:
+        yield "set", format_overrides(plan.workload.overrides)
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
     yield "parts", _parts(plan)

@@ -36,6 +36,8 @@ _REFUSING: Final = {
     ),
     "--emit": _OWN_TRAINING,
     "--for": _OWN_TRAINING,
+    "--write-workload": ("writes a workload file, and a command has none", "save the command that is planned"),
+    "--help-model": ("lists what can be set in a workload", "--set fills {name} wherever the command has it"),
     "explain": (
         "compares a snapshot with a workload, not with a command",
         "`autoaccum plan --gpu NAME --explain -- COMMAND` shows where its memory goes",

@@ -153,13 +153,13 @@ def _choose(constants: Mapping[str, Constant | None], name: str, label: str) -> 
     if name not in constants:
         close = difflib.get_close_matches(name, known, 3, 0.6) or known[:12]
         raise UsageError(
-            f"{label} assigns no {name} at its top level, so that it cannot be set",
+            f"{label} has no constant {name} at its top level",
             hint=f"it has {', '.join(close)}" if close else f"write a line {name} = ... in it",
         )
     constant = constants[name]
     if constant is None:
         raise UsageError(
-            f"{name} in {label} is computed, or assigned several times, so that it cannot be set",
+            f"{name} cannot be set: {label} computes it, or assigns it several times",
             hint="assign it once, as a number, a text, a list or a tuple",
         )
     return constant

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.sources.module_names import package_root
-from autoaccum.sources.overrides import replace_constants
+from autoaccum.sources.overrides import Constant, find_constants, replace_constants
 
 if TYPE_CHECKING:
     from autoaccum.sources.workload import Workload
@@ -88,8 +88,24 @@ class FileSource(Source):
     @property
     def text(self) -> str:
         """The text of the file, with the overrides in place."""
+        return replace_constants(self._content, self.overrides, Path(self.file).name)
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """What can be set in it, by name.
+
+        Raises:
+            WorkloadError: The file cannot be read, or is not Python.
+        """
+        try:
+            return {name: constant for name, constant in find_constants(self._content).items() if constant is not None}
+        except (OSError, SyntaxError, ValueError) as error:
+            raise WorkloadError(f"{self.name} cannot be read ({first_line(error)})", hint="check the file") from None
+
+    @property
+    def _content(self) -> str:
         with tokenize.open(Path(self.file).expanduser()) as file:
-            return replace_constants(file.read(), self.overrides, Path(self.file).name)
+            return file.read()
 
     def load(self) -> Workload:
         """Import the file; see `loading.load_workload`."""
@@ -156,6 +172,15 @@ class NamedSource(FileSource):
     def variable(self) -> None:
         """None: the file as a whole is the workload."""
 
+    @property
+    def text(self) -> str:
+        """The text of our file, with the name and the overrides in place."""
+        return replace_constants(self._content, self._values, self.name)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {"name": self.model, **self.overrides}
+
     def load(self) -> Workload:
         """Import our file with the overrides in place.
 
@@ -165,8 +190,9 @@ class NamedSource(FileSource):
         """
         from autoaccum.sources.loading import load_workload
 
+        _ = self.text  # Refuses what cannot be set by the name of the model.
         try:
-            workload = load_workload(self.file, None, {"name": self.model, **self.overrides})
+            workload = load_workload(self.file, None, self._values)
         except WorkloadError as error:
             cause = error.__cause__
             if isinstance(cause, ImportError):
