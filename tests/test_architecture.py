@@ -78,7 +78,7 @@ WITHOUT_TORCH = (
     "tuning/study.py",
     "sources/module_names.py",
 )
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(set(PACKAGE.rglob("*.py")) - set(PACKAGE.glob("models/*")))  # Those are no modules, but files to load.
 
 
 @cache

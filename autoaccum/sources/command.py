@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -199,7 +200,5 @@ def check_target(source: Any, target_batch: int | None, *, prefer: str = "larges
 
 def _quote(word: str) -> str:
     """Quote a word for a shell, but not for its places."""
-    plain = word
-    for place in _PLACES:
-        plain = plain.replace(place, "")
+    plain = re.sub(r"\{\w+\}", "", word)
     return word if plain == shlex.quote(plain) or not plain else shlex.quote(word)
