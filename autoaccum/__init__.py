@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoaccum.api import plan as plan
     from autoaccum.api import tune as tune
     from autoaccum.api import verify as verify
-    from autoaccum.planning.comparison import Comparison as Comparison
+    from autoaccum.planning.comparison_record import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
     from autoaccum.sources.workload import Workload as Workload
     from autoaccum.training.fit_events import FitResult as FitResult
@@ -41,7 +41,7 @@ _HOMES = {
     "tune": "autoaccum.api",
     "guard": "autoaccum.api",
     "Plan": "autoaccum.planning.plan_record",
-    "Comparison": "autoaccum.planning.comparison",
+    "Comparison": "autoaccum.planning.comparison_record",
     "FitResult": "autoaccum.training.fit_events",
     "Tuning": "autoaccum.tuning.tuning_records",
     "Verification": "autoaccum.verification.verification_result",

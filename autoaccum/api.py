@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Listener as GuardListener
     from autoaccum.guarding.guard_result import Report
     from autoaccum.options import OptionArguments
-    from autoaccum.planning.comparison import Comparison, ComparisonRow
+    from autoaccum.planning.comparison_record import Comparison, ComparisonRow
     from autoaccum.planning.plan_events import Listener as PlanListener
     from autoaccum.planning.plan_record import Plan
     from autoaccum.planning.plan_request import Prefer
@@ -161,6 +161,7 @@ def compare(
     max_micro_batch: int | None = None,
     fit_micro_batch: int | None = None,
     exact_max: bool = False,
+    overrides: Mapping[str, Any] | None = None,
     sort: str | None = None,
     prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
     on_row: Callable[[ComparisonRow], None] = lambda row: None,
@@ -168,15 +169,16 @@ def compare(
     on_output: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Plan for several simulated cards, numbers of ranks and sets of savers, in one table.
+    """Plan for several simulated cards, values of a parameter, numbers of ranks and sets of savers, in one table.
 
         table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090,h100")
         table = autoaccum.compare("model.py", target_batch=512, gpu="h100", world_size=range(1, 65), parallel="fsdp2")
+        table = autoaccum.compare("model.py", target_batch=64, gpu="t4", overrides={"length": [1024, 2048, 4096]})
         table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090", savers="all")
         table = autoaccum.compare(["python", "train.py", "--bs={micro_batch}"], gpu="all")
 
-    Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing cards and
-    savers; numbers of ranks have none, since what ranks exchange is not counted.
+    Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing
+    cards, values and savers; numbers of ranks have none, since what ranks exchange is not counted.
 
     Args beside those of this module:
         gpu: Names or sizes of cards with commas in between, or `all`.
@@ -185,15 +187,18 @@ def compare(
         savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
             as of `plan`.
         max_micro_batch, fit_micro_batch, exact_max: As of `plan`.
+        overrides: Values in place of constants, parameters of a named model, or `{name}` in a command. A list holds
+            several values, and every combination of them is planned; one value with several parts is a tuple.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
-            card, then by number of ranks; sets of savers with the fastest first.
+            card, then by value, then by number of ranks; sets of savers with the fastest first.
         prices: The price of an hour of each card, by its name, or a CSV file with the columns `name` and `per_hour`.
             The cheapest rows come first then, by the cost of a million samples.
         on_row: Called with each row as it is found; also before an error.
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
-    from autoaccum.planning.comparison import ComparisonRequest, compare_plans
+    from autoaccum.planning.comparison import compare_plans
+    from autoaccum.planning.comparison_request import ComparisonRequest
 
     request = ComparisonRequest(
         target_batch=target_batch,
@@ -203,6 +208,7 @@ def compare(
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
         exact_max=exact_max,
+        overrides=overrides or {},
         sort=sort,
         prices=prices,
         options=options,

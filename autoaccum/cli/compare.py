@@ -1,4 +1,4 @@
-"""`autoaccum compare`: plans for cards, numbers of ranks and sets of savers, in one table."""
+"""`autoaccum compare`: plans for cards, values, numbers of ranks and sets of savers, in one table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, CountOrRange, HelpWithHeadings, options
+from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, CountOrRange, HelpWithHeadings, options, split_overrides
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import DoesNotFitError
 from autoaccum.reporting.console import make_console
 
 if TYPE_CHECKING:
-    from autoaccum.planning.comparison import Comparison, ComparisonRow
+    from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 
 
-@click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, ranks or savers, in a table.")
+@click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, values, ranks or savers.")
 @click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "compare",
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
         "metavar": "SAVER|auto|all",
         "help": "Savers of each plan, as for `autoaccum plan`. all: a row for each Pareto-optimal set.",
     },
+    overrides={
+        "metavar": "NAME=VALUE[,VALUE...]",
+        "callback": split_overrides,
+        "help": "As for `autoaccum plan`, with a row for each value. Write a value with commas in brackets or quotes.",
+    },
     as_json="Print the table as JSON on stdout, with complete plans.",
     output="Write that JSON to a file.",
 )
@@ -34,15 +39,17 @@ if TYPE_CHECKING:
 @click.option("--prices", metavar="FILE", help="CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
 def command(workload: str | tuple[str, ...], **request: Any) -> None:
-    """Plan WORKLOAD or COMMAND for several cards, numbers of ranks or sets of savers, and show one row for each.
+    """Plan WORKLOAD or COMMAND for several cards, values, ranks or sets of savers, and show one row for each.
 
-    Both are as for `autoaccum plan`; for COMMAND, only cards are compared. Nothing runs on a card: plans are predicted.
-    Cards that choose the same kernels share their traces, so all 97 take about four times as long as one. A range of
-    ranks gives one row per power of two, and the smallest number of ranks that works.
+    Both are as for `autoaccum plan`; for COMMAND, only cards and values are compared. Nothing runs on a card: plans
+    are predicted. Cards that choose the same kernels share their traces, so all 97 take about four times as long as
+    one; each value takes traces of its own. A range of ranks gives one row per power of two, and the smallest number of
+    ranks that works.
 
     Examples:
       autoaccum compare --gpu all -- python train.py --batch-size={micro_batch}
       autoaccum compare model.py --target-batch 256 --gpu all --sort speed
+      autoaccum compare model.py --target-batch 64 --gpu t4 --set LENGTH=1024,2048,4096
       autoaccum compare model.py --target-batch 256 --gpu rtx4090,h100 --prices prices.csv
       autoaccum compare model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
       autoaccum compare model.py --target-batch 256 --gpu rtx4090 --savers all
@@ -54,7 +61,7 @@ def command(workload: str | tuple[str, ...], **request: Any) -> None:
       3  the trials gave no answer
     """
     from autoaccum.api import compare
-    from autoaccum.planning.comparison import Comparison
+    from autoaccum.planning.comparison_record import Comparison
     from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings, row_line
     from autoaccum.reporting.progress import PlanProgress
 

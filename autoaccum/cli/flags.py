@@ -17,6 +17,7 @@ count, natural = click.IntRange(1), click.IntRange(0)
 positive = seconds = click.FloatRange(0, min_open=True)
 """The request refuses infinity and NaN."""
 
+_VALUE = re.compile(r"""(?:"[^"]*"|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[^,])+""")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
 
 
@@ -50,6 +51,16 @@ def _overrides(context: click.Context, parameter: click.Parameter, given: tuple[
         if not (equals and name.isidentifier()):
             raise UsageError(f"--set {name}{equals} is no NAME=VALUE", hint="write --set length=1024")
     return {name: value for name, _, value in pairs}
+
+
+def split_overrides(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the values of each name, which commas separate, except within brackets or double quotes.
+
+    >>> split_overrides(None, None, ("length=1024,2048", "sizes=[64,128],[32,64]", 'layers="q,v",all'))
+    {'length': ['1024', '2048'], 'sizes': ['[64,128]', '[32,64]'], 'layers': ['q,v', 'all']}
+    """
+    texts = _overrides(context, parameter, given)
+    return {name: [value.strip('"') for value in _VALUE.findall(text)] or [""] for name, text in texts.items()}
 
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoaccum.checks import counted, join_words
 from autoaccum.messages import Message
-from autoaccum.planning.comparison import Comparison, ComparisonRow, find_least
+from autoaccum.planning.comparison_record import Comparison, ComparisonRow, find_least, name_subject
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.planning.throughput import RATIO_BAND
 from autoaccum.reporting.console import Block, Table, offer
@@ -27,11 +27,11 @@ _LEGEND = (
 
 
 def shown_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows that a table shows: of several cards, those with the least ranks that train the model."""
-    if len({row.card for row in rows}) == 1:
+    """Return the rows that a table shows: of several cards or values, those with the least ranks that fit."""
+    if len({row.subject for row in rows}) == 1:
         return list(rows)
     least, most = find_least(rows), max((row.world_size for row in rows), default=1)
-    return [row for row in rows if row.world_size == least.get(row.card, most)]
+    return [row for row in rows if row.world_size == least.get(row.subject, most)]
 
 
 def comparison_blocks(comparison: Comparison) -> list[Block]:
@@ -49,12 +49,13 @@ def comparison_blocks(comparison: Comparison) -> list[Block]:
 def _cells(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> dict[str, str | None]:
     """Return the cells of a row by their headers; None: there is nothing to say, or it is the same in all rows."""
     plan, of_cards = row.plan, len({other.card for other in rows}) > 1
-    several_ranks = len({other.world_size for other in rows}) > 1
+    several, several_ranks = len({other.subject for other in rows}) > 1, len({other.world_size for other in rows}) > 1
     fastest = max(other.samples_per_second or 0.0 for other in rows)
     has_savers = row.fits and any(other.savers for other in rows)
     return {
         "card": row.card if of_cards else None,
-        ">ranks": f"{'> ' if of_cards and not row.fits else ''}{row.world_size}" if several_ranks else None,
+        **{f">{name}": str(value) for name, value in row.overrides.items()},
+        ">ranks": f"{'> ' if several and not row.fits else ''}{row.world_size}" if several_ranks else None,
         "fits": "yes" if row.fits else "no",
         ">micro-batch": None if plan is None else str(plan.micro_batch),
         ">iter_size": None if plan is None else str(plan.iter_size),
@@ -85,7 +86,7 @@ def _notes(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[st
         )
     if any(row.cost_per_million for row in rows):
         yield "cost: of a million samples, by that estimate and the prices"
-    if len({row.card for row in rows}) == 1 and len({row.world_size for row in rows}) > 1:
+    if len({row.subject for row in rows}) == 1 and len({row.world_size for row in rows}) > 1:
         for least in (comparison.least_world_sizes or {}).values():
             fewer = [row for row in rows if row.world_size < least]
             below = max(fewer, key=lambda row: row.world_size, default=None)
@@ -100,7 +101,7 @@ def row_line(row: ComparisonRow) -> str:
     't4, 2 ranks: does not fit'
     """
     ranks = [counted(row.world_size, "rank")] if row.world_size > 1 else []
-    about = ", ".join([row.card, *ranks, *([format_savers(row.savers)] if row.savers else [])])
+    about = ", ".join([row.subject, *ranks, *([format_savers(row.savers)] if row.savers else [])])
     if row.plan is None:
         return f"{about}: does not fit"
     needed = format_bytes(row.plan.min_budget_bytes or 0)
@@ -108,7 +109,7 @@ def row_line(row: ComparisonRow) -> str:
 
 
 def comparison_warnings(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return each warning of the rows once, with the cards, ranks or savers it is about, unless it is about all."""
+    """Return each warning of the rows once, with the rows it is about, unless it is about all."""
     about: dict[Message, list[ComparisonRow]] = {}
     for row in rows:
         for warning in row.warnings:
@@ -118,8 +119,9 @@ def comparison_warnings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _names(some: Sequence[ComparisonRow], rows: Sequence[ComparisonRow]) -> str:
-    if len({row.card for row in rows}) > 1:
-        names = [row.card for row in some]
+    of_cards = len({row.card for row in rows}) > 1
+    if len({row.subject for row in rows}) > 1:
+        names = [name_subject(row.card if of_cards else None, row.overrides) for row in some]
     elif len({row.world_size for row in rows}) > 1:
         names = [counted(row.world_size, "rank") for row in some]
     else:

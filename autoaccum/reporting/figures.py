@@ -21,7 +21,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
 from autoaccum.errors import UsageError
-from autoaccum.planning.comparison import Comparison, ComparisonRow
+from autoaccum.planning.comparison_record import Comparison, ComparisonRow, as_number
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.comparison_table import row_line, shown_rows
 from autoaccum.reporting.console import one_line
@@ -44,6 +44,7 @@ _TEXT_POINTS, _TITLE_POINTS = 9.0, 11.0
 _LONGEST_TITLE, _LONGEST_REMARK, _LONGEST_NAME = 70, 90, 40
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
+_COMPARED: Final = "Plans compared"
 _LEAST_SHARE = 0.002
 """Categories with a smaller share of the peak are not in the legend."""
 _FURTHEST = 1.6
@@ -77,6 +78,9 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
 Each has contrast to its panel (WCAG 4.5), and all differ, so that they can be replaced.
 """
 
+_LINES: Final = ("ran", "gradients", "activations", "averages", "communication", "outputs")
+"""The colours of lines for several cards."""
+
 LIGHT: Final = {role: light for role, (light, _) in COLOURS.items()}
 
 
@@ -90,11 +94,43 @@ def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
 
 
 def draw_comparison(comparison: Comparison, form: Format) -> bytes:
-    """Draw a bar for each row of a table, its speed or else its micro-batch: the same rows give the same bytes."""
+    """Draw a table: the same rows give the same bytes.
+
+    Over a parameter with numbers it is the micro-batch, a line for each card; otherwise a bar for each row, its speed
+    or else its micro-batch.
+    """
     rows = shown_rows(comparison.rows)
-    return draw_panels(
-        [partial(_draw_bars, rows=rows)], form, title="Plans compared", height=max(2.0, 0.35 * len(rows))
-    )
+    lines = _lines_over_values(rows)
+    if lines:
+        return draw_panels(
+            [partial(_draw_lines, lines=lines, name=next(iter(rows[0].overrides)))], form, title=_COMPARED
+        )
+    return draw_panels([partial(_draw_bars, rows=rows)], form, title=_COMPARED, height=max(2.0, 0.35 * len(rows)))
+
+
+def _lines_over_values(rows: Sequence[ComparisonRow]) -> dict[str, dict[float, int]]:
+    """Return micro-batches by the number that was set, for each card; empty if bars show more."""
+    lines: dict[str, dict[float, int]] = {}
+    for row in rows:
+        number = as_number(next(iter(row.overrides.values()), None))
+        line = lines.setdefault(row.card, {})
+        if number is None or number in line or len(row.overrides) > 1 or len(lines) > len(_LINES):
+            return {}
+        line[number] = row.plan.micro_batch if row.plan else 0
+    return lines
+
+
+def _draw_lines(figure: SubFigure, *, lines: Mapping[str, Mapping[float, int]], name: str) -> None:
+    axes = figure.subplots()
+    for at, (card, line) in enumerate(lines.items()):
+        # Marks become smaller, so that none hides another.
+        look: dict[str, Any] = {"color": LIGHT[_LINES[at]], "markersize": 11 - 1.5 * at, "clip_on": False}
+        axes.plot(*zip(*sorted(line.items()), strict=True), "o-", label=card, **look)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(_cut(name, _LONGEST_NAME), parse_math=False)
+    axes.set_ylabel("micro-batch (0: does not fit)")
+    figure.legend(loc="outside lower left", ncols=4)
 
 
 def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:
@@ -106,7 +142,7 @@ def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:
     for place, size, length in zip(places, sizes, lengths, strict=True):
         said = f"micro-batch {size}" if size else "does not fit"
         axes.annotate(said, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(places, [_cut(row_line(row).partition(":")[0], _LONGEST_NAME) for row in rows])
+    axes.set_yticks(places, [_cut(row_line(row).rpartition(":")[0], _LONGEST_NAME) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.5 * max((*lengths, 0.01)))
     axes.set_xlabel("estimated speed (1: the fastest)" if fastest else "micro-batch")

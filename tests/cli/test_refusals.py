@@ -86,6 +86,8 @@ REFUSED = {
         "t4 --world-size 0..4": "0 is not in the range x>=1",
         "t4,l4 --fit-micro-batch 4": "a micro-batch of 4 is to fit (--fit-micro-batch), and no savers are chosen",
         "t4,l4 --sort size": "there is no column 'size': choose card, ranks, micro",
+        "t4 --set length=1 --sort length": "there is no column 'length'",
+        f"t4 --set length={','.join(map(str, range(65)))}": "the values of length make 65 rows for each card: give",
         "t4 --world-size 1..2 --sort speed": "speed is estimated for several cards",
         "t4,l4 -o model.py": "-o names the workload itself, model.py",
     },
