@@ -1,0 +1,76 @@
+"""Models of timm and torchvision by name: verified when small, and of their real sizes equal to arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import autoaccum
+from autoaccum.errors import WorkloadError
+
+pytestmark = pytest.mark.usefixtures("warm_children")
+IMPORTED = ("timm", "torchvision", "torchvision.models.segmentation", "torchvision.models.video")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "timm:test_vit": {"image_size": 32, "drop_path": 0.1, "gradient_checkpointing": True},
+    "timm:test_convnext": {"image_size": 32, "classes": 4, "channels_last": True},
+    "torchvision:squeezenet1_1": {"image_size": 32, "classes": 4},
+    "torchvision:deeplabv3_mobilenet_v3_large": {"image_size": 16},
+    "torchvision:mc3_18": {"image_size": 16, "frames": 2},
+}
+FROZEN = ("torchvision:deeplabv3_mobilenet_v3_large", "torchvision:mc3_18")
+"""Those with BatchNorm, of which the full batch's gradient is asked in this mode."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_update_of_a_small_one_is_the_full_batch(name: str) -> None:
+    mode = "frozen" if name in FROZEN else None
+    result = autoaccum.verify(name, target_batch=4, micro_batch=2, batchnorm=mode, overrides=SMALL[name])
+
+    assert result.equivalent
+    assert result.precision == "fp64"
+
+
+def test_a_batchnorm_is_named_as_the_cause() -> None:
+    result = autoaccum.verify("timm:test_resnet", target_batch=4, micro_batch=2, overrides={"image_size": 32})
+
+    assert not result.equivalent
+    assert [cause.kind for cause in result.causes] == ["batchnorm"]
+
+
+# Numbers of parameters as their authors publish them; channels and layers of BatchNorm; states of the optimizer.
+REAL = {
+    "torchvision:resnet50": (25_557_032, 26_560, 53, 1),
+    "torchvision:vit_b_16": (86_567_656, 0, 0, 1),
+    "timm:vit_base_patch16_224": (86_567_656, 0, 0, 2),
+    "timm:convnext_tiny": (28_589_128, 0, 0, 2),
+    "timm:efficientnet_b0": (5_288_548, 21_008, 49, 2),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_one_of_real_size_takes_what_arithmetic_says(name: str) -> None:
+    numbers, channels, layers, states = REAL[name]
+    plan = autoaccum.plan(name, target_batch=4, max_micro_batch=2, gpu="rtx3090", explain=True)
+
+    assert (plan.kind, sum(plan.micro_batches)) == ("predicted", 4)
+    assert plan.explanation is not None
+    held = plan.explanation.categories
+    assert held["parameters"] == 4 * numbers + 8 * channels + 8 * layers
+    assert (held["gradients"], held["optimizer_state"]) == (4 * numbers, 4 * states * numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "text"),
+    [
+        ("timm:resnet5O", {}, "timm has no model of this name: similar are resnet50"),
+        ("torchvision:resnet5O", {}, "similar are resnet50"),
+        ("torchvision:raft_small", {}, "torchvision has no such model for classification"),
+        ("torchvision:mvit_v2_s", {"frames": 32}, "takes one size alone: leave out image_size and frames"),
+        ("torchvision:retinanet_resnet50_fpn", {"image_size": 64}, "a simulated card computes no values"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(name: str, overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(WorkloadError, match=text):
+        autoaccum.plan(name, target_batch=4, gpu="rtx3090", overrides=overrides)
