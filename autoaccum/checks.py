@@ -104,8 +104,8 @@ def list_names(names: Iterable[str]) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Count things: 1 trial, 30 trials, 3 micro-batches."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('batch') else 's'}"
+    """Count things: 1 trial, 30 trials, 3 micro-batches, 2 passes."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith(('batch', 'pass')) else 's'}"
 
 
 def is_one_of_ranks() -> bool:

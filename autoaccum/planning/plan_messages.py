@@ -42,11 +42,16 @@ class MemoryNeeds:
     holds_whole_batch: bool = False
 
 
-def trial_error(trial: Trial) -> AutoaccumError:
-    """Return the error of a trial whose outcome is `error`: a WorkloadError, or a NotMeasuredError."""
+def trial_error(trial: Trial, *, of_command: bool = False) -> AutoaccumError:
+    """Return the error of a trial whose outcome is `error`: a WorkloadError, or a NotMeasuredError.
+
+    A command has run with two samples before; of a workload, the inspection has found its `multiple_of`.
+    """
     text = trial.message or f"micro-batch {trial.micro_batch} failed without a message"
     if trial.fault == "user":
-        return WorkloadError(text, user_traceback=trial.traceback)
+        needs_two = "micro-batch 2 ran, so give --multiple-of 2 if this needs an even number of samples, or two"
+        hint = needs_two if of_command and trial.micro_batch == 1 else None
+        return WorkloadError(text, hint=hint, user_traceback=trial.traceback)
     return NotMeasuredError(text)
 
 

@@ -239,7 +239,7 @@ class _Search:
         """Keep a trial; raise if it ended by an error, or by an uncertain out-of-memory error of the smallest size."""
         self.trials.append(trial)
         if trial.outcome == "error":
-            raise trial_error(trial)
+            raise trial_error(trial, of_command=self.needs.of_command)
         if not trial.ran and not trial.is_definite_oom and trial.micro_batch <= self.sizes[0]:
             raise uncertain_oom_error(trial)
         return trial

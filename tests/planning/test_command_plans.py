@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import autoaccum
-from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 
@@ -40,6 +40,12 @@ def test_notes_are_true_of_a_command() -> None:
     with pytest.raises(DoesNotFitError) as error:
         plan_command(64, ScriptedDevice(lambda size: "oom", command=WORDS))
     assert error.value.hint == "take a smaller model, half precision, activation checkpointing, or more memory"
+
+
+def test_a_command_that_fails_with_a_single_sample_is_told_of_multiples() -> None:
+    with pytest.raises(WorkloadError) as error:
+        plan_command(64, ScriptedDevice(lambda size: "error" if size == 1 else "ok", command=WORDS))
+    assert "--multiple-of 2" in str(error.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ _MODULE = "autoaccum.devices.child"
 _STDERR = 2
 _START_SECONDS = 300.0
 """A short limit on time must not end the import of PyTorch from a cold disk."""
-_TOO_LONG_HINT = "look for what does not end there, or raise --time-limit or --trial-limit"
+TOO_LONG_HINT = "look for what does not end there, or raise --time-limit or --trial-limit"
 _SIGNAL_NAMES = {int(known): known.name for known in signal.Signals}
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
@@ -250,7 +250,7 @@ class ChildProcess:
                 raise self._describe_death(doing, death)
             left = deadline - time.monotonic()
             if left <= 0:
-                message = f"{doing} took longer than {round(limit_seconds, 1):g} s, and was ended: {_TOO_LONG_HINT}"
+                message = f"{doing} took longer than {round(limit_seconds, 1):g} s, and was ended: {TOO_LONG_HINT}"
                 raise ChildDied(Failure(outcome="error", message=message, fault="measurement"), timed_out=True)
             wait(self._watched, min(_POLL_SECONDS, left))
 

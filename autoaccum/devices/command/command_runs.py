@@ -7,16 +7,17 @@ import os
 import signal
 import sysconfig
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from getpass import getuser
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Final, Literal
 
 from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
 from autoaccum.devices.child.failures import Failure, JobFailed, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.process import ChildProcess, child_environment
+from autoaccum.devices.child.process import TOO_LONG_HINT, ChildProcess, child_environment
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
 from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
 from autoaccum.errors import WorkloadError
@@ -67,6 +68,8 @@ class CommandRun:
             paths=settings.paths,
             **{"updates": options.updates, **watch},
         )
+        temporary = self.watch.temporary
+        temporary.mkdir()
         words = source.fill(micro_batch=max(parts), iter_size=len(parts), world_size=options.world_size)
         self._process = ChildProcess(
             "autoaccum.devices.command.supervisor:Supervisor",
@@ -78,7 +81,11 @@ class CommandRun:
         self._request = RunCommand(
             words=tuple(words),
             folder=source.folder,
-            environment={**command_environment(self.watch.device, settings.paths), **(environment or {})},
+            environment={
+                **command_environment(self.watch.device, settings.paths),
+                **(environment or {}),
+                "TMPDIR": str(temporary),
+            },
             settings=self.watch,
             limit_seconds=settings.job_seconds(limit_seconds),
             shows_output=settings.on_output is not None,
@@ -117,6 +124,8 @@ def command_environment(device: str | None, paths: ImportPaths | None = None) ->
     Modules are found on `paths`, if those are given. On the CPU memory is made repeatable (`child_environment`).
     """
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    with suppress(KeyError, OSError):  # There is no name for the user. Runs share what `torch.compile` has compiled.
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{getuser()}")
     if device == "cpu":
         names = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
         environment |= {name: value for name, value in child_environment().items() if name in names}
@@ -144,19 +153,21 @@ def _failure(
     if report is not None and report.updates >= updates and not end.exit_status and not end.timed_out:
         return None
     seen = "no Python process in it has imported torch"
+    if end.updates is not None:
+        seen = f"it made {counted(end.updates, 'update')}"
     if report is not None:
-        seen = f"it made {report.updates} optimizer steps and {sum(report.backwards)} backward passes"
+        seen += f" and {counted(sum(report.backwards), 'backward pass')}"
     fault: Literal["user", "measurement"] = "measurement"
     if end.timed_out:
-        text = f"the command took longer than the limit on time, and was ended ({seen})"
+        text = f"the command took longer than the limit on time, and was ended ({seen}): {TOO_LONG_HINT}"
     elif crashes_for_memory and end.exit_status in _CRASHES:
         text = f"{doing}: the command crashed with exit status {end.exit_status}, as libraries do that get no memory"
         return Failure(outcome="oom", message=text, is_definite_oom=False)
     elif end.exit_status:
         text, fault = f"the command left with exit status {end.exit_status}", "user"
     else:
-        needed = counted(updates, "update")
-        text = f"the command ended too early ({seen}): let it train for {needed} or more"
+        hint = f"let it train for {counted(updates, 'update')} or more, and not resume a run that has ended"
+        text = f"the command ended too early ({seen}): {hint}"
     return Failure(outcome="error", message=f"{doing}: {text}", traceback=end.output, fault=fault)
 
 
@@ -211,9 +222,9 @@ class Observations:
         micro-batches of an update.
         """
         size, iter_size = max(parts), len(parts)
-        if report.world_size > 1 and report.world_size != self._world_size:
+        if report.world_size != self._world_size:
             return WorkloadError(
-                f"the command trains on {report.world_size} ranks, and the plan is for {self._world_size}",
+                f"the command trains on {counted(report.world_size, 'rank')}, and the plan is for {self._world_size}",
                 hint=f"say so (--world-size {report.world_size}): the target batch is that of all ranks",
             )
         backwards = report.backwards[-1] if report.backwards else 0

@@ -22,6 +22,7 @@ from autoaccum.devices.simulated.simulation_requests import (
 )
 from autoaccum.devices.simulated.trace_cache import Choose, TraceCache, small_sizes
 from autoaccum.devices.trial_requests import Inspect, PartsRequest
+from autoaccum.errors import WorkloadError
 from autoaccum.messages import message
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import Amount, Trace, UpdateCost
@@ -116,6 +117,9 @@ class CommandTracer(Tracer):
                 report = check_ran(*run.finish(owner), owner)
             if (error := self._observations.check(parts, report)) is not None:
                 raise error
+            if report.simulated and report.simulated.trace and not report.simulated.trace.events:
+                hint = "let it train on cuda, by an option of its own such as --device cuda"
+                raise WorkloadError(f"the script puts nothing on the simulated {self._card.name}", hint=hint)
         assert report.simulated is not None
         self._alike &= set(report.simulated.alike)
         if purpose == "trace":

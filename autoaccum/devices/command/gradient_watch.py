@@ -8,7 +8,6 @@ models, as of a GAN, are compared from the same weights.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, seed_generators
+from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.command.settings import WatchSettings
 from autoaccum.units import MIB
 
@@ -101,8 +101,8 @@ class GradientWatch:
                 self._parts.setdefault(id(parameter), []).append(added.cpu())
 
     def save(self) -> None:
-        """Write the gradients, unless there are none or another rank has the same."""
-        if not self._gradients or os.environ.get("RANK", "0") != "0":
+        """Write the gradients, unless there are none."""
+        if not self._gradients:
             return
         names = self._names()
         record = {
@@ -115,7 +115,7 @@ class GradientWatch:
 
     def _room_for(self) -> list[nn.Parameter]:
         """Return parameters whose gradient is still to come, the smallest first, as many as there is room for."""
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # Ranks add theirs in the last backward pass.
+        if is_one_of_ranks():  # Ranks add theirs in the last backward pass.
             return []
         known = {id(each): each for model in self._models.values() for each in model.parameters() if each.requires_grad}
         room, chosen = _PARTS_BYTES // (len(self._settings.parts) + 2), list[nn.Parameter]()

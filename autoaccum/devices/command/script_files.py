@@ -75,6 +75,7 @@ class _Mirror:
         with suppress(FileExistsError):  # The first process of the run is where the command was started.
             _OS.symlink(_OS.getcwd(), files + ".working")
         left = [pathlib.Path(os.path.expandvars(path) or "/dev").expanduser().resolve() for path in _LEFT_ALONE]
+        left.append(pathlib.Path(files).parents[1])  # The temporary folder; the run has one of its own.
         self.covered = {"/": True} | {str(path): False for path in left}
         self.covered |= {_OS.readlink(files + ".working"): True, dirname(files): False}
         spec: Any = util.find_spec("posixpath")

@@ -67,8 +67,13 @@ class WatchSettings:
 
     @property
     def reports(self) -> Path:
-        """The folder of the reports, each `<pid>.json`."""
+        """The folder of the reports, each `<pid>.json`, with the updates until then in `<pid>.updates`."""
         return Path(self.folder, "reports")
+
+    @property
+    def temporary(self) -> Path:
+        """The folder for temporary files, which scripts that are ended do not remove."""
+        return Path(self.folder, "tmp")
 
     @property
     def files(self) -> Path:
@@ -108,8 +113,8 @@ class ProcessReport:
 
     Attributes:
         pid: Its process id.
-        rank: Its rank, by the launcher.
-        world_size: The number of ranks, by the launcher; 1 without one.
+        rank: Its rank.
+        world_size: The number of ranks, by the launcher or as the script joined them; 1 without any.
         updates: The number of updates it made.
         backwards: The backward passes of each update.
         first_batch: The shapes of the tensors that the first call of an outermost module had.

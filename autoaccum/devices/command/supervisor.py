@@ -22,7 +22,7 @@ from typing import Any, Final
 from autoaccum.devices.child.requests import Handler, Request
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings, read_report, write_record
 from autoaccum.devices.host_memory import count_oom_kills
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import UsageError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS: Final = 0.05
@@ -32,6 +32,7 @@ _OTHER_RANKS_SECONDS: Final = 30.0
 _LAST_WORDS_SECONDS: Final = 5.0
 """The time in which a command ends that has failed: launchers gather the errors of their ranks."""
 _TAIL_LINES: Final = 40
+_TAIL_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class CommandEnd:
         exit_status: Its exit status, negative for a signal; None: it was ended after its last update.
         timed_out: Whether it was ended because it took too long.
         is_oom_kill: Whether the kernel killed a process meanwhile for lack of memory.
+        updates: The most updates that one of its processes made; None: none has imported PyTorch.
         output: The last lines that it printed.
         seconds: How long it ran.
     """
@@ -51,6 +53,7 @@ class CommandEnd:
     exit_status: int | None = None
     timed_out: bool = False
     is_oom_kill: bool = False
+    updates: int | None = None
     output: str = ""
     seconds: float = 0.0
 
@@ -117,7 +120,10 @@ class Supervisor(Handler):
                     start_new_session=True,
                 )
             except OSError as error:
-                raise NotMeasuredError(f"`{request.words[0]}` cannot be run ({error.strerror})") from error
+                raise UsageError(
+                    f"`{request.words[0]}` cannot be run ({error.strerror})",
+                    hint="write a program that can be found from this folder, and variables before autoaccum",
+                ) from error
         shown = _shown(printed) if request.shows_output else iter(())
         deadline, all_by = began + request.limit_seconds, float("inf")
         timed_out, reports = False, _read_reports(settings)
@@ -126,7 +132,7 @@ class Supervisor(Handler):
             reports = _read_reports(settings)
             last = [report for report in reports if report.updates >= settings.updates]
             failed = any(report.failure is not None for report in reports)
-            if last and len(last) >= last[0].world_size:
+            if last and (settings.card is not None or len(last) >= last[0].world_size):
                 break
             if last or failed:
                 all_by = min(all_by, time.monotonic() + (_LAST_WORDS_SECONDS if failed else _OTHER_RANKS_SECONDS))
@@ -143,7 +149,8 @@ class Supervisor(Handler):
             exit_status=exit_status,
             timed_out=timed_out,
             is_oom_kill=count_oom_kills() > kills,
-            output="\n".join(printed.read_text(errors="replace").splitlines()[-_TAIL_LINES:]),
+            updates=max((int(path.read_text() or 0) for path in settings.reports.glob("*.updates")), default=None),
+            output=_tail(printed),
             seconds=seconds,
         )
 
@@ -152,6 +159,13 @@ def _read_reports(settings: WatchSettings) -> tuple[ProcessReport, ...]:
     """Return the reports as they came: where several processes fail, the first one says why."""
     paths = sorted(settings.reports.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     return tuple(map(read_report, paths))
+
+
+def _tail(path: Path) -> str:
+    """Return the last lines of a file, which may be huge."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _shown(path: Path) -> Iterator[None]:

@@ -62,6 +62,7 @@ class Watch:
         self._settings, self._pid, self._began = settings, os.getpid(), time.monotonic()
         self._steps: Counter[int] = Counter()
         self._updates = self._backwards = 0
+        self._rank, self._ranks = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
         self._backwards_of: list[int] = []
         self._calls: list[_Shapes] = []
         self._first_call: _Shapes = ()
@@ -79,6 +80,7 @@ class Watch:
     def begin(self) -> None:
         """Set the hooks, and enter the simulated card."""
         settings = self._settings
+        self._note_updates()
         if settings.card is not None:
             from autoaccum.devices.command.on_card import CardWatch, is_other_rank
 
@@ -115,6 +117,7 @@ class Watch:
         if updates <= self._updates:
             return
         self._updates = updates
+        self._note_updates()
         self._backwards_of.append(self._backwards)
         self._last_calls, self._calls, self._backwards = tuple(self._calls), [], 0
         if updates < self._settings.updates:
@@ -125,6 +128,14 @@ class Watch:
             return
         self._report()
         self._wait_to_be_ended()
+
+    def _note_updates(self) -> None:
+        """Write the number of updates where it is found if the script hangs, and take the ranks that it has joined."""
+        self._settings.reports.mkdir(exist_ok=True)
+        Path(self._settings.reports, f"{self._pid}.updates").write_text(str(self._updates))
+        dist = torch.distributed
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._ranks = dist.get_rank(), max(self._ranks, dist.get_world_size())
 
     def _count_backwards(self) -> None:
         run, inside = torch.autograd.backward, False
@@ -274,8 +285,8 @@ class Watch:
                 error = astray
         report = ProcessReport(
             pid=self._pid,
-            rank=int(os.environ.get("RANK", 0)),
-            world_size=int(os.environ.get("WORLD_SIZE", 1)) if self._card is None else 1,
+            rank=self._rank,
+            world_size=self._ranks,
             updates=self._updates,
             backwards=tuple(self._backwards_of) if self._updates else (self._backwards,),
             first_batch=self._first_call,
@@ -290,7 +301,7 @@ class Watch:
             simulated=None if self._card is None or error is not None else self._card.result(),
             seconds=time.monotonic() - self._began,
         )
-        if self._gradients is not None:
+        if self._gradients is not None and self._rank == 0:
             self._gradients.save()
         write_record(self._settings.reports / f"{self._pid}.json", report)
 

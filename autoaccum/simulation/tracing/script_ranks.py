@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from autoaccum.errors import UsageError
 from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.trace_records import Category
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
@@ -23,9 +24,13 @@ def simulate_script_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> No
     """Let this process become the first of `size` ranks on the card of `mode`, as a launcher would tell it.
 
     Several ranks are joined at once, and a single one when the script does. `init_process_group` then takes any backend
-    and address, and objects that are gathered are this rank's.
+    and address, and objects that are gathered are this rank's. More than one cannot be started from here.
     """
     import torch.distributed as dist
+
+    spawning = sys.modules["torch.multiprocessing.spawn"]
+    for owner in (spawning, torch.multiprocessing):
+        patch(stack, owner, "start_processes", partial(_start_one, start=spawning.start_processes))
 
     if size > 1:
         _join(size, mode, stack)
@@ -38,6 +43,15 @@ def simulate_script_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> No
             dist.init_process_group(backend)
 
         patch(stack, dist, "init_process_group", join)
+
+
+def _start_one(call: Any, args: Any = (), nprocs: int = 1, *more: Any, start: Any, **named: Any) -> Any:
+    if nprocs > 1:
+        raise UsageError(
+            f"the script starts {nprocs} ranks itself (torch.multiprocessing.spawn), and only the first is simulated",
+            hint=f"give --world-size {nprocs}, and start it with torchrun (--nproc-per-node {{world_size}})",
+        )
+    return start(call, args, nprocs, *more, **named)
 
 
 def _join(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:

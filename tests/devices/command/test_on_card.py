@@ -342,6 +342,7 @@ def test_the_first_of_several_ranks_holds_buckets_or_shards(start: Start) -> Non
     for script in scripts:
         labelled = recorded(script.report()).labelled
         assert labelled is not None
+        assert script.report().world_size == 4
         held.append(make_explained(labelled).before("batch"))
     copies, views, sharded = held
     weights = 4 * (64 * 4096 + 4096 * 12)
@@ -350,3 +351,11 @@ def test_the_first_of_several_ranks_holds_buckets_or_shards(start: Start) -> Non
     assert (copies["parameters"], copies["gradients"], copies["communication"]) == (weights, weights, weights)
     assert (views["parameters"], views["gradients"], views["communication"]) == (weights, 2 * weights, 0)
     assert sharded["parameters"] == weights // 4
+
+
+def test_ranks_that_a_script_starts_itself_are_refused(start: Start) -> None:
+    failure = start(f"{IMPORTS}\ntorch.multiprocessing.spawn(print, nprocs=2)\n", parts=(4,)).report().failure
+
+    assert failure is not None
+    assert "starts 2 ranks itself" in failure.message
+    assert "--world-size 2" in failure.message

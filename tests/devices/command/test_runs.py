@@ -33,7 +33,7 @@ def is_alive(pid: int) -> bool:
 
 def wait_until_gone(pids: list[int], folder: Path) -> None:
     for _ in range(300):
-        if not any(map(is_alive, pids)) and not list(folder.glob("autoaccum-*")):
+        if not any(map(is_alive, pids)) and not list(folder.glob("*-*")):  # Of autoaccum and of the script.
             return
         time.sleep(0.1)
     raise AssertionError(f"left: {[pid for pid in pids if is_alive(pid)]}, {list(folder.iterdir())}")
@@ -58,7 +58,7 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     pids = tmp_path / "pids"
     done = autoaccum(SCRIPTS, *plan_words("hangs.py", "--trial-limit", "15"), f"--pids={pids}", TMPDIR=str(tmp_path))
     assert done.returncode == 3
-    assert "took longer than the limit on time" in done.stderr
+    assert "took longer than the limit on time, and was ended (it made 2 updates)" in done.stderr
     wait_until_gone([int(pid) for pid in pids.read_text().split()], tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     ("script", "code", "said"),
     [
         ("fails.py", 2, ["KeyError: 'sample 4'", "in read_annotations", "error: micro-batch 2 raised KeyError"]),
-        ("no_update.py", 3, ["it made 0 optimizer steps and 2 backward passes"]),
+        ("no_update.py", 3, ["it made 0 updates and 2 backward passes"]),
         ("wrong_flag_ignored.py", 2, ["one update per backward pass, not per 2: it ignores --accum"]),
         ("not_there.py", 2, ["not_there.py", "the command left with exit status 2"]),
     ],
@@ -80,8 +80,16 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
 
 def test_a_command_that_is_no_program_is_told() -> None:
     done = autoaccum(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", "no-such-program", "{micro_batch}")
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "`no-such-program` cannot be run (No such file or directory)" in done.stderr
+
+
+def test_a_script_that_stays_on_the_cpu_is_told_on_a_simulated_card() -> None:
+    done = autoaccum(
+        SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", sys.executable, "gan.py", "--batchSize={micro_batch}"
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the script puts nothing on the simulated rtx3090: let it train on cuda" in done.stderr
 
 
 def test_the_hook_enters_another_environment_and_runs_its_own_sitecustomize(tmp_path: Path) -> None:

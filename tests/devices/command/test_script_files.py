@@ -287,7 +287,7 @@ SCRIPTS = {
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A folder of a user, as large as a test can see."""
-    for folder in ("work/out", "work/kept/deep", "elsewhere", "t", "scratch"):
+    for folder in ("work/out", "work/kept/deep", "elsewhere", "t", "scratch/run"):
         (tmp_path / folder).mkdir(parents=True)
     files = {"checkpoint.pt": "checkpoint", "log.csv": "a,b", "out/best.pt": "best", "kept/deep/data.txt": "data"}
     for name, text in files.items():
@@ -315,7 +315,7 @@ def run(home: Path, script: str, imports: str = "", python: str = PYTHON, **envi
     (home / "script.py").write_text(BEGIN.format(imports=imports) + "# The script\n" + textwrap.dedent(script))
     environment = {
         **os.environ,
-        "FILES": str(home / "scratch" / "files"),
+        "FILES": str(home / "scratch" / "run" / "files"),
         "SCRIPT_FILES": script_files.__file__,
         "TMPDIR": str(home / "t"),
         **environment,

@@ -3,6 +3,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -13,6 +14,7 @@ parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--pids", default="", help="file for the process ids of the script and its server")
 args = parser.parse_args()
 
+cache = tempfile.mkdtemp(prefix="cache-of-script-")
 server = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(10**6)"])
 if args.pids:
     with open(args.pids, "w") as file:
