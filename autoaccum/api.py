@@ -197,8 +197,7 @@ def compare(
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
-    from autoaccum.planning.comparison import compare_plans
-    from autoaccum.planning.comparison_request import ComparisonRequest
+    from autoaccum.planning.comparison import ComparisonRequest, compare_plans
 
     request = ComparisonRequest(
         target_batch=target_batch,

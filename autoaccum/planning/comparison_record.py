@@ -12,7 +12,6 @@ from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import Words
 from autoaccum.serialization import to_plain
-from autoaccum.sources.overrides import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class ComparisonRow:
 
     Attributes:
         card: The name of the card.
-        overrides: The values of those names that have several; `plan.workload.overrides` has all that were set.
+        overrides: The values of names that have several, read as `read_text` does; `plan.workload.overrides` has all.
         world_size: The number of ranks, with such a card each.
         savers: The savers of the plan.
         plan: The plan; None if not even the least micro-batch fits.
@@ -86,16 +85,6 @@ def name_subject(card: str | None, overrides: Mapping[str, Any]) -> str:
     return " ".join([*([card] if card else []), *(f"{name}={value}" for name, value in overrides.items())])
 
 
-def as_number(value: Any) -> float | None:
-    """Return the number that a value is, maybe as a text; None if it is none.
-
-    >>> as_number("1024"), as_number(1e-4), as_number("sdpa"), as_number(True)
-    (1024, 0.0001, None, None)
-    """
-    read = read_text(value) if isinstance(value, str) else value
-    return read if type(read) in (int, float) else None
-
-
 SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
     "card": lambda row: row.card,
     "ranks": lambda row: row.world_size,
@@ -127,21 +116,16 @@ class Comparison:
         return json.dumps(to_plain(self), indent=2, allow_nan=False) + "\n"
 
     def sorted_by(self, column: str | None) -> Comparison:
-        """Return the rows in the order of a column, those that fit before others; None: as they are.
+        """Return the rows in the order of a column, the best or smallest first, those that fit before others.
 
-        The best come first; by a name that was set, the smallest numbers, then texts.
+        None: as they are.
         """
         if column is None:
             return self
-        key = SORT_KEYS.get(column) or (lambda row: _order(row.overrides[column]))
+        key = SORT_KEYS.get(column) or (lambda row: (isinstance(row.overrides[column], str), row.overrides[column]))
         values = [(row, key(row)) for row in self.rows]
         values.sort(key=lambda pair: (not pair[0].fits, pair[1] is None, pair[1] or 0))
         return dataclasses.replace(self, rows=tuple(row for row, _ in values))
-
-
-def _order(value: Any) -> tuple[bool, float, str]:
-    number = as_number(value)
-    return number is None, number or 0.0, str(value)
 
 
 def find_least(rows: Iterable[ComparisonRow]) -> dict[str, int]:

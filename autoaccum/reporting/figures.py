@@ -21,7 +21,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.devices.explanation import CurvePoint, MemoryReport, Timeline
 from autoaccum.errors import UsageError
-from autoaccum.planning.comparison_record import Comparison, ComparisonRow, as_number
+from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.comparison_table import row_line, shown_rows
 from autoaccum.reporting.console import one_line
@@ -44,7 +44,6 @@ _TEXT_POINTS, _TITLE_POINTS = 9.0, 11.0
 _LONGEST_TITLE, _LONGEST_REMARK, _LONGEST_NAME = 70, 90, 40
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
-_COMPARED: Final = "Plans compared"
 _LEAST_SHARE = 0.002
 """Categories with a smaller share of the peak are not in the legend."""
 _FURTHEST = 1.6
@@ -78,8 +77,7 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
 Each has contrast to its panel (WCAG 4.5), and all differ, so that they can be replaced.
 """
 
-_LINES: Final = ("ran", "gradients", "activations", "averages", "communication", "outputs")
-"""The colours of lines for several cards."""
+_LINES: Final = ("ran", "gradients", "activations", "averages", "communication", "outputs")  # In turn, of cards.
 
 LIGHT: Final = {role: light for role, (light, _) in COLOURS.items()}
 
@@ -94,27 +92,23 @@ def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
 
 
 def draw_comparison(comparison: Comparison, form: Format) -> bytes:
-    """Draw a table: the same rows give the same bytes.
+    """Draw a table, the same rows as the same bytes: the micro-batch over numbers that were set, a line for each card.
 
-    Over a parameter with numbers it is the micro-batch, a line for each card; otherwise a bar for each row, its speed
-    or else its micro-batch.
+    Otherwise it is a bar for each row, its speed or else its micro-batch.
     """
     rows = shown_rows(comparison.rows)
     lines = _lines_over_values(rows)
-    if lines:
-        return draw_panels(
-            [partial(_draw_lines, lines=lines, name=next(iter(rows[0].overrides)))], form, title=_COMPARED
-        )
-    return draw_panels([partial(_draw_bars, rows=rows)], form, title=_COMPARED, height=max(2.0, 0.35 * len(rows)))
+    panel = partial(_draw_lines, lines=lines, name=[*rows[0].overrides][0]) if lines else partial(_draw_bars, rows=rows)
+    return draw_panels([panel], form, title="Plans compared", height=_HEIGHT if lines else max(2.0, 0.35 * len(rows)))
 
 
 def _lines_over_values(rows: Sequence[ComparisonRow]) -> dict[str, dict[float, int]]:
     """Return micro-batches by the number that was set, for each card; empty if bars show more."""
     lines: dict[str, dict[float, int]] = {}
     for row in rows:
-        number = as_number(next(iter(row.overrides.values()), None))
+        number: Any = next(iter(row.overrides.values()), None)
         line = lines.setdefault(row.card, {})
-        if number is None or number in line or len(row.overrides) > 1 or len(lines) > len(_LINES):
+        if type(number) not in (int, float) or number in line or len(row.overrides) > 1 or len(lines) > len(_LINES):
             return {}
         line[number] = row.plan.micro_batch if row.plan else 0
     return lines

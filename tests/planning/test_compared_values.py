@@ -13,9 +13,8 @@ from consoles import drawn
 from factories import make_plan, message_at
 
 from autoaccum.errors import UsageError
-from autoaccum.planning.comparison import find_rows
+from autoaccum.planning.comparison import ComparisonRequest, find_rows
 from autoaccum.planning.comparison_record import Comparison, ComparisonRow
-from autoaccum.planning.comparison_request import ComparisonRequest
 from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings
 from autoaccum.reporting.figures import draw_comparison
 from autoaccum.units import GIB
@@ -99,11 +98,11 @@ def test_each_value_on_each_card_has_its_least_number_of_ranks() -> None:
     ]
 
 
-def test_rows_are_sorted_by_numbers_though_values_are_texts() -> None:
-    values = ("4096", "auto", "512", "1024")
-    table = Comparison(tuple(row_of("t4", length=value) for value in values), {})
-    assert [row.overrides["length"] for row in table.sorted_by("length").rows] == ["512", "1024", "4096", "auto"]
-    assert [row["overrides"]["length"] for row in json.loads(table.to_json())["rows"]] == list(values)
+def test_rows_are_sorted_by_numbers_then_texts() -> None:
+    request = asked(length=["4096", "auto", "512", 1024])
+    table = Comparison(tuple(row_of("t4", **request.varied(variant)) for variant in request.variants), {})
+    assert [row.overrides["length"] for row in table.sorted_by("length").rows] == [512, 1024, 4096, "auto"]
+    assert [row["overrides"]["length"] for row in json.loads(table.to_json())["rows"]] == [4096, "auto", 512, 1024]
 
 
 def test_a_warning_names_the_values_it_is_about() -> None:
@@ -137,7 +136,7 @@ def test_each_row_is_the_plan_with_its_value(folder: Path, command: Command) -> 
     done = command(folder, "compare", *words, "--set", "LENGTH=512,60000", "--set", "SIZES=[32,8]")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["overrides"] for row in rows] == [{"LENGTH": "512"}, {"LENGTH": "60000"}]
+    assert [row["overrides"] for row in rows] == [{"LENGTH": 512}, {"LENGTH": 60000}]
     assert rows[1]["plan"] is None
     assert "micro-batch 1 does not fit" in rows[1]["message"]
     alone = json.loads(command(folder, "plan", *words, "--set", "LENGTH=512", "--set", "SIZES=[32,8]").stdout)

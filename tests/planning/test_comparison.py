@@ -21,9 +21,8 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
 from autoaccum.devices.simulated.trace_cache import TraceCache, run_on_cards
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.comparison import find_rows, plan_front, plan_row
+from autoaccum.planning.comparison import ComparisonRequest, choose_world_sizes, find_rows, plan_front, plan_row
 from autoaccum.planning.comparison_record import Comparison, ComparisonRow
-from autoaccum.planning.comparison_request import ComparisonRequest, choose_world_sizes
 from autoaccum.planning.plan_events import Event, SaversTried
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import add_costs
