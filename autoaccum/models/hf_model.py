@@ -7,6 +7,7 @@ changed further: load weights with `from_pretrained`, and take batches from your
 
 import torch
 import transformers
+import transformers.integrations.sdpa_attention
 from torch import nn
 
 name = "Qwen/Qwen2.5-7B"  # a name on the hub, or a folder with a config.json
@@ -20,6 +21,7 @@ classes = 10  # of a classifier
 dtype = "auto"  # of the weights: float32, bfloat16 or float16; auto: the one that they are published in
 precision = "fp32"  # bf16 or fp16 for autocast; fp32: none, so that the model computes in the dtype of its weights
 attention = "sdpa"  # or eager, flash_attention_2 ...
+repeat_kv = False  # whether sdpa gets a copy of each shared key and value head; cards before Ampere are slow without
 gradient_checkpointing = None  # whether each layer runs again in backward; None: if weights are quantized, as in peft
 load_in_4bit = False  # NF4 weights of bitsandbytes, as for QLoRA: give lora as well
 load_in_8bit = False  # 8-bit weights of bitsandbytes: give lora as well
@@ -153,6 +155,8 @@ runs_again = load_in_4bit or load_in_8bit if gradient_checkpointing is None else
 
 def model():
     """Build the model on the host, or with quantized weights on the card, if there is one."""
+    if repeat_kv:
+        transformers.integrations.sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     auto = getattr(transformers, f"AutoModelFor{kind}")
     built = auto.from_config(config, dtype=weights_dtype, attn_implementation=attention)
     if load_in_4bit or load_in_8bit:

@@ -44,7 +44,7 @@ from truths.tables import TABLES
 
 from autoaccum.reporting.console import make_console
 
-VERSIONS = ("torch", "timm", "torchvision", "transformers")
+VERSIONS = ("torch", "timm", "torchvision", "transformers", "peft", "bitsandbytes")
 CASES_EACH = 40
 """Then processes are replaced: what a simulation keeps would grow with every model."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from truths.scores import Predicted, Scored, Verdict, format_scores
-from truths.tables import RTX3090, RTX4060
+from truths.tables import RTX3090, RTX4060, T4
 
 GIB = 1 << 30
 
@@ -24,10 +24,22 @@ RUN = {
     "min_cap_ok_bytes": str(5 * GIB),
     "max_cap_oom_bytes": str(4 * GIB),
 }
+PEAKS = {
+    "model_id": "Qwen/Qwen2.5-7B",
+    "batch_size": "2",
+    "peak_allocated_mib": str(5 * 1024),
+    "peak_reserved_mib": str(4 * 1024),
+}
 
 
 def predicted(batch: int, outcome: str, min_budget_bytes: int = GIB) -> Predicted:
-    kept = {"capacity_bytes": 7 * GIB, "shown_bytes": 5 * GIB, "start_bytes": 0, "modules_bytes": 0}
+    kept = {
+        "capacity_bytes": 7 * GIB,
+        "allocated_bytes": 4 * GIB,
+        "shown_bytes": 5 * GIB,
+        "start_bytes": 0,
+        "modules_bytes": 0,
+    }
     return Predicted(batch=batch, outcome=outcome, min_budget_bytes=min_budget_bytes, **kept)
 
 
@@ -93,3 +105,12 @@ def test_scores_count_each_kind_of_miss_and_what_was_skipped() -> None:
     assert unknown.endswith("no such model: gone")
     assert failures.splitlines()[1:] == [f"- {case.label}: RuntimeError: no | such shape"]
     assert [line.partition(" (ResNets): ")[2][:11] for line in misses.splitlines()] == ["would crash", "too timid ("]
+
+
+def test_both_peaks_are_told_by_row_where_both_were_measured() -> None:
+    (case,) = T4.read([PEAKS])
+    scored = Scored(case=case, verdict=T4.judge(case, [predicted(2, "ok")]))
+    _, table, line = format_scores("Peaks", [scored]).split("\n\n")
+    cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
+    assert cells[-4:] == ["25.0 %", "25.0 %", "20.0 %", "20.0 %"]
+    assert line.startswith("allocated -20.000 %, reserved +25.00 %: fitcheck_t4_dev Qwen/Qwen2.5-7B")

@@ -82,11 +82,13 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     replayer = Replayer(card, settings, torch_release())
     outside = _eager_context(card) if eager else context_memory(card)
     capacity_bytes = card.total_bytes - outside.bytes
+    peaks = replayer.replay(trace, capacity_bytes)[2]
     return Predicted(
         batch=batch,
         outcome=predict_trial(replayer, [trace], capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
-        shown_bytes=replayer.replay(trace, capacity_bytes)[2].peak_reserved_bytes,
+        allocated_bytes=peaks.peak_allocated_bytes,
+        shown_bytes=peaks.peak_reserved_bytes,
         min_budget_bytes=replayer.min_budget_bytes([trace], replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,

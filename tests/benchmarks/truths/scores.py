@@ -91,6 +91,7 @@ class Predicted:
         batch: In samples.
         outcome: At `capacity_bytes`: `ok`, `tight` or `oom`.
         capacity_bytes: What the allocator may hold on the card, beside what the process holds outside of it.
+        allocated_bytes: The most that is in use of it.
         shown_bytes: The most it holds on the card, where it gives cached segments back before it runs out.
         min_budget_bytes: The smallest capacity at which it goes through.
         start_bytes: What the process is taken to hold outside of the allocator before it runs any kernel,
@@ -100,6 +101,7 @@ class Predicted:
     batch: int
     outcome: str
     capacity_bytes: int
+    allocated_bytes: int
     shown_bytes: int
     min_budget_bytes: int
     start_bytes: int
@@ -120,12 +122,14 @@ class Verdict:
         too_timid: Something is predicted not to fit that did.
         complete: Both were measured: a size, or a cap, that went through and one that did not.
         peak_error: Of the predicted peak, relative to the measured one.
+        allocated_error: Of the predicted peak of allocated memory, where that was measured apart.
     """
 
     would_crash: bool | None = None
     too_timid: bool | None = None
     complete: bool = False
     peak_error: float | None = None
+    allocated_error: float | None = None
 
     @property
     def right(self) -> bool | None:
@@ -172,14 +176,15 @@ def format_scores(about: str, done: Sequence[Scored]) -> str:
     failed = [f"- {one.case.label}: {' '.join(one.failure.split())}" for one in done if one.failure]
     if failed:
         parts.append("\n".join([f"{len(failed)} rows could not be predicted:", *failed]))
-    misses = "\n".join(filter(None, map(_miss, done)))
-    return "\n\n".join([*parts, *([misses] if misses else [])])
+    parts += filter(None, ("\n".join(filter(None, map(told, done))) for told in (_miss, _errors)))
+    return "\n\n".join(parts)
 
 
 def score(kind: str, verdicts: Sequence[Verdict]) -> dict[str, str]:
     """The score of some verdicts, by column."""
     judged = [verdict for verdict in verdicts if verdict.right is not None]
     errors = [abs(verdict.peak_error) for verdict in verdicts if verdict.peak_error is not None]
+    allocated = [abs(verdict.allocated_error) for verdict in verdicts if verdict.allocated_error is not None]
     return {
         "class": kind,
         "judged": str(len(judged)) if judged else "-",
@@ -188,9 +193,15 @@ def score(kind: str, verdicts: Sequence[Verdict]) -> dict[str, str]:
         "too timid": _share([verdict.too_timid for verdict in judged]),
         "right of both sides": _share([verdict.right for verdict in judged if verdict.complete]),
         "peaks": str(len(errors)) if errors else "-",
-        "median error": f"{100 * np.median(errors):.1f} %" if errors else "-",
-        "95th percentile": f"{100 * np.quantile(errors, 0.95):.1f} %" if errors else "-",
+        "median error": _quantile(errors, 0.5),
+        "95th percentile": _quantile(errors, 0.95),
+        "median error, allocated": _quantile(allocated, 0.5),
+        "95th percentile, allocated": _quantile(allocated, 0.95),
     }
+
+
+def _quantile(errors: Sequence[float], share: float) -> str:
+    return f"{100 * np.quantile(errors, share):.1f} %" if errors else "-"
 
 
 def _share(answers: Sequence[bool | None]) -> str:
@@ -208,3 +219,11 @@ def _miss(one: Scored) -> str:
         for run in one.predicted
     )
     return f"{one.case.label} ({class_of(one.case.model)}): {wrong} ({runs})"
+
+
+def _errors(one: Scored) -> str:
+    """Return a line for a case of which both peaks were measured."""
+    if one.verdict is None or one.verdict.allocated_error is None or one.verdict.peak_error is None:
+        return ""
+    errors = f"allocated {100 * one.verdict.allocated_error:+.3f} %, reserved {100 * one.verdict.peak_error:+.2f} %"
+    return f"{errors}: {one.case.label}"

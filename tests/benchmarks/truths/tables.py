@@ -6,18 +6,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 from truths import models
+from truths.language_models import loss_of_tokens
 from truths.loops import Loop, predict_loop
-from truths.scores import Case, Predicted, Verdict
+from truths.scores import Case, Predicted, UnknownModel, Verdict
 from truths.trainer import trainer_loop
 
 from autoaccum.simulation.cards import find_card
+from autoaccum.sources.source import find_source
+from autoaccum.units import MIB
 
 _GIB: Final = 1 << 30
 _ZERO_GRAD: Final = ("start", "before backward", "after step")
+_CONFIGURATIONS: Final = Path(__file__).parents[2] / "libraries" / "configs"
 _RTX3090_BYTES: Final = 24_268 << 20
 """The memory that PyTorch reported of the measured card."""
 
@@ -134,6 +139,43 @@ def _judge_bert(case: Case, predicted: Sequence[Predicted]) -> Verdict:
     )
 
 
+def _predict_lora(case: Case, batch: int) -> Predicted:
+    """As the model by name, with parameters and nothing more."""
+    row, folder = case.row, _CONFIGURATIONS / case.model.rpartition("/")[2]
+    if not folder.exists():
+        raise UnknownModel(case.model)
+    parameters = {
+        "length": int(row["seq_len"]),
+        "dtype": "float16",
+        "attention": row["attn_impl"],
+        "repeat_kv": True,
+        "load_in_4bit": row["quantization"] == "nf4",
+        "gradient_checkpointing": True,
+        "lora": int(row["lora_rank"]),
+        "lora_targets": row["lora_targets"],
+    }
+    workload = find_source(f"hf:{folder}", parameters).load()
+    loop = Loop(
+        model=workload.build_model,
+        batch=partial(workload.batch, batch),
+        forward=loss_of_tokens,
+        optimizer=torch.optim.AdamW,
+        keeps=False,
+        resident_batch=True,
+    )
+    return predict_loop(loop, find_card("t4"), batch)
+
+
+def _judge_lora(case: Case, predicted: Sequence[Predicted]) -> Verdict:
+    """Both peaks that PyTorch counted; every row trained."""
+    (run,) = predicted
+    return Verdict(
+        too_timid=not run.trains,
+        peak_error=run.shown_bytes / (float(case.row["peak_reserved_mib"]) * MIB) - 1,
+        allocated_error=run.allocated_bytes / (float(case.row["peak_allocated_mib"]) * MIB) - 1,
+    )
+
+
 def micro_batches(setting: str) -> int:
     """The number of micro-batches per update.
 
@@ -168,4 +210,12 @@ V100: Final = Table(
     predict=_predict_bert,
     judge=_judge_bert,
 )
-TABLES: Final = {table.name: table for table in (RTX3090, RTX4060, V100)}
+T4: Final = Table(
+    name="fitcheck_t4_dev",
+    about="T4, LoRA and QLoRA: how far off are the peaks of reserved and of allocated memory",
+    model=lambda row: row["model_id"],
+    batches=lambda row: (int(row["batch_size"]),),
+    predict=_predict_lora,
+    judge=_judge_lora,
+)
+TABLES: Final = {table.name: table for table in (RTX3090, RTX4060, V100, T4)}
