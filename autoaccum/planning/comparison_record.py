@@ -116,13 +116,12 @@ class Comparison:
         return json.dumps(to_plain(self), indent=2, allow_nan=False) + "\n"
 
     def sorted_by(self, column: str | None) -> Comparison:
-        """Return the rows in the order of a column, the best or smallest first, those that fit before others.
-
-        None: as they are.
-        """
+        """Return the rows by a column, best or smallest first, and those that fit before others; None: as they are."""
         if column is None:
             return self
-        key = SORT_KEYS.get(column) or (lambda row: (isinstance(row.overrides[column], str), row.overrides[column]))
+        key = SORT_KEYS.get(column) or (
+            lambda row: (0, value) if isinstance(value := row.overrides[column], int | float) else (1, str(value))
+        )
         values = [(row, key(row)) for row in self.rows]
         values.sort(key=lambda pair: (not pair[0].fits, pair[1] is None, pair[1] or 0))
         return dataclasses.replace(self, rows=tuple(row for row, _ in values))

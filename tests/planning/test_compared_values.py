@@ -99,10 +99,10 @@ def test_each_value_on_each_card_has_its_least_number_of_ranks() -> None:
 
 
 def test_rows_are_sorted_by_numbers_then_texts() -> None:
-    request = asked(length=["4096", "auto", "512", 1024])
+    request = asked(length=["4096", "None", "512", 1024])
     table = Comparison(tuple(row_of("t4", **request.varied(variant)) for variant in request.variants), {})
-    assert [row.overrides["length"] for row in table.sorted_by("length").rows] == [512, 1024, 4096, "auto"]
-    assert [row["overrides"]["length"] for row in json.loads(table.to_json())["rows"]] == [4096, "auto", 512, 1024]
+    assert [row.overrides["length"] for row in table.sorted_by("length").rows] == [512, 1024, 4096, None]
+    assert [row["overrides"]["length"] for row in json.loads(table.to_json())["rows"]] == [4096, None, 512, 1024]
 
 
 def test_a_warning_names_the_values_it_is_about() -> None:
