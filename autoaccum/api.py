@@ -83,6 +83,7 @@ def plan(
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     max_micro_batch: int | None = None,
     fit_micro_batch: int | None = None,
+    solve: Mapping[str, range] | None = None,
     max_trials: int | None = None,
     exact_max: bool = False,
     prefer: Prefer = "largest",
@@ -97,6 +98,7 @@ def plan(
 
         plan = autoaccum.plan("model.py", target_batch=256, gpu="rtx3090")
         plan = autoaccum.plan(model=model, batch=batch, loss=nn.MSELoss(), optimizer=optimizer, target_batch=256)
+        plan = autoaccum.plan("model.py", gpu="t4", solve={"LENGTH": range(512, 8193, 128)})
 
     Trials run in processes of their own, also those of live objects and of a `Workload` made in code: they are pickled
     by `cloudpickle`, and nothing of them changes. On the CPU the budget is what is free beside your objects. Of a live
@@ -111,7 +113,10 @@ def plan(
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
         fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit,
-            in place of those with which one sample does.
+            in place of those with which one sample does. With `solve`: the micro-batch that has to fit.
+        solve: A name that `overrides` could set, and the values to try: `{"length": range(512, 32769, 128)}`. The plan
+            is that of the largest value with which micro-batches of one sample fit (`Plan.solved`): it ran, and the
+            next one did not, or there is no next one. Without a `target_batch`, an update is one micro-batch.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
         exact_max: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
@@ -131,16 +136,18 @@ def plan(
 
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
+    from autoaccum.planning.solve import solve_plan
     from autoaccum.sources.command import read_command
 
     live = {name: given[name] for name in (*_LIVE, "evaluate")}
-    decided = {"savers": options.get("savers"), "fit_micro_batch": fit_micro_batch}
+    decided = {"savers": options.get("savers"), "fit_micro_batch": None if solve else fit_micro_batch}
     source, asked = read_command(workload, Options.of("plan", options), verb="plan", live=live, **decided)
     request = PlanRequest(
         target_batch,
         asked,
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
+        solve=solve,
         max_trials=max_trials,
         exact_max=exact_max,
         prefer=prefer,
@@ -148,7 +155,8 @@ def plan(
         picture=picture,
         report=report,
     )
-    return make_plan(source, request, live=live, on_event=on_event, on_output=on_output)
+    make = make_plan if solve is None else solve_plan
+    return make(source, request, live=live, on_event=on_event, on_output=on_output)
 
 
 def compare(

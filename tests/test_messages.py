@@ -91,6 +91,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "tight": [{"size": 40, "predicted": known} for known in (False, True)],
     "stopped": [{"limit": "the limit of 3 trials", "largest_fit": 16, "first_fail": fail} for fail in (None, 32)],
     "objects_on_host": [{"bytes": 3 * 1024**3}],
+    "not_monotone": [{"name": "length", "smaller": 1920, "larger": 2048}],
     "not_timed": [{"done": "timed", "error": "it ran out of memory"}],
     "fastest": [
         {

@@ -167,7 +167,7 @@ _COMMAND: Final = "COMMAND"
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
         *("max_micro_batch", "fit_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "exact_max"),
-        *("reserve", "max_trials", "time_limit", "trial_limit", "values", "updates"),
+        *("solve", "reserve", "max_trials", "time_limit", "trial_limit", "values", "updates"),
     ),
     "The training loop": ("optimizer", "batchnorm", "coupled", "ema", "hold_outputs", "evaluation_batch", "longest_of"),
     "Memory savers": ("savers", "accumulate_in"),
@@ -228,7 +228,7 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     "fit_micro_batch": {
         "type": count,
         "metavar": "N",
-        "help": "With --savers auto: the micro-batch that must fit.  [default: 1]",
+        "help": "With --savers auto or --solve: the micro-batch that must fit.  [default: 1]",
     },
     "micro_batch": {"type": count, "metavar": "N", "help": "The most samples to run at once."},
     "exact_max": {"is_flag": True, "help": "Find the exact largest micro-batch, which takes more trials."},

@@ -172,7 +172,7 @@ def running_words(
         elif isinstance(value, bool):
             words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
-            value = tuple(map("=".join, value.items())) if isinstance(value, dict) else value
+            value = tuple(f"{key}={_word(item)}" for key, item in value.items()) if isinstance(value, dict) else value
             for part in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], _word(part)]
     return [*words, *further, *command]
@@ -180,7 +180,7 @@ def running_words(
 
 def _word(value: Any) -> str:
     if isinstance(value, range):
-        return f"{value[0]}..{value[-1]}"
+        return f"{value[0]}..{value[-1]}" + (f":{value.step}" if value.step > 1 else "")
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 

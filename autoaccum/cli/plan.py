@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,17 @@ if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
     from autoaccum.reporting.console import Block
+
+
+_VALUES = re.compile(r"(\w+)=(\d+)\.\.(\d+)(?::([1-9]\d*))?", re.ASCII)
+
+
+def _values(context: click.Context, parameter: click.Parameter, given: str | None) -> dict[str, range] | None:
+    """Return the values of a name to try, which include HIGH if steps lead there."""
+    match = _VALUES.fullmatch(given or "")
+    if given is not None and match is None:
+        raise UsageError(f"--solve {given} is no NAME=LOW..HIGH[:STEP]", hint="write --solve length=512..8192:128")
+    return match and {match[1]: range(int(match[2]), int(match[3]) + 1, int(match[4] or 1))}
 
 
 @click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
@@ -55,6 +67,13 @@ if TYPE_CHECKING:
     default="largest",
     show_default=True,
     help="Of the micro-batches that fit, take the largest, or the smallest that is as fast as any.",
+)
+@click.option(
+    "--solve",
+    callback=_values,
+    metavar="NAME=LOW..HIGH[:STEP]",
+    help="Find the largest value of what --set can set, such as a length, that fits. Without --target-batch, an update "
+    "is one micro-batch.",
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
@@ -95,11 +114,12 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
       autoaccum plan model.py --target-batch 256 --for transformers       for a Trainer
       autoaccum plan hf:Qwen/Qwen2.5-7B --set lora=16 --set length=2048 --gpu t4 --target-batch 64
+      autoaccum plan model.py --gpu t4 --solve LENGTH=512..8192:128       the largest length that fits
       autoaccum compare model.py --target-batch 256 --gpu all             for many cards, in a table
 
     Exit codes:
       0  a plan was made
-      1  not even one sample fits, with --savers auto not even with savers
+      1  not even one sample fits, with --savers auto not even with savers, with --solve not even at LOW
       2  wrong usage, or the workload or command is missing or fails
       3  the trials gave no answer
     """
@@ -139,7 +159,8 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
     if of_ranks and os.environ.get("RANK", "0") != "0":
         _plan_silently(workload, **request)
         return
-    if isinstance(workload, str) and request["world_size"] > 1 and not of_ranks and _run_ranks(request):
+    on_one = of_ranks or request["solve"] is not None  # One device tries the values for all ranks.
+    if isinstance(workload, str) and request["world_size"] > 1 and not on_one and _run_ranks(request):
         return
     memory: MemoryReport | None = None
 

@@ -311,6 +311,13 @@ class Device(ABC):
         """Use these savers (`spec.read_savers`) in all that follows; None: the workload's own."""
         raise NotImplementedError
 
+    def turn_to(self, settings: TrialSettings) -> None:
+        """Run another source in all that follows, with the budget and by the inspection of the first.
+
+        It is the same source with another value set by name, so that nothing has to be inspected for its trials.
+        """
+        raise NotImplementedError
+
     def simulation(self) -> Device:
         """Return a device that predicts trials on this card, within the same budget; the caller closes it.
 

@@ -73,6 +73,11 @@ class ChildDevice(Device):
         """As `Device`."""
         self._savers = savers
 
+    def turn_to(self, settings: TrialSettings) -> None:
+        """As `Device`; a standby process is used for it, too."""
+        self._end_child()
+        self._settings = settings
+
     def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.

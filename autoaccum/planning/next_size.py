@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 Predict = Callable[[int], "int | None"]
 """Returns the predicted peak in bytes at a size in samples; None where there is no prediction."""
@@ -28,6 +29,8 @@ _CURVE_SHARE, _UNKNOWN_CURVE = 0.5, 0.15
 _BACKWARD_SHARE, _BACKWARD_UNCERTAINTY = 0.2, 0.15
 """The memory of backward as a share of the activations, and the uncertainty of that."""
 _WIDENING = 3.0
+_LINE_SHARE, _CURVED_SHARE = 0.1, 0.02
+"""The uncertainty of a line as a share of the distance to the limit, and of a parabola, of its distance to a line."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,41 @@ def estimate_from_peaks(
     known = _UNKNOWN_CURVE * gaps[0] if len(gaps) == 1 else _CURVE_SHARE * abs(gaps[0] - gaps[1])
     noise = _NOISE * limit_bytes / max(slopes[0], least_slope)
     return Estimate(size + gaps[0], max(known, noise, _MIN_UNCERTAINTY))
+
+
+def estimate_by_curve(peaks: Mapping[int, int], limit_bytes: int, sizes: Sequence[int]) -> Estimate | None:
+    """Return where the parabola through the three peaks nearest to the limit reaches it, such as over a length.
+
+    How much the line through two of them disagrees is the uncertainty. Through fewer peaks there is no curve.
+
+    Args:
+        peaks: Peak bytes by size, also above the limit, where those are predicted.
+        limit_bytes: The budget of a trial.
+        sizes: The sizes worth trying, at one distance from each other.
+
+    >>> round(estimate_by_curve({10: 300, 40: 1800, 20: 600}, 1000, range(10, 100, 10)).ceiling)
+    28
+    """
+    nearest = sorted(peaks.items(), key=lambda point: abs(point[1] - limit_bytes))[:3]
+    if len(nearest) < 2:
+        return estimate_from_peaks(peaks, limit_bytes)
+    fits = max((size for size, peak in peaks.items() if peak <= limit_bytes), default=0)
+    fails = min((size for size in peaks if size > fits), default=2 * sizes[-1])
+    line, curve = (
+        bisect_right(range(fits, fails), float(limit_bytes), key=partial(_through, points)) + fits - 0.5
+        for points in (nearest[:2], nearest)
+    )
+    known = _CURVED_SHARE * abs(curve - line) if len(nearest) > 2 else _LINE_SHARE * abs(line - nearest[0][0])
+    return Estimate(curve, max(known, _MIN_UNCERTAINTY * (sizes[-1] - sizes[0]) / max(1, len(sizes) - 1)))
+
+
+def _through(points: Sequence[tuple[int, float]], size: int) -> float:
+    """Return the value at a size of the polynomial through points (Newton's form)."""
+    (first, start), *others = points
+    if not others:
+        return start
+    slopes = [(other, (peak - start) / (other - first)) for other, peak in others]
+    return start + (size - first) * _through(slopes, size)
 
 
 def _last_slopes(points: list[tuple[int, int]]) -> list[float]:

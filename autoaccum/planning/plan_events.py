@@ -53,6 +53,16 @@ class SaversTried:
 
 
 @dataclass(frozen=True)
+class ValueTried:
+    """A value of `PlanRequest.solve` is tried; `trial` is None when it begins, else maybe a prediction."""
+
+    name: str
+    value: int
+    predicted: bool
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
 class TracedAlone:
     """The search will take longer: every size is traced by itself, and `reason` says why."""
 
@@ -87,5 +97,5 @@ class Explained:
     report: MemoryReport
 
 
-Event = Doing | Inspected | SaversTried | TracedAlone | TrialStarted | TrialFinished | Explained
+Event = Doing | Inspected | SaversTried | ValueTried | TracedAlone | TrialStarted | TrialFinished | Explained
 Listener = Callable[[Event], None]

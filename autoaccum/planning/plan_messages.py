@@ -22,6 +22,8 @@ class MemoryNeeds:
     """The known parts of a workload's memory before any trial.
 
     Attributes:
+        quantity: What has sizes.
+        curved: Whether memory is no line over the sizes, all at one distance: they are no micro-batches.
         least_bytes: The bytes that every size needs: the parameters.
         update_bytes: The peak of an update of `update_samples` samples without a memory limit; None: not measured.
         update_samples: The samples of that update.
@@ -32,6 +34,8 @@ class MemoryNeeds:
         holds_whole_batch: Whether every size takes the memory of the whole batch, in lock step on the CPU.
     """
 
+    quantity: str = "micro-batch"
+    curved: bool = False
     least_bytes: int = 0
     update_bytes: int | None = None
     update_samples: int = 0
@@ -84,7 +88,7 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     needs = needs or MemoryNeeds()
     held = peak_bytes(trial)
     known = max(held or 0, needs.least_bytes)
-    subject = f"micro-batch {trial.micro_batch}"
+    subject = f"{needs.quantity} {trial.micro_batch}"
     hint = f"take {_LESS_MEMORY.format(_OF_RANKS.get(needs.parallel, ''))}"
     if needs.of_command:
         hint = "take a smaller model, half precision, activation checkpointing, or more memory"
@@ -108,10 +112,10 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     return DoesNotFitError(message, hint=hint)
 
 
-def uncertain_oom_error(trial: Trial) -> NotMeasuredError:
+def uncertain_oom_error(trial: Trial, needs: MemoryNeeds) -> NotMeasuredError:
     """Return the error of a failure that may be a bug, where no smaller size has confirmed it as out of memory."""
     return NotMeasuredError(
-        f"micro-batch {trial.micro_batch} failed with a message that may mean out of memory or a bug, and no "
+        f"{needs.quantity} {trial.micro_batch} failed with a message that may mean out of memory or a bug, and no "
         f"smaller size ran in a fresh process: {trial.message or 'no message'}"
     )
 

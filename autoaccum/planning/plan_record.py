@@ -29,6 +29,43 @@ _AGAIN = "plan again with `autoaccum plan`"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueTrial:
+    """The trial of one value of `Solved`."""
+
+    value: int
+    trial: Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """The search for the largest value of a name with which a micro-batch fits.
+
+    Attributes:
+        name: The constant of a workload file, the parameter of a model by name, or the place in a command.
+        value: The answer: it ran, and `next_fail` did not, or it is `high`.
+        low, high, step: The values that could be tried.
+        micro_batch: The micro-batch that had to fit, in samples.
+        tried: The trials, in the order they ran.
+        stopped: The limit that ended the search before it knew the largest value; None when none did.
+    """
+
+    name: str
+    value: int
+    low: int
+    high: int
+    step: int
+    micro_batch: int
+    tried: tuple[ValueTrial, ...]
+    stopped: Literal["time", "trials"] | None = None
+
+    @property
+    def next_fail(self) -> ValueTrial | None:
+        """The smallest larger value that did not fit; None if none was tried."""
+        above = [tried for tried in self.tried if tried.value > self.value and tried.trial.outcome != "ok"]
+        return min(above, key=lambda tried: tried.value, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The schedule of one update of `target_batch` samples, and the trials that proved it.
 
@@ -74,6 +111,7 @@ class Plan:
         throughput: Samples per second by micro-batch, where the fastest was preferred; else None.
         arguments: By the name of a framework, the arguments that make it train by this plan (`autoaccum plan --for`);
             None where none was named.
+        solved: How a value in `workload.overrides` (of a command: in its words) was found, if that was asked for.
         schema: Version of the record.
 
     Raises:
@@ -113,6 +151,7 @@ class Plan:
     learning_rate: float | None = None
     throughput: Throughput | None = None
     arguments: Mapping[str, Any] | None = None
+    solved: Solved | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -163,7 +202,8 @@ class Plan:
         record = _record(self)
         for name in ("arguments", "coupling", "explanation", "notes", "throughput", "warnings"):
             del record[name]
-        for trial in record["trials"]:
+        tried = [tried["trial"] for tried in record["solved"]["tried"]] if self.solved else []
+        for trial in (*record["trials"], *tried):
             del trial["seconds"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 

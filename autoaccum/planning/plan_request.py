@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -33,8 +33,8 @@ class PlanRequest:
         target_batch: Samples per update, over all ranks; None: of a command, the largest micro-batch is the answer.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
-        fit_micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one
-            fits at all.
+        fit_micro_batch: Choose savers, or solve for a value, with which the fewest parts of at most so many samples
+            fit; None: with which one fits at all.
         max_trials: End the search after this many trials; the confirmation comes on top.
         exact_max: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
         explain: Explain the memory at the peak, and what would change it.
@@ -42,6 +42,7 @@ class PlanRequest:
         report: Send listeners all that a page shows: that data and the changes of `explain`, where the device has it.
         prefer: The micro-batch to take of those that fit (see `Prefer`).
         chooses_grad_sync: Sum gradients of a sharded model with the last part where that fits; else always with each.
+        solve: The values to try of one name that `Options.overrides` could set; the largest that fits is planned.
 
     Raises:
         UsageError: A number is no whole number of at least 1, or is too large (a schedule lists all its parts), or
@@ -59,6 +60,7 @@ class PlanRequest:
     prefer: Prefer = "largest"
     chooses_grad_sync: bool = True
     fit_micro_batch: int | None = None
+    solve: Mapping[str, range] | None = None
 
     def __post_init__(self) -> None:
         for name, number, most in (
@@ -73,11 +75,13 @@ class PlanRequest:
             read_count(self.max_trials, "max_trials")
         if self.fit_micro_batch is not None:
             read_count(self.fit_micro_batch, "fit_micro_batch")
-            if not self.options.chooses_savers:
+            if not self.options.chooses_savers and self.solve is None:
                 raise UsageError(
                     f"a micro-batch of {self.fit_micro_batch} is to fit (--fit-micro-batch), and no savers are chosen",
-                    hint="add --savers auto; --max-micro-batch N tries no larger size",
+                    hint="add --savers auto, or --solve; --max-micro-batch N tries no larger size",
                 )
+        if self.solve is not None:
+            _check_solve(self.solve, self)
         check_word(self.prefer, "prefer", get_args(Prefer))
         if self.prefer == "fastest" and self.options.world_size > 1:
             raise UsageError(
@@ -138,6 +142,20 @@ class PlanRequest:
             )
         return trainable
 
+    def size_to_fit(self, wanted: int | None, least_size: int) -> int:
+        """Return the micro-batch that has to fit: that of the schedule with parts of at most `wanted`, or the least.
+
+        Raises:
+            UsageError: It cannot be tried.
+        """
+        sizes = self.sizes(least_size)
+        if wanted is not None and not sizes[0] <= wanted <= self.cap:
+            raise UsageError(
+                f"a micro-batch of {wanted} is to fit, and sizes from {sizes[0]} to {self.cap} can be tried",
+                hint="give one of them (--fit-micro-batch)",
+            )
+        return sizes[0] if wanted is None else self.schedule(wanted).micro_batch
+
     def with_multiple_of(self, multiple_of: int) -> PlanRequest:
         """Return the request with the `multiple_of` that an inspection found."""
         if multiple_of == self.multiple_of:
@@ -166,6 +184,26 @@ class PlanRequest:
             world_size=self.options.world_size,
             equal=self.options.equal,
             multiple_of=self.multiple_of,
+        )
+
+
+def _check_solve(solve: Mapping[str, range], request: PlanRequest) -> None:
+    """Raise UsageError unless one name has values to try, and nothing else looks for what fits."""
+    pairs = list(solve.items()) if isinstance(solve, Mapping) else []
+    name, values = pairs[0] if len(pairs) == 1 else ("", None)
+    if not (name.isidentifier() and isinstance(values, range) and values and values[0] > 0 < values.step):
+        raise UsageError(
+            f"solve is {solve!r}",
+            hint='give one name and ascending values from 1 on: {"length": range(512, 8193, 128)}, or --solve'
+            " length=512..8192:128",
+        )
+    if name in request.options.overrides:
+        raise UsageError(f"{name} is set (--set), and is to be found (--solve)", hint="leave one of them out")
+    other = "--savers auto" if request.options.chooses_savers else "--max-micro-batch"
+    if request.options.chooses_savers or request.max_micro_batch is not None:
+        raise UsageError(
+            f"--solve finds the largest {name}, with one way to train, and {other} is given",
+            hint="name the savers" if other == "--savers auto" else "--fit-micro-batch N says which one has to fit",
         )
 
 

@@ -16,7 +16,7 @@ from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.messages import Message, message
 from autoaccum.options import GradSync
-from autoaccum.planning.plan_events import Doing, Explained, Inspected, Listener, TracedAlone
+from autoaccum.planning.plan_events import Doing, Explained, Inspected, Listener, TracedAlone, TrialFinished
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
@@ -89,11 +89,12 @@ def plan_on_device(
     on_event: Listener | None = None,
     started: float | None = None,
     ranks: Ranks | None = None,
+    known: tuple[Trial, ...] = (),
 ) -> Plan:
     """Plan as `make_plan`, on a device that is already made; the caller closes it.
 
     The time limit begins at `started`, by `time.monotonic`, or else now. Several `ranks` plan so at the same time, each
-    on its own device.
+    on its own device. `known` are trials that this device has run from a clean state, where no savers are chosen.
     """
     if request.explain and not setup.device.explains:
         where = "the CPU" if setup.device.name == "cpu" else "one, where a command does not tell what it holds"
@@ -103,6 +104,9 @@ def plan_on_device(
         )
     started = time.monotonic() if started is None else started
     planner = _Planner.start(setup, request, on_event or (lambda event: None), started)
+    for number, trial in enumerate(known, start=1):
+        planner.runner.trials.append(trial)
+        planner.notify(TrialFinished(number, trial))
     largest, savers = planner.find_largest()
     result, throughput = planner.choose_fastest(largest)
     if ranks is not None:
@@ -288,14 +292,16 @@ class _Planner:
             UsageError, NotMeasuredError, DoesNotFitError: As `search`, or the schedule has parts too small to be
                 trained: because a cap ended the search, because a limit did, or because larger ones do not fit.
         """
-        request, least, before = self.request, self.inspection.least_size, len(self.runner.trials)
-        known: tuple[Trial, ...] = ()
+        request, least, ran = self.request, self.inspection.least_size, tuple(self.runner.trials)
+        known = ran if self.saver_trials is None else ()
+        before = len(ran) - len(known)
         forecast = Forecast()
         few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
         few = (few_trials and not self.predicts) or request.cap < _MIN_SIZES_TO_FORECAST
         if not (few or self.runner.needs_whole_batch):
             with suppress(SearchStopped):
-                if self.predicts and request.options.time_limit is not None and request.max_trials is None:
+                has_limit = request.options.time_limit is not None and request.max_trials is None
+                if self.predicts and has_limit and not known:
                     known = (self.runner.try_size(least),)  # The limit finds an answer, however long a forecast takes.
                 forecast = self._forecast(self.limits.seconds_left())
         result = self._search(request.sizes(least), forecast, known)

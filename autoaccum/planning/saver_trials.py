@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.messages import Message, message
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
@@ -67,14 +67,7 @@ class SaverTrials:
         self.device.use_savers(())
         self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
         self.request = request = request.with_multiple_of(self.inspection.multiple_of)
-        sizes = request.sizes(self.inspection.least_size)
-        wanted = request.fit_micro_batch
-        if wanted is not None and not sizes[0] <= wanted <= request.cap:
-            raise UsageError(
-                f"a micro-batch of {wanted} is to fit, and sizes from {sizes[0]} to {request.cap} can be tried",
-                hint="give one of them (--fit-micro-batch)",
-            )
-        self.size = sizes[0] if wanted is None else request.schedule(wanted).micro_batch
+        self.size = request.size_to_fit(request.fit_micro_batch, self.inspection.least_size)
         self._predictor = self.device.predictor
         self._offloads = OFFLOADS if self._predictor and self.inspection.parallel != "fsdp2" else ()
         self.runner = TrialRunner(self.device, request, self.inspection, limits, lambda event: None)

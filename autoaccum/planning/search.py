@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError
 from autoaccum.messages import Message, message
+from autoaccum.planning import next_size
 from autoaccum.planning.next_size import CorrectedForecast, Estimate, Predict, choose_size, estimate_from_peaks
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -158,7 +159,7 @@ class _Search:
             largest = self.largest_fit
             if largest < sizes[0] and self.stop is not None:
                 raise NotMeasuredError(
-                    f"{self.stop} ended the search before a micro-batch of {sizes[0]} had run through",
+                    f"{self.stop} ended the search before {self.needs.quantity} {sizes[0]} had run through",
                     hint="allow more, or take a smaller model",
                 )
             if largest < sizes[0] or self.answer(largest) < sizes[0]:
@@ -172,7 +173,7 @@ class _Search:
                 refuted.append(refuted_by(final, largest, predicted=self.needs.predicted))
                 self.refute(final)
             elif uncertain is not None and self.uncertain_failure is not None:
-                raise uncertain_oom_error(uncertain)
+                raise uncertain_oom_error(uncertain, self.needs)
 
     def result(self, size: int, confirmed: Trial, refuted: Sequence[Message]) -> SearchResult:
         largest, first_fail, stop = self.largest_fit, self.first_fail, self.stop
@@ -241,7 +242,7 @@ class _Search:
         if trial.outcome == "error":
             raise trial_error(trial, of_command=self.needs.of_command)
         if not trial.ran and not trial.is_definite_oom and trial.micro_batch <= self.sizes[0]:
-            raise uncertain_oom_error(trial)
+            raise uncertain_oom_error(trial, self.needs)
         return trial
 
     def refute(self, trial: Trial) -> None:
@@ -250,7 +251,9 @@ class _Search:
             self.refuted = trial.micro_batch
             return
         if trial.outcome == "oom" and not trial.is_definite_oom:
-            raise NotMeasuredError(f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}")
+            raise NotMeasuredError(
+                f"{self.needs.quantity} {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
+            )
         raise does_not_fit_error(trial, self.limit_bytes, self.needs)
 
     def fits(self, trial: Trial) -> bool:
@@ -311,6 +314,8 @@ class _Search:
     def estimate(self) -> Estimate | None:
         """Return where memory probably reaches the limit, by the peaks, or at first by the inspection's update."""
         peaks, needs = self.peaks, self.needs
+        if needs.curved:
+            return next_size.estimate_by_curve(peaks, self.limit_bytes, self.sizes)
         if not self.trials and needs.update_bytes is not None and needs.sample_bytes:
             peaks = {needs.update_samples: needs.update_bytes}
         return estimate_from_peaks(peaks, self.limit_bytes, sample_bytes=needs.sample_bytes)
@@ -332,6 +337,7 @@ class _Search:
 
     @property
     def peaks(self) -> dict[int, int]:
-        """Peak bytes by size, of sizes that fit."""
-        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
+        """Peak bytes by size, of sizes that fit; over a curve also of those that are predicted not to."""
+        counts_all = self.needs.curved and self.needs.predicted
+        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if counts_all or self.fits(t)]
         return {size: peak for size, peak in ran if peak is not None}

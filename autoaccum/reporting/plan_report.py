@@ -13,7 +13,8 @@ from rich.text import Text
 
 from autoaccum.checks import counted
 from autoaccum.options import mesh_word
-from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_messages import peak_bytes
+from autoaccum.planning.plan_record import Plan, Solved
 from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, offer
 from autoaccum.reporting.explain_report import explanation_blocks
@@ -75,6 +76,8 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
 
     What to train with are the lines of a framework, if the plan has its arguments.
     """
+    if plan.solved is not None:
+        yield f"{plan.solved.name} ", _solved(plan.solved, predicted=plan.kind == "predicted")
     if plan.workload.overrides and not plan.workload.command:
         yield "set", format_overrides(plan.workload.overrides)
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
@@ -169,6 +172,16 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if workload.recipe.batch == "own":
         options += ["split=split", "size=size"]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
+
+
+def _solved(solved: Solved, *, predicted: bool) -> Text:
+    fails, why = solved.next_fail, "largest that fits"
+    if solved.value == solved.high or solved.stopped is not None:
+        why = "the largest allowed" if solved.value == solved.high else f"largest before the limit on {solved.stopped}"
+    elif fails is not None:
+        needs = f"needs {format_bytes(peak_bytes(fails.trial) or 0)}" if predicted else "does not"
+        why = f"largest that fits; {fails.value:,} {'is tight' if fails.trial.ran else needs}"
+    return Text.assemble((f"{solved.value:,}", "bold green"), f" ({why})")
 
 
 def _parts(plan: Plan) -> str:

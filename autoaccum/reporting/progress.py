@@ -23,6 +23,7 @@ from autoaccum.planning.plan_events import (
     TracedAlone,
     TrialFinished,
     TrialStarted,
+    ValueTried,
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
@@ -157,6 +158,7 @@ class PlanProgress(Progress):
     """Shows planning: one line per trial, and a live line for the trial that runs."""
 
     _predicted = False
+    _solves = False
 
     def notify(self, event: Any) -> None:
         """Show one event."""
@@ -171,6 +173,15 @@ class PlanProgress(Progress):
                 self.stop()
                 outcome = "does not fit" if trial.outcome == "oom" else trial.outcome
                 self.say(f"micro-batch {_sizes(trial.parts)} with {format_savers(savers)}: {outcome}", "dim")
+            case ValueTried(name, value, predicted, None):
+                if not self._solves:
+                    self._solves = True
+                    self.stop()
+                    self.say(_COLUMNS.format(name, "outcome", "peak", "time"), "dim")
+                self.show(f"{'predicting' if predicted else 'trying'} {name} {value:,} ...")
+            case ValueTried(_, value, predicted, Trial() as trial):
+                self.stop()
+                self.say(_trial_line(trial, predicted, f"{value:,}"))
             case TracedAlone(reason):
                 self.stop()
                 self.say(str(message("tracing_each_size", **reason.facts)), "dim")
@@ -213,11 +224,11 @@ def parameter_words(number: int, dtypes: tuple[str, ...], precision: str) -> str
     return f"{number:,} parameters in {join_words(dtypes)}, {autocast}"
 
 
-def _trial_line(trial: Trial, predicted: bool) -> Text:
-    """Return one trial as a line: size, outcome, peak, seconds, and what went wrong."""
-    cells = _cells(trial, predicted)
-    line = Text(_COLUMNS.format(*cells))
-    line.highlight_words([f" {cells[1]} "], _STYLES[trial.outcome])
+def _trial_line(trial: Trial, predicted: bool, value: str = "") -> Text:
+    """Return one trial as a line: size, or else a value, outcome, peak, seconds, and what went wrong."""
+    size, *others = _cells(trial, predicted)
+    line = Text(_COLUMNS.format(value or size, *others))
+    line.highlight_words([f" {others[0]} "], _STYLES[trial.outcome])
     remarks = [_failure(trial)]
     if trial.host_bytes is not None:
         remarks.append(f"and {format_bytes(trial.host_bytes)} of host memory")

@@ -372,7 +372,7 @@ def test_a_stopped_search_confirms_the_largest_that_ran(ceiling: int, after: int
         return search(trial, sizes, limit_bytes=LIMIT)
 
     if not after:
-        with pytest.raises(NotMeasuredError, match="limit of 0 trials ended the search before a micro-batch of 1 had"):
+        with pytest.raises(NotMeasuredError, match="limit of 0 trials ended the search before micro-batch 1 had"):
             run()
         return
     result = run()

@@ -46,7 +46,8 @@ class CommandDevice(Device):
     @property
     def limit_bytes(self) -> int:
         """The budget in bytes; the first use runs the command."""
-        self.inspect()
+        if not self._limit_bytes:
+            self.inspect()
         return self._limit_bytes
 
     def describe(self) -> DeviceFacts:
@@ -63,14 +64,19 @@ class CommandDevice(Device):
             parts = self._observations.parts(min(size, self._settings.rank_samples))
             trial, report = self._run(parts, None, limit_seconds)
             report = check_ran(trial, report, self.name)
-            card = None if self._index is None else read_record(report.available["card"], InstalledCard)
-            available = read_host_memory() if card is None else card.available
-            limit = self._limit_bytes = choose_budget(available, options.memory, options.reserve)
-            self._facts = describe_host(available, limit) if card is None else card.describe(self.name, limit)
+            if not self._limit_bytes:
+                card = None if self._index is None else read_record(report.available["card"], InstalledCard)
+                available = read_host_memory() if card is None else card.available
+                limit = self._limit_bytes = choose_budget(available, options.memory, options.reserve)
+                self._facts = describe_host(available, limit) if card is None else card.describe(self.name, limit)
             self._inspection = inspection_of(
                 self._settings, report, update_bytes=trial.peak_reserved_bytes, update_samples=parts[0]
             )
         return self._inspection
+
+    def turn_to(self, settings: TrialSettings) -> None:
+        """As `Device`."""
+        self._settings, self._observations, self._inspection = settings, Observations(settings), None
 
     def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
         return self._run(parts, limit_bytes, limit_seconds)[0]

@@ -135,9 +135,10 @@ class CommandTraces(TraceCache):
 
     def traces_of(self, parts: tuple[int, ...], deadline: Deadline, *, fresh: bool) -> list[Trace]:
         """As `TraceCache.traces_of`."""
+        if fresh and self.confirms:
+            return [self.make(parts, deadline)]
         alike = self._small_parts(max(parts))
-        is_extrapolated = parts[:2] == alike and not (fresh and self.confirms)
-        trace = self.extrapolate(alike, deadline) if is_extrapolated else None
+        trace = self.extrapolate(alike, deadline) if parts[:2] == alike else None
         return [trace or self.make(parts, deadline)]
 
     def keep(self, made: Trace) -> None:
