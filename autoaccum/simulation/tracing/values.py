@@ -90,7 +90,9 @@ class Values:
             return
         for tensor, values in zip_longest(tree_leaves(out), tree_leaves(results)):
             if isinstance(tensor, FakeTensor) and _contents(tensor) is None:
-                set_values(tensor, torch.zeros(()) if values is None else values)
+                # The CPU returns empty tensors where nothing will read them: moments of a BatchNorm in eval mode.
+                is_computed = values is not None and values.shape == tensor.shape
+                set_values(tensor, values if is_computed else torch.zeros(()))
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator on the CPU, `()` in place of None; None if the CPU cannot compute it.

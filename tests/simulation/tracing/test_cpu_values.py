@@ -53,6 +53,15 @@ def test_each_read_has_the_value_of_the_cpu(computing: FakeCudaMode) -> None:
     assert computing.recorder.reads == 11
 
 
+def test_moments_that_the_cpu_leaves_out_do_not_matter(computing: FakeCudaMode) -> None:
+    host = torch.arange(6.0).reshape(2, 3)
+    norm = torch.nn.BatchNorm1d(3).eval()
+    with torch.autocast("cuda", torch.bfloat16):  # The kernel of PyTorch, not that of cuDNN.
+        there = torch.func.functional_call(norm, {n: p.cuda() for n, p in norm.state_dict().items()}, host.cuda())
+    assert there.tolist() == norm(host).tolist()
+    assert computing.recorder.reads == 1
+
+
 def test_values_follow_writes_views_and_gradients(computing: FakeCudaMode) -> None:
     weight = torch.ones(4, device="cuda", requires_grad=True)
     torch.autograd.backward((weight * torch.arange(4.0).cuda()).sum())
