@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 name = "vit_base_patch16_224"  # a name from timm.list_models()
-image_size = 0  # height and width in pixels; 0: the size that the model was made for
-classes = 1000  # classes to tell apart
+image_size = 0  # height and width in pixels; 0: the model's own
+classes = 1000  # number of classes
 precision = "bf16"  # bf16 or fp16 for autocast; fp32: none
 optimizer = "adamw"  # a class in torch.optim; sgd has a momentum of 0.9
-channels_last = False  # whether weights and images have the memory format of convolutions on tensor cores
-gradient_checkpointing = False  # whether blocks run again in backward, which saves memory
-drop_path = 0.0  # rate at which a sample skips a block (stochastic depth)
+channels_last = False  # whether weights and images are in the memory format channels_last
+gradient_checkpointing = False  # whether blocks run again in backward, to save memory
+drop_path = 0.0  # rate of stochastic depth
 
 if not timm.is_model(name):
     close = ", ".join(get_close_matches(name, timm.list_models())) or "timm.list_models() has all"

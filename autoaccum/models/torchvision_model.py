@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 from torchvision import models
 
 name = "resnet50"  # a name from torchvision.models.list_models()
-image_size = 0  # height and width in pixels, for detectors the shorter side; 0: the size that the model was made for
-classes = 0  # classes to tell apart, with the background where there is one; 0: as many as the published weights
-frames = 16  # frames of a clip, for models of video
+image_size = 0  # height and width in pixels (detectors: the shorter side); 0: the model's own
+classes = 0  # number of classes, the background included; 0: as in the published weights
+frames = 16  # frames of a video clip
 precision = "bf16"  # bf16 or fp16 for autocast; fp32: none
 optimizer = "sgd"  # a class in torch.optim; sgd has a momentum of 0.9
-channels_last = False  # whether weights and images have the memory format of convolutions on tensor cores
+channels_last = False  # whether weights and images are in the memory format channels_last
 
 TASKS = {  # The module of each task, the classes of its published weights, and an image size for those without one.
     "classification": (models, 1000, None),

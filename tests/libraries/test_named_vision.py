@@ -10,7 +10,13 @@ import autoaccum
 from autoaccum.errors import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("warm_children")
-IMPORTED = ("timm", "torchvision", "torchvision.models.segmentation", "torchvision.models.video")
+IMPORTED = (
+    "timm",
+    "torchvision",
+    "torchvision.models.segmentation",
+    "torchvision.models.video",
+    "torchvision.models.detection",
+)
 
 SMALL: dict[str, dict[str, Any]] = {
     "timm:test_vit": {"image_size": 32, "drop_path": 0.1, "gradient_checkpointing": True},
@@ -18,15 +24,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "torchvision:squeezenet1_1": {"image_size": 32, "classes": 4},
     "torchvision:deeplabv3_mobilenet_v3_large": {"image_size": 16},
     "torchvision:mc3_18": {"image_size": 16, "frames": 2},
+    "torchvision:retinanet_resnet50_fpn": {"image_size": 32},
 }
-FROZEN = ("torchvision:deeplabv3_mobilenet_v3_large", "torchvision:mc3_18")
+FROZEN = ("torchvision:deeplabv3_mobilenet_v3_large", "torchvision:mc3_18", "torchvision:retinanet_resnet50_fpn")
 """Those with BatchNorm, of which the full batch's gradient is asked in this mode."""
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_update_of_a_small_one_is_the_full_batch(name: str) -> None:
     mode = "frozen" if name in FROZEN else None
-    result = autoaccum.verify(name, target_batch=4, micro_batch=2, batchnorm=mode, overrides=SMALL[name])
+    result = autoaccum.verify(name, target_batch=2, micro_batch=1, batchnorm=mode, overrides=SMALL[name])
 
     assert result.equivalent
     assert result.precision == "fp64"
