@@ -229,7 +229,10 @@ class Ranks:
 def interruptibly(meet: Callable[[], _T]) -> _T:
     """Return what `meet` returns, called in a thread: PyTorch's waits for other ranks let no signal be handled."""
     with ThreadPool(1) as pool:  # Of a daemon, which does not keep Python from ending.
-        return pool.apply_async(meet).get()
+        met = pool.apply_async(meet)
+        while not met.ready():  # One wait without end would sleep through a signal that arrives as it begins.
+            met.wait(_LONGEST_NAP_SECONDS)
+        return met.get()
 
 
 class TensorPickler(pickle.Pickler):
