@@ -95,7 +95,9 @@ def test_its_plan_trains_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cards_are_compared_by_estimates_of_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_are_compared_by_estimates_of_its_cost(
+    warm_children: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     table = autoaccum.compare(list(LARGEST_BATCH), gpu="t4,l4,a100-80gb", max_micro_batch=4096, sort="speed")

@@ -2,6 +2,8 @@
 
 A copy has the environment, folder, streams and parent that a started child has, and runs the same module. What a child
 imports, and the limits on it, are then its own. Tests of the start itself, and of its environment, start real ones.
+The script of a command is a copy, too, unless its memory is measured: there the watch begins before the script's first
+line, and not where it imports PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -105,6 +107,37 @@ class Copy:
 
     def wait(self, timeout: float) -> None:
         wait(self.pid, timeout)
+
+
+class ScriptCopy:
+    """A copy of this process, which supervises a command, with what `Supervisor` uses of `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], how: Mapping[str, Any]) -> None:
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        stdout = how["stdout"].fileno()
+        os.dup2(stdout, 3)
+        os.closerange(4, 256)
+        _become(words[1:], how["env"], how["cwd"], 3, os.dup(3))
+
+    def poll(self) -> int | None:
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def start_command(words: Sequence[str], **how: Any) -> Any:
+    """Start a command: as a copy if it runs a script, on a simulated card or to compare gradients."""
+    from autoaccum.devices.command.settings import read_settings
+
+    settings = read_settings(how["env"]["AUTOACCUM_COMMAND"])
+    is_script = words[0] in ("python", sys.executable) and "torch.distributed.run" not in words
+    if is_script and (settings.card is not None or settings.compares):
+        return ScriptCopy(words, how)
+    return subprocess.Popen(words, **how)
 
 
 def wait(pid: int, timeout: float) -> int:
@@ -217,7 +250,8 @@ def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
     TrialChild.prepare()
     with ExitStack() as stack:
         if kind == "simulated":
-            for name in ("devices.simulated.simulated_child", "tuning.trial_training"):
+            watches = ("devices.command.on_card", "devices.command.gradient_watch", "devices.command.watch")
+            for name in ("devices.simulated.simulated_child", "tuning.trial_training", *watches):
                 import_module(f"autoaccum.{name}")
             from autoaccum.simulation.cards import find_card
             from autoaccum.simulation.tracing.simulation import simulate
@@ -246,21 +280,22 @@ def _serve(requests: socket.socket) -> None:
         os.waitpid(between, 0)
         for number in descriptors:
             os.close(number)
-    _become(requests, json.loads(message), *descriptors)
-
-
-def _become(
-    requests: socket.socket, about: dict[str, Any], stdout: int, stderr: int, passed: int | None = None
-) -> None:
-    """Be what was requested, once the copy between is gone."""
+    about = json.loads(message)
     deadline = time.monotonic() + 30
-    while os.getppid() != about["parent"]:
+    while os.getppid() != about["parent"]:  # Once the copy between is gone.
         if time.monotonic() > deadline:  # Whoever asked was interrupted or killed.
             os._exit(1)
         time.sleep(0.001)
     os.setsid()
     requests.send(str(os.getpid()).encode())
     requests.close()
+    _become(about["words"], about["environment"], about["cwd"], *descriptors)
+
+
+def _become(
+    words: Sequence[str], environment: Mapping[str, str], cwd: str, stdout: int, stderr: int, passed: int | None = None
+) -> NoReturn:
+    """Be the process that was requested."""
     for number, stream in ((1, stdout), (2, stderr)):
         os.dup2(stream, number)
         os.close(stream)
@@ -269,14 +304,22 @@ def _become(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     measured = "MALLOC_ARENA_MAX" in os.environ
     os.environ.clear()
-    os.environ.update(about["environment"])
-    os.chdir(about["cwd"])
+    os.environ.update(environment)
+    os.chdir(cwd)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
-    words = [str(passed) if word == _PASSED else word for word in about["words"]]
+    words = [str(passed) if word == _PASSED else word for word in words]
     code: Any = 0
     try:
         if words[1:2] == ["autoaccum.devices.child"]:
+            from autoaccum.devices.command import supervisor
+
+            supervisor.start_command = start_command
+            _run(*words)
+        elif "AUTOACCUM_COMMAND" in os.environ:
+            from autoaccum.devices.command.watch import start
+
+            start()
             _run(*words)
         else:  # Its own children are copies, too, if it has the settings for them.
             own = Nursery.fork()
@@ -287,6 +330,9 @@ def _become(
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
     # As Python ends, but for taking down every module, which takes half a second of a processor.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -299,6 +345,7 @@ def _run(first: str, *rest: str) -> None:
     """Run a module, code or a script with its words."""
     if first == "-m":
         sys.argv = list(rest)
+        sys.path.insert(0, "")
         sys.modules.pop(rest[0], None)  # As in a fresh process; it would run twice.
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":

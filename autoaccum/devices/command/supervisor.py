@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ _LAST_WORDS_SECONDS: Final = 5.0
 """The time in which a command ends that has failed: launchers gather the errors of their ranks."""
 _TAIL_LINES: Final = 40
 _TAIL_BYTES: Final = 1 << 16
+start_command: Callable[..., Any] = subprocess.Popen
+"""Starts the command; tests set one that copies a process which has imported PyTorch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class Supervisor(Handler):
         write_record(path, settings)
         with printed.open("wb") as output:
             try:
-                process = subprocess.Popen(
+                process = start_command(
                     request.words,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
