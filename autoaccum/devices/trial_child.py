@@ -23,7 +23,7 @@ from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Handler
-from autoaccum.devices.inspection import inspect_workload
+from autoaccum.devices.inspection import SAMPLES, inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, synchronize_device, warm_up
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
@@ -76,8 +76,17 @@ class TrialChild(Handler):
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection:
-        inspection = inspect_workload(request.replaced(self._workload), self._share, meter=self._meter)
+        workload, inspection = request.replaced(self._workload), None
+        least = workload.multiple_of or 1
+        try:
+            inspection = inspect_workload(workload, self._share, meter=self._meter)
+        except Exception as error:
+            if find_out_of_memory(error) is None or least >= min(SAMPLES, self._share):
+                raise
         release_memory()
+        if inspection is None:  # The device has no room for two samples, and maybe for one.
+            inspection = inspect_workload(workload, least, meter=self._meter)
+            release_memory()
         return inspection
 
     @handle.register

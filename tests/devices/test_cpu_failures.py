@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from textwrap import dedent
 from typing import Any
 
 import pytest
 from planned import LINEAR_FILE, make_settings
 
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.errors import NotMeasuredError
+from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.units import MIB
 
 pytestmark = pytest.mark.usefixtures("warm_children")
@@ -86,3 +87,19 @@ def test_a_check_that_hangs_is_ended_in_time(write_workload: Any) -> None:
         "an update from a small batch took longer than 1 s, and was ended:"
         " look for what does not end there, or raise --time-limit or --trial-limit"
     )
+
+
+def test_a_device_with_room_for_one_sample_is_inspected_with_one(write_workload: Any) -> None:
+    lines = """
+    def loss(model, batch):
+        if torch.is_grad_enabled() and len(batch[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+    """
+    file = LINEAR_FILE.replace("criterion = nn.MSELoss()", dedent(lines))
+    settings = make_settings(write_workload(file), 4, 40 * MIB)
+    with CpuDevice(settings) as device:
+        assert device.inspect().update_samples == 1
+    settings = dataclasses.replace(settings, options=settings.options.with_spec(multiple_of=2))
+    with CpuDevice(settings) as device, pytest.raises(DoesNotFitError):
+        device.inspect()

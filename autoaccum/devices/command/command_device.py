@@ -60,9 +60,12 @@ class CommandDevice(Device):
         """As `Device.inspect`, by a run in micro-batches of two samples."""
         if self._inspection is None:
             options = self._settings.options
-            size = max(_PROBE_SIZE, options.spec.get("multiple_of") or 1)
-            parts = self._observations.parts(min(size, self._settings.rank_samples))
+            least = options.spec.get("multiple_of") or 1
+            parts = self._observations.parts(min(max(_PROBE_SIZE, least), self._settings.rank_samples))
             trial, report = self._run(parts, None, limit_seconds)
+            if trial.outcome == "oom" and parts[0] > least:  # There may be room for one sample.
+                parts = self._observations.parts(least)
+                trial, report = self._run(parts, None, limit_seconds)
             report = check_ran(trial, report, self.name)
             if not self._limit_bytes:
                 card = None if self._index is None else read_record(report.available["card"], InstalledCard)
