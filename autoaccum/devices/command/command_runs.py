@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import sysconfig
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from getpass import getuser
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from typing import Any, Final, Literal
+from uuid import uuid4
 
 from autoaccum.checks import counted
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
@@ -61,15 +63,15 @@ class CommandRun:
         source, options = settings.source, settings.options
         assert isinstance(source, CommandSource)
         self._files = ExitStack()
+        folder = Path(gettempdir(), f"autoaccum-{uuid4().hex[:12]}")  # The supervisor makes it, and removes it as well.
+        self._files.callback(shutil.rmtree, folder, ignore_errors=True)
         self.watch = WatchSettings(
-            folder=self._files.enter_context(TemporaryDirectory(prefix="autoaccum-")),
+            folder=str(folder),
             parts=parts,
             values=options.values,
             paths=settings.paths,
             **{"updates": options.updates, **watch},
         )
-        temporary = self.watch.temporary
-        temporary.mkdir()
         words = source.fill(micro_batch=max(parts), iter_size=len(parts), world_size=options.world_size)
         self._process = ChildProcess(
             "autoaccum.devices.command.supervisor:Supervisor",
@@ -84,7 +86,7 @@ class CommandRun:
             environment={
                 **command_environment(self.watch.device, settings.paths),
                 **(environment or {}),
-                "TMPDIR": str(temporary),
+                "TMPDIR": str(self.watch.temporary),
             },
             settings=self.watch,
             limit_seconds=settings.job_seconds(limit_seconds),

@@ -109,6 +109,8 @@ class Supervisor(Handler):
     def _run(self, request: RunCommand) -> CommandEnd:
         settings, began, kills = request.settings, time.monotonic(), count_oom_kills()
         path, printed = Path(settings.folder, "settings.json"), Path(settings.folder, "output.txt")
+        Path(settings.folder).mkdir(mode=0o700)
+        settings.temporary.mkdir()
         write_record(path, settings)
         with printed.open("wb") as output:
             try:
