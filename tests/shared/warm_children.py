@@ -92,25 +92,33 @@ class Nursery:
 
 
 class Copy:
-    """A copy with what `ChildProcess` uses of `subprocess.Popen`."""
+    """A copy with what `ChildProcess` and `Supervisor` use of `subprocess.Popen`."""
+
+    returncode: int | None = None
 
     def __init__(self, nursery: Nursery, command: Sequence[str], **how: Any) -> None:
-        (passed,) = how["pass_fds"]
-        words = [_PASSED if word == str(passed) else word for word in command[1:]]
+        passed = how.get("pass_fds", ())
+        words = [_PASSED if word in map(str, passed) else word for word in command[1:]]
         ours, theirs = os.pipe() if how["stdout"] == subprocess.PIPE else (None, os.dup(how["stdout"]))
         self.stdout = None if ours is None else FileIO(ours)
         try:
             about = {"cwd": str(how["cwd"]), "environment": dict(how["env"])}
-            self.pid = nursery.copy(words, about, [theirs, theirs, passed])
+            self.pid = nursery.copy(words, about, [theirs, theirs, *passed])
         finally:
             os.close(theirs)
 
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
     def wait(self, timeout: float) -> None:
-        wait(self.pid, timeout)
+        self.returncode = wait(self.pid, timeout)
 
 
-class ScriptCopy:
-    """A copy of this process, which supervises a command, with what `Supervisor` uses of `subprocess.Popen`."""
+class ScriptCopy(Copy):
+    """A copy of this process, which supervises a command."""
 
     def __init__(self, words: Sequence[str], how: Mapping[str, Any]) -> None:
         self.pid = os.fork()
@@ -123,10 +131,6 @@ class ScriptCopy:
         os.dup2(stdout, 3)
         os.closerange(4, 256)
         _become(words[1:], how["env"], how["cwd"], 3, os.dup(3))
-
-    def poll(self) -> int | None:
-        ended, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def start_command(words: Sequence[str], **how: Any) -> Any:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,18 @@ class WatchedScript:
         folder: A folder of its own.
         lines: The script.
         words: The words that follow it in its command.
+        start_process: `subprocess.Popen`, or what starts a warm copy.
         settings: As of `WatchSettings`.
     """
 
-    def __init__(self, folder: Path, lines: str, words: Sequence[Any] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lines: str,
+        words: Sequence[Any] = (),
+        start_process: Callable[..., Any] = subprocess.Popen,
+        **settings: Any,
+    ) -> None:
         folder.mkdir()
         self._settings = WatchSettings(folder=str(folder / "run"), **{"card": find_card("rtx3090"), **settings})
         told, script, self._output = folder / "run/settings.json", folder / "train.py", folder / "output.txt"
@@ -36,11 +44,11 @@ class WatchedScript:
         script.write_text(lines)
         environment = {**os.environ, "PYTHONPATH": f"{_HOOK}{os.pathsep}{Path.cwd()}", SETTINGS: str(told)}
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process = start_process(
                 [sys.executable, str(script), *map(str, words)],
                 cwd=folder,
                 env=environment,
-                stdout=output,
+                stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -57,7 +65,7 @@ class WatchedScript:
             time.sleep(0.02)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait(10)
         assert reports, self.output
         return read_report(reports[0])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from simulated_fixtures import make_explained, simulated
+from warm_children import Copy, Nurseries
 from watched_scripts import WatchedScript
 
 from autoaccum.devices.command.settings import ProcessReport, SimulatedRun
@@ -71,11 +74,12 @@ Start = Callable[..., WatchedScript]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
-    """From the lines of a script, the words of its command and settings to the script, which runs."""
+def start(tmp_path: Path, nurseries: Nurseries) -> Start:
+    """From the lines of a script, the words of its command and settings to the script, which runs in a warm copy."""
     scripts: list[WatchedScript] = []
 
     def run(lines: str, *words: Any, **settings: Any) -> WatchedScript:
+        settings = {"start_process": partial(Copy, nurseries[False]), **settings}
         scripts.append(WatchedScript(tmp_path / str(len(scripts)), lines, words, **settings))
         return scripts[-1]
 
@@ -254,7 +258,7 @@ if __name__ == "__main__":
 
 
 def test_what_training_scripts_use_works(start: Start) -> None:
-    script = start(TOOLS, parts=(4,))
+    script = start(TOOLS, parts=(4,), start_process=subprocess.Popen)
     report = script.report()
 
     assert "compiled" in {notice.code for notice in recorded(report).notices}
