@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import Any
 
 from autoaccum.checks import check_alone
 from autoaccum.devices.base import Device, Trial
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, WorkloadError
 from autoaccum.messages import Message, message
 from autoaccum.planning.plan_events import Doing, Listener, ValueTried
 from autoaccum.planning.plan_messages import MemoryNeeds, peak_bytes, trial_error
@@ -23,6 +23,7 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.search import search
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.sources.command import CommandSource
+from autoaccum.sources.source import FileSource
 
 _NOISE = 0.01
 """The share by which a larger value may need less memory than a smaller one, before that is worth a warning."""
@@ -106,10 +107,7 @@ class _ValueTrials:
         self.kept = (low, first) if self.predicts else None
         is_command = bool(self.inspection.workload.command)
         needs = MemoryNeeds(quantity=self.name, curved=True, predicted=self.predicts, of_command=is_command)
-        try:
-            found = search(self._try, values, limit_bytes=first.device.limit_bytes, needs=needs)
-        except DoesNotFitError as error:
-            raise DoesNotFitError(error.message, hint=f"lower it, or {error.hint}") from None
+        found = search(self._try, values, limit_bytes=first.device.limit_bytes, needs=needs)
         asked: dict[str, Any] = {"name": self.name, "low": low, "high": values[-1], "step": values.step}
         seen: dict[str, Any] = {"value": found.size, "stopped": found.stopped, "tried": tuple(self.tried)}
         return Solved(micro_batch=self.size, **asked, **seen)
@@ -124,6 +122,9 @@ class _ValueTrials:
         if isinstance(workload, CommandSource):
             workload = CommandSource.of(workload.words, workload.folder, {self.name: value})
         setup = self.make_setup(workload, dataclasses.replace(self.request, options=options))
+        if isinstance(source := setup.settings.source, FileSource):
+            with suppress(OSError, SyntaxError, ValueError):  # Loading tells of a file that cannot be read.
+                _ = source.text  # Refuses what cannot be set.
         if self.device is None or self.predicts:
             self.device = self.devices.enter_context(setup.running())
         else:

@@ -167,7 +167,7 @@ def test_the_order_of_what_was_tried_is_checked(
 
 
 def test_a_smallest_value_that_does_not_fit_is_a_clear_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DoesNotFitError, match=r"^LENGTH 512 does not fit: .*1.0 GiB are available: lower it, or"):
+    with pytest.raises(DoesNotFitError, match=r"^LENGTH 512 does not fit: .*1.0 GiB are available: take a smaller"):
         solve_on(ValueDevice(lambda value: "oom"), monkeypatch)
 
 
@@ -230,7 +230,9 @@ MODEL = """
 import torch
 from torch import nn
 
-SIDE, HEADS = 16, 4
+SIDE = 16
+HEADS = 4
+BIAS = True
 
 def model():
     if SIDE % HEADS:
@@ -241,7 +243,7 @@ def batch(size):
     return torch.zeros(size, SIDE * SIDE, 64), torch.zeros(size, SIDE * SIDE, 64)
 
 criterion = nn.MSELoss()
-""".replace("SIDE, HEADS = 16, 4", "SIDE = 16\nHEADS = 4")
+"""
 
 
 @pytest.fixture
@@ -276,8 +278,18 @@ def test_values_that_the_code_refuses_are_shown(folder: Path, command: Command) 
     assert done.returncode == 2
     assert "4 heads do not divide" in done.stderr
     assert "give a STEP whose values the code takes (--solve SIDE=16..1021:STEP)" in done.stderr
-    done = command(folder, "plan", "model.py", "--gpu", "1GiB", "--solve", "WIDTH=16..64", "--target-batch", "4")
-    assert (done.returncode, "model.py has no constant WIDTH" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("WIDTH", r"^model.py has no constant WIDTH at its top level: it has "),
+        ("BIAS", "^BIAS in model.py is True, of type bool, and 16 is given"),
+    ],
+)
+def test_a_name_that_has_no_whole_number_is_refused_at_once(name: str, told: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        autoaccum.plan(folder / "model.py", gpu="1GiB", solve={name: range(16, 64)})
 
 
 SCRIPT = """
