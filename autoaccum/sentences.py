@@ -402,8 +402,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "outputs_of_ranks": "each rank computes the coupled loss from the outputs of all ranks, but trials in lock step "
     "held those of one rank: leave room for them (--reserve)",
     "objects_on_host": "your model and optimizer ({bytes:bytes}) waited in host memory while trials used the card",
-    "not_monotone": "memory does not always grow with {name}: {larger:,} takes less than {smaller:,}, so that larger "
-    "values than the one found may fit",
+    "not_monotone": "memory does not always grow with {name}: {larger:,} takes less than {smaller:,}, so "
+    "values that were not tried may behave differently",
     "not_timed": "updates were not {done}, so the plan has the largest micro-batch, not the fastest: {error}",
     "fastest": _speeds,
     "grad_sync_untried": '{limit} ended before grad_sync="last" was tried',

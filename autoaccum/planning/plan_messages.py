@@ -49,11 +49,11 @@ class MemoryNeeds:
 def trial_error(trial: Trial, *, of_command: bool = False) -> AutoaccumError:
     """Return the error of a trial whose outcome is `error`: a WorkloadError, or a NotMeasuredError.
 
-    A command has run with two samples before; of a workload, the inspection has found its `multiple_of`.
+    Of a workload, the inspection has found its `multiple_of`; of a command nobody has.
     """
     text = trial.message or f"micro-batch {trial.micro_batch} failed without a message"
     if trial.fault == "user":
-        needs_two = "micro-batch 2 ran, so give --multiple-of 2 if this needs an even number of samples, or two"
+        needs_two = "give --multiple-of 2 if it needs an even number of samples, or two"
         hint = needs_two if of_command and trial.micro_batch == 1 else None
         return WorkloadError(text, hint=hint, user_traceback=trial.traceback)
     return NotMeasuredError(text)
