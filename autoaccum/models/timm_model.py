@@ -25,8 +25,8 @@ if not timm.is_model(name):
     raise ValueError(f"timm has no model of this name: similar are {close}")
 
 config = timm.get_pretrained_cfg(name)
-channels, _, own_size = config.input_size
-pixels = image_size or own_size
+channels, *own_size = config.input_size
+height, width = [image_size] * 2 if image_size else own_size
 memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
 
@@ -45,7 +45,7 @@ def model():
 
 def batch(size):
     """Make images and their classes."""
-    images = torch.randn(size, channels, pixels, pixels)
+    images = torch.randn(size, channels, height, width)
     return images.contiguous(memory_format=memory_format), torch.randint(classes, (size,))
 
 
