@@ -178,6 +178,11 @@ class NamedSource(FileSource):
         return replace_constants(self._content, self._values, self.name)
 
     @property
+    def constants(self) -> dict[str, Constant]:
+        """Its parameters: the constants in lower case, without the name of the model."""
+        return {name: known for name, known in super().constants.items() if name.islower() and name != "name"}
+
+    @property
     def _values(self) -> dict[str, Any]:
         return {"name": self.model, **self.overrides}
 

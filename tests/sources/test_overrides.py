@@ -86,6 +86,12 @@ def test_constants_are_listed_with_their_comments(file: Path) -> None:
     assert not {"doubled", "again", "model"} & {line[0] for line in shown if line}
 
 
+def test_the_parameters_of_a_model_by_name_are_listed_without_its_name() -> None:
+    shown = find_source("torchvision:resnet50").constants
+    assert list(shown)[:3] == ["image_size", "classes", "frames"]
+    assert not {"name", "TASKS"} & set(shown)
+
+
 def test_a_constant_knows_the_comment_on_its_line() -> None:
     constant = find_constants(FILE)["WIDTH"]
     assert constant is not None
