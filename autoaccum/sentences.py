@@ -361,7 +361,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "is a mean, (loss / n).backward(), and not at all if it is a sum; frameworks that accumulate already divide it",
     "command_ignored": "the script's first update has {passes:count backward pass}, not {expected}: {option} is "
     "ignored",
-    "command_heed": "let the script take an optimizer step after so many micro-batches only",
+    "command_heed": "let the script take an optimizer step only after that many micro-batches",
     "command_other_samples": "the two runs read different samples ({same} of {samples} are the same), so their "
     "gradients cannot be compared: make the order of the data, and random augmentation, depend on the seed and not on "
     "the batch size",

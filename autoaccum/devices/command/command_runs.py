@@ -236,7 +236,7 @@ class Observations:
             if backwards * self._world_size == iter_size > backwards:
                 why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
             else:
-                why, way_out = f"ignores {option}", "let it take an optimizer step after so many micro-batches only"
+                why, way_out = f"ignores {option}", "let it take an optimizer step only after that many micro-batches"
             return WorkloadError(
                 f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
