@@ -84,6 +84,7 @@ def adapt_config():
         text.pad_token_id = config.pad_token_id = 0
     config.ctc_loss_reduction = "mean"
     config.mask_time_prob = config.mask_feature_prob = 0.0  # NumPy would draw these masks, apart from PyTorch's seed.
+    config.layerdrop = config.encoder_layerdrop = config.decoder_layerdrop = 0.0  # The largest step has all layers.
     if image_size and kind == "ImageClassification":
         config.image_size = image_size
 
