@@ -10,7 +10,9 @@ import ast
 import difflib
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -82,20 +84,19 @@ def read_text(text: str) -> Any:
 def find_constants(text: str) -> dict[str, Constant | None]:
     """Return the names that are assigned at the top level of a file, with their constants.
 
-    None stands for a name that is computed, or assigned several times.
+    None stands for a name that is computed, or bound several times or in another way than by a line of its own.
 
     Raises:
         SyntaxError: The text is not Python.
     """
-    found: dict[str, Constant | None] = {}
-    comments = dict(_comments(text))
-    for name, node in _assignments(ast.parse(text)):
-        is_constant = all(isinstance(part, _CONSTANT_NODES) for part in ast.walk(node))
-        if name in found or not is_constant:
-            found[name] = None
-            continue
-        value = eval(compile(ast.Expression(node), name, "eval"), {"__builtins__": {}})
-        found[name] = Constant(name, value, node, comments.get(node.end_lineno or 0, ""))
+    tree = ast.parse(text)
+    times, assigned, comments = Counter(_bound_names(tree)), dict(_assignments(tree)), dict(_comments(text))
+    found: dict[str, Constant | None] = dict.fromkeys(times)
+    for name, node in assigned.items():
+        if times[name] == 1 and all(isinstance(part, _CONSTANT_NODES) for part in ast.walk(node)):
+            with suppress(Exception):  # Running the file will tell what is wrong with it.
+                value = eval(compile(ast.Expression(node), name, "eval"), {"__builtins__": {}})
+                found[name] = Constant(name, value, node, comments.get(node.end_lineno or 0, ""))
     return found
 
 
@@ -111,10 +112,12 @@ def replace_constants(text: str, overrides: Mapping[str, Any], label: str) -> st
     constants = find_constants(text)
     lines = text.encode().splitlines(keepends=True)
     chosen = [(_choose(constants, name, label), given) for name, given in overrides.items()]
-    for constant, given in sorted(chosen, key=lambda pair: pair[0].node.lineno, reverse=True):
+    for constant, given in sorted(
+        chosen, key=lambda pair: (pair[0].node.lineno, pair[0].node.col_offset), reverse=True
+    ):
         node = constant.node
         assert node.end_lineno is not None
-        written = repr(constant.convert(given, label)).encode()
+        written = ast.unparse(ast.Constant(constant.convert(given, label))).encode()  # Infinity as a number.
         before = lines[node.lineno - 1][: node.col_offset]
         after = lines[node.end_lineno - 1][node.end_col_offset :]
         lines[node.lineno - 1 : node.end_lineno] = [before + written + after]
@@ -159,21 +162,43 @@ def _choose(constants: Mapping[str, Constant | None], name: str, label: str) -> 
     constant = constants[name]
     if constant is None:
         raise UsageError(
-            f"{name} cannot be set: {label} computes it, or assigns it several times",
-            hint="assign it once, as a number, a text, a list or a tuple",
+            f"{name} cannot be set: {label} computes it, or assigns it several times or with other names",
+            hint=f"write one line {name} = ... at its top level, with a number, a text, a list or a tuple",
         )
     return constant
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that a statement at the top level assigns, with the expression."""
+    """Yield each name that a statement at the top level assigns alone, with the expression."""
     for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    yield target.id, statement.value
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
-            yield statement.target.id, statement.value
+        match statement:
+            case ast.Assign(targets=[ast.Name(name)], value=ast.expr() as value):
+                yield name, value
+            case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
+                yield name, value
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    """Yield each name as often as code outside of functions and classes binds it, in order.
+
+    What an `if` that tests the name makes of it does not count: it follows from the value.
+    """
+    waiting: list[tuple[ast.AST, set[str]]] = [(tree, set())]
+    while waiting:
+        node, tested = waiting.pop()
+        if isinstance(node, ast.If):
+            tested = tested | {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+        match node:
+            case ast.Name(name, ast.Store() | ast.Del()) if name not in tested:
+                yield name
+            case ast.alias(_, str(name)) | ast.alias(name):
+                yield name
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                yield name
+            case ast.AnnAssign(value=None) | ast.Lambda() | ast.comprehension():
+                pass
+            case _:
+                waiting += [(child, tested) for child in reversed(list(ast.iter_child_nodes(node)))]
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:

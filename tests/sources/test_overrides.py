@@ -27,6 +27,13 @@ DEEP = None
 doubled = WIDTH * 2
 again = 1
 again = 2
+if NAME:
+    PLACE = 3
+CHAIN = LINK = 3
+GROWN = 3; CUT = 4; KIND = "sum"
+GROWN += 1
+if KIND == "sum":
+    KIND = sum
 
 def model():
     return nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, doubled))
@@ -51,6 +58,7 @@ def values_with(**overrides: Any) -> dict[str, Any]:
         ("WIDTH", 16, 16),
         ("SIZES", "[5, 6, 7]", (5, 6, 7)),
         ("RATE", "1", 1.0),
+        ("RATE", "1e999", float("inf")),
         ("LONG", "7", 7),
         ("AFTER", "-1", -1),
         ("DEEP", "3", 3),
@@ -66,6 +74,9 @@ def test_a_value_has_the_type_of_the_constant(name: str, given: Any, value: Any)
 
 def test_what_is_computed_of_a_constant_follows() -> None:
     assert values_with(WIDTH="16", AFTER="2")["doubled"] == 32
+    found = values_with(KIND="a longer text", CUT="5")
+    assert (found["KIND"], found["CUT"]) == ("a longer text", 5)
+    assert values_with(KIND="sum")["KIND"] is sum
 
 
 @pytest.mark.parametrize("given", ["wide", "true", "1.5", True, 1.5])
@@ -74,7 +85,7 @@ def test_a_value_of_another_type_is_refused(given: Any) -> None:
         values_with(WIDTH=given)
 
 
-@pytest.mark.parametrize("name", ["doubled", "again", "width", "BIAS", "model"])
+@pytest.mark.parametrize("name", ["doubled", "again", "width", "BIAS", "model", "PLACE", "LINK", "GROWN"])
 def test_only_what_is_assigned_once_as_a_constant_can_be_set(name: str) -> None:
     with pytest.raises(UsageError, match=name):
         values_with(**{name: "1"})
