@@ -50,7 +50,10 @@ def _overrides(context: click.Context, parameter: click.Parameter, given: tuple[
     for name, equals, _ in pairs:
         if not (equals and name.isidentifier()):
             raise UsageError(f"--set {name}{equals} is no NAME=VALUE", hint="write --set length=1024")
-    return {name: value for name, _, value in pairs}
+    values = {name: value for name, _, value in pairs}
+    if len(values) < len(pairs):
+        raise UsageError("--set names something twice", hint="give each name once; compare takes NAME=VALUE,VALUE")
+    return values
 
 
 def split_overrides(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, list[str]]:

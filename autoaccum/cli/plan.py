@@ -201,7 +201,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
         files={
             "-o": lambda _: result.to_json(),
             "--emit": lambda file: emit_wrapper(result, module=module_name(file)),
-            "--write-workload": lambda _: find_source(str(workload), result.workload.overrides).text,
+            "--write-workload": lambda _: find_source(str(workload), result.workload.overrides).encoded_text,
             "--plot": lambda file: _picture(result, memory, file),
             "--report": lambda _: _page(result, memory, seconds),
         },

@@ -81,7 +81,7 @@ def read_text(text: str) -> Any:
         return text
 
 
-def find_constants(text: str) -> dict[str, Constant | None]:
+def find_constants(text: str, label: str = "<text>") -> dict[str, Constant | None]:
     """Return the names that are assigned at the top level of a file, with their constants.
 
     None stands for a name that is computed, or bound several times or in another way than by a line of its own.
@@ -89,7 +89,7 @@ def find_constants(text: str) -> dict[str, Constant | None]:
     Raises:
         SyntaxError: The text is not Python.
     """
-    tree = ast.parse(text)
+    tree = ast.parse(text, label)
     times, assigned, comments = Counter(_bound_names(tree)), dict(_assignments(tree)), dict(_comments(text))
     found: dict[str, Constant | None] = dict.fromkeys(times)
     for name, node in assigned.items():
@@ -109,7 +109,7 @@ def replace_constants(text: str, overrides: Mapping[str, Any], label: str) -> st
         UsageError: A name is not assigned once at the top level, or is computed; or a value is of another type.
         SyntaxError: The text is not Python.
     """
-    constants = find_constants(text)
+    constants = find_constants(text, label)
     lines = text.encode().splitlines(keepends=True)
     chosen = [(_choose(constants, name, label), given) for name, given in overrides.items()]
     for constant, given in sorted(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from autoaccum.errors import WorkloadError, first_line
+from autoaccum.errors import UsageError, WorkloadError, first_line
 from autoaccum.sources.module_names import package_root
 from autoaccum.sources.overrides import Constant, find_constants, replace_constants
 
@@ -98,9 +98,19 @@ class FileSource(Source):
             WorkloadError: The file cannot be read, or is not Python.
         """
         try:
-            return {name: constant for name, constant in find_constants(self._content).items() if constant is not None}
+            return {
+                name: constant
+                for name, constant in find_constants(self._content, self.file).items()
+                if constant is not None
+            }
         except (OSError, SyntaxError, ValueError) as error:
             raise WorkloadError(f"{self.name} cannot be read ({first_line(error)})", hint="check the file") from None
+
+    @property
+    def encoded_text(self) -> bytes:
+        """The text in the encoding that the file declares."""
+        with tokenize.open(Path(self.file).expanduser()) as file:
+            return self.text.encode(file.encoding, "backslashreplace")
 
     @property
     def _content(self) -> str:
@@ -175,6 +185,8 @@ class NamedSource(FileSource):
     @property
     def text(self) -> str:
         """The text of our file, with the name and the overrides in place."""
+        if "name" in self.overrides:
+            raise UsageError(f"name cannot be set (--set): {self.name} has it", hint="plan the model of the other name")
         return replace_constants(self._content, self._values, self.name)
 
     @property
