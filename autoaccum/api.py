@@ -114,9 +114,10 @@ def plan(
         max_micro_batch: Try no larger size, in samples.
         fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit,
             in place of those with which one sample does. With `solve`: the micro-batch that has to fit.
-        solve: A name that `overrides` could set, and the values to try: `{"length": range(512, 32769, 128)}`. The plan
-            is that of the largest value with which micro-batches of one sample fit (`Plan.solved`): it ran, and the
-            next one did not, or there is no next one. Without a `target_batch`, an update is one micro-batch.
+        solve: Find the largest value that fits of one name that `overrides` could set, with micro-batches of one
+            sample: `{"length": range(512, 32769, 128)}`. The plan uses that value. It ran, and the next larger one did
+            not, unless it is the last of the range; `Plan.solved` has all that were tried. Without a `target_batch`,
+            an update is one micro-batch.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
         exact_max: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
@@ -196,7 +197,7 @@ def compare(
             as of `plan`.
         max_micro_batch, fit_micro_batch, exact_max: As of `plan`.
         overrides: Values in place of constants, parameters of a named model, or `{name}` in a command. A list holds
-            several values, and every combination of them is planned; one value with several parts is a tuple.
+            several values, and every combination of them is planned; write a value that is a sequence as a tuple.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
             card, then by value, then by number of ranks; sets of savers with the fastest first.
         prices: The price of an hour of each card, by its name, or a CSV file with the columns `name` and `per_hour`.

@@ -91,7 +91,7 @@ class Options:
             ones find it, and the memory that the first one left cached.
 
         overrides: Values in place of constants at the top level of a workload file, or of the parameters of a model by
-            name; in a command, of `{name}`. They are numbers, texts, truth values, or lists of those.
+            name; in a command, of `{name}`. They are numbers, strings, booleans, None, or lists of those.
 
     Raises:
         UsageError: An option has a value that cannot be used.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 
 
-@click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, values, ranks or savers.")
+@click.command("compare", cls=HelpWithHeadings, short_help="Plan for several cards, parameter values, ranks or savers.")
 @click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "compare",
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     overrides={
         "metavar": "NAME=VALUE[,VALUE...]",
         "callback": split_overrides,
-        "help": "As for `autoaccum plan`, with a row for each value. Write a value with commas in brackets or quotes.",
+        "help": "As for `autoaccum plan`; several values give a row each. Quote a value that contains a comma.",
     },
     as_json="Print the table as JSON on stdout, with complete plans.",
     output="Write that JSON to a file.",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--prices", metavar="FILE", help="CSV file with the columns name and per_hour, for the cost.")
 @click.option("--plot", metavar="FILE", help="Draw the rows: .svg or .png.")
 def command(workload: str | tuple[str, ...], **request: Any) -> None:
-    """Plan WORKLOAD or COMMAND for several cards, values, ranks or sets of savers, and show one row for each.
+    """Plan WORKLOAD or COMMAND for several cards, parameter values, ranks or savers, with one row for each.
 
     Both are as for `autoaccum plan`; for COMMAND, only cards and values are compared. Nothing runs on a card: plans
     are predicted. Cards that choose the same kernels share their traces, so all 97 take about four times as long as

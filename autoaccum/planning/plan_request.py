@@ -77,8 +77,8 @@ class PlanRequest:
             read_count(self.fit_micro_batch, "fit_micro_batch")
             if not self.options.chooses_savers and self.solve is None:
                 raise UsageError(
-                    f"a micro-batch of {self.fit_micro_batch} is to fit (--fit-micro-batch), and no savers are chosen",
-                    hint="add --savers auto, or --solve; --max-micro-batch N tries no larger size",
+                    f"--fit-micro-batch {self.fit_micro_batch} needs --savers auto or --solve",
+                    hint=f"add one of them, or try no larger size by --max-micro-batch {self.fit_micro_batch}",
                 )
         if self.solve is not None:
             _check_solve(self.solve, self)
@@ -199,11 +199,10 @@ def _check_solve(solve: Mapping[str, range], request: PlanRequest) -> None:
         )
     if name in request.options.overrides:
         raise UsageError(f"{name} is set (--set), and is to be found (--solve)", hint="leave one of them out")
-    other = "--savers auto" if request.options.chooses_savers else "--max-micro-batch"
     if request.options.chooses_savers or request.max_micro_batch is not None:
         raise UsageError(
-            f"--solve finds the largest {name}, with one way to train, and {other} is given",
-            hint="name the savers" if other == "--savers auto" else "--fit-micro-batch N says which one has to fit",
+            "--solve cannot be combined with --savers auto or --max-micro-batch",
+            hint="name the savers, and give the micro-batch that has to fit by --fit-micro-batch",
         )
 
 

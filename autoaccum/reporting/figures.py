@@ -77,8 +77,6 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
 Each has contrast to its panel (WCAG 4.5), and all differ, so that they can be replaced.
 """
 
-_LINES: Final = ("ran", "gradients", "activations", "averages", "communication", "outputs")  # In turn, of cards.
-
 LIGHT: Final = {role: light for role, (light, _) in COLOURS.items()}
 
 
@@ -92,39 +90,11 @@ def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
 
 
 def draw_comparison(comparison: Comparison, form: Format) -> bytes:
-    """Draw a table, the same rows as the same bytes: the micro-batch over numbers that were set, a line for each card.
-
-    Otherwise it is a bar for each row, its speed or else its micro-batch.
-    """
+    """Draw a bar for each row of a table, its speed or else its micro-batch: the same rows give the same bytes."""
     rows = shown_rows(comparison.rows)
-    lines = _lines_over_values(rows)
-    panel = partial(_draw_lines, lines=lines, name=[*rows[0].overrides][0]) if lines else partial(_draw_bars, rows=rows)
-    return draw_panels([panel], form, title="Plans compared", height=_HEIGHT if lines else max(2.0, 0.35 * len(rows)))
-
-
-def _lines_over_values(rows: Sequence[ComparisonRow]) -> dict[str, dict[float, int]]:
-    """Return micro-batches by the number that was set, for each card; empty if bars show more."""
-    lines: dict[str, dict[float, int]] = {}
-    for row in rows:
-        number: Any = next(iter(row.overrides.values()), None)
-        line = lines.setdefault(row.card, {})
-        if type(number) not in (int, float) or number in line or len(row.overrides) > 1 or len(lines) > len(_LINES):
-            return {}
-        line[number] = row.plan.micro_batch if row.plan else 0
-    return lines
-
-
-def _draw_lines(figure: SubFigure, *, lines: Mapping[str, Mapping[float, int]], name: str) -> None:
-    axes = figure.subplots()
-    for at, (card, line) in enumerate(lines.items()):
-        # Marks become smaller, so that none hides another.
-        look: dict[str, Any] = {"color": LIGHT[_LINES[at]], "markersize": 11 - 1.5 * at, "clip_on": False}
-        axes.plot(*zip(*sorted(line.items()), strict=True), "o-", label=card, **look)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(_cut(name, _LONGEST_NAME), parse_math=False)
-    axes.set_ylabel("micro-batch (0: does not fit)")
-    figure.legend(loc="outside lower left", ncols=4)
+    return draw_panels(
+        [partial(_draw_bars, rows=rows)], form, title="Plans compared", height=max(2.0, 0.35 * len(rows))
+    )
 
 
 def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:

@@ -54,6 +54,7 @@ from autoaccum.spec import TrainingSpec
 from autoaccum.training.fit_events import Notice, WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.windows import WindowReader
+from autoaccum.units import format_overrides
 
 _OF_THE_LOSS = ("loss", "criterion", "outputs", "coupled_loss", "weight")
 
@@ -248,8 +249,9 @@ class TrainingSetup:
             planned, asked = getattr(plan, name), getattr(request.options, name)
             if None not in (planned, asked) and planned != asked:
                 different.append((f"{name}={planned!r}", f"{name}={asked!r}"))
-        if (asked := request.options.overrides) and asked != (planned := dict(plan.workload.overrides)):
-            different.append((f"a workload with {planned}", f"one with {asked}"))
+        planned, asked = (format_overrides(given) for given in (plan.workload.overrides, request.options.overrides))
+        if asked and asked != planned:
+            different.append((planned or "a workload without --set", asked))
         if different:
             planned, here = different[0]
             raise UsageError(

@@ -16,7 +16,6 @@ from autoaccum.errors import UsageError
 from autoaccum.planning.comparison import ComparisonRequest, find_rows
 from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 from autoaccum.reporting.comparison_table import comparison_blocks, comparison_warnings
-from autoaccum.reporting.figures import draw_comparison
 from autoaccum.units import GIB
 
 MODEL = """
@@ -64,10 +63,10 @@ def test_lists_make_combinations_and_a_tuple_is_one_value() -> None:
 @pytest.mark.parametrize(
     ("overrides", "seen"),
     [
-        ({"length": []}, "the values of length make 0 rows for each card"),
+        ({"length": []}, "the values of length have 0 combinations"),
         (
             {"a": list(range(9)), "b": list(range(9))},
-            "the values of a and b make 81 rows for each card: give values th",
+            "the values of a and b have 81 combinations",
         ),
         ({"length": [1, b"2"]}, "length is set to b'2'"),
         ("length=1", "overrides are 'length=1'"),
@@ -109,20 +108,6 @@ def test_a_warning_names_the_values_it_is_about() -> None:
     rows = [row_of("t4", length=1, lora=8), row_of("t4", warns=True, length=2, lora=8)]
     assert comparison_warnings(rows) == [f"on length=2 lora=8: {message_at('a')}"]
     assert comparison_warnings([*rows, row_of("l4")])[0].startswith("on t4 length=2 lora=8: ")
-
-
-def test_numbers_make_lines_and_anything_else_bars() -> None:
-    lengths = [row_of(card, size, length=1024 * size) for card in ("t4", "l4") for size in (1, 2, 0)]
-    for rows, are_lines in (
-        (lengths, True),
-        ([row_of("t4", dtype="fp16"), row_of("t4", dtype="fp32")], False),
-        ([row_of("t4", length=1, lora=8), row_of("t4", length=2, lora=8)], False),
-        ([row_of(card, length=1) for card in "abcdefg"], False),
-    ):
-        picture = draw_comparison(Comparison(tuple(rows), {}), "svg").decode()
-        assert ("micro-batch (0: does not fit)" in picture) == are_lines
-        assert ("micro-batch 16" in picture) != are_lines
-    assert draw_comparison(Comparison(tuple(lengths), {}), "svg").count(b"<use") >= 6, "a mark for each row"
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_the_ladder_doubles_up_to_the_ceiling(
         ({"target": 4, "max_trials": 0}, "max_trials is 0: give a whole number of at least 1"),
         (
             {"target": 4, "fit_micro_batch": 2},
-            r"a micro-batch of 2 is to fit \(--fit-micro-batch\), and no savers are chosen: add --savers auto",
+            "^--fit-micro-batch 2 needs --savers auto or --solve: add one",
         ),
         ({"target": 4, "explain": "no"}, "explain is 'no': give True or False"),
     ],

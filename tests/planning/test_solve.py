@@ -188,8 +188,8 @@ def test_a_value_that_the_code_refuses_is_told_with_a_way_out(monkeypatch: pytes
         ({"solve": {"a": range(9, 1, -1)}}, "give one name"),
         ({"solve": {"a": [1, 2]}}, "give one name"),
         ({"overrides": {"a": 1}}, r"a is set \(--set\), and is to be found \(--solve\): leave one"),
-        ({"savers": "auto"}, "--savers auto is given: name the savers"),
-        ({"max_micro_batch": 4}, "--max-micro-batch is given: --fit-micro-batch N"),
+        ({"savers": "auto"}, "^--solve cannot be combined with --savers auto"),
+        ({"max_micro_batch": 4}, "^--solve cannot be combined with"),
         ({"target_batch": 8, "fit_micro_batch": 9, "gpu": "t4"}, "micro-batch of 9 is to fit, and sizes from 1 to 8"),
     ],
 )
