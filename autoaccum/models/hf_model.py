@@ -13,21 +13,23 @@ from torch import nn
 name = "Qwen/Qwen2.5-7B"  # a name on the hub, or a folder with a config.json
 task = "auto"  # CausalLM, MaskedLM, Seq2SeqLM, SequenceClassification ... as in AutoModelFor...; auto: by the model
 length = 0  # tokens per sample, images included; of an encoder-decoder, its source; 0: 1024, or the model's most
-target_length = 128  # tokens of each target, for an encoder-decoder and for speech
-padding = False  # whether samples are padded to this length and have a mask; if not, all are as long
+target_length = 128  # tokens of each target, for encoder-decoders and speech recognition
+padding = False  # whether samples are shorter and padded, with an attention mask; otherwise all are of full length
 image_size = 0  # height and width in pixels; 0: the size that the model was made for
-seconds = 10.0  # of sound per sample, at 16,000 values a second
-classes = 10  # of a classifier
-dtype = "auto"  # of the weights: float32, bfloat16 or float16; auto: the one that they are published in
+seconds = 10.0  # of sound per sample, sampled at 16 kHz
+classes = 10  # for a classifier to tell apart
+dtype = "auto"  # of the weights: float32, bfloat16 or float16; auto: as published
 precision = "fp32"  # bf16 or fp16 for autocast; fp32: none, so that the model computes in the dtype of its weights
-attention = "sdpa"  # or eager, flash_attention_2 ...
-repeat_kv = False  # whether sdpa gets a copy of each shared key and value head; cards before Ampere are slow without
+attention = "auto"  # sdpa, eager, flash_attention_2 ...; auto: sdpa, or eager if the model has no other
+repeat_kv = (
+    False  # whether sdpa gets copies of shared key and value heads, as cards before Ampere need for a fast kernel
+)
 gradient_checkpointing = None  # whether each layer runs again in backward; None: if weights are quantized, as in peft
 load_in_4bit = False  # NF4 weights of bitsandbytes, as for QLoRA: give lora as well
 load_in_8bit = False  # 8-bit weights of bitsandbytes: give lora as well
 double_quant = False  # whether the scales of 4-bit weights are quantized too
 lora = 0  # rank of the LoRA adapters of peft, which are then all that is trained; 0: the whole model is trained
-lora_targets = ""  # layers with adapters, such as q_proj,v_proj, or all-linear; empty: peft's choice for the model
+lora_targets = ""  # layers with adapters, such as q_proj,v_proj, or all-linear; empty: peft's default, else all-linear
 lora_dropout = 0.0  # dropout in front of the adapters
 optimizer = "AdamW"  # a class in torch.optim, or in bitsandbytes.optim, such as AdamW8bit
 
@@ -159,7 +161,8 @@ def model():
     if repeat_kv:
         transformers.integrations.sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     auto = getattr(transformers, f"AutoModelFor{kind}")
-    built = auto.from_config(config, dtype=weights_dtype, attn_implementation=attention)
+    chosen = None if attention == "auto" else attention
+    built = auto.from_config(config, dtype=weights_dtype, attn_implementation=chosen)
     if load_in_4bit or load_in_8bit:
         built = quantize(built)
     if runs_again:
