@@ -15,7 +15,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options, make_options, taken_by
 from autoaccum.simulation.cards import find_card
 from autoaccum.sources.command import CommandSource, check_target, read_command
-from autoaccum.sources.source import find_source
+from autoaccum.sources.source import NamedSource, find_source
 from autoaccum.spec import NO_SAVERS
 
 _COMMAND: Final = "-- "
@@ -185,6 +185,7 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
     given = {"workload": "model.py", "gpu": "NAME"} | ({} if case.has_size else {size: "N"})
     given |= case.to_record()
     source = find_source(given["workload"])
-    if case.workload and os.access(folder / source.file, os.F_OK):  # Nor can a name be too long for that.
+    is_file = case.workload and not isinstance(source, NamedSource)
+    if is_file and os.access(folder / source.file, os.F_OK):  # Nor can a name be too long for that.
         given["workload"] = source.at(Path(os.path.relpath(folder / source.file)).as_posix()).name
     return f"autoaccum guard {_join(given, *further)}"

@@ -19,7 +19,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from autoaccum.checks import type_name
+from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError
 
 _CONSTANT_NODES = (
@@ -51,19 +51,16 @@ class Constant:
         Raises:
             UsageError: It is of another type.
         """
-        if self.value is None or isinstance(self.value, str):
-            value = given if self.value is None else _as_text(given)
-            return read_text(value) if self.value is None and isinstance(value, str) else value
+        if isinstance(self.value, str):
+            return str(given)
         value = read_text(given) if isinstance(given, str) else given
         if isinstance(self.value, float) and type(value) is int:
             return float(value)
         if isinstance(self.value, list | tuple) and isinstance(value, list | tuple):
             return type(self.value)(value)
-        if type(value) is not type(self.value):
-            raise UsageError(
-                f"{self.name} in {label} is {self.value!r}, of type {type_name(self.value)}, and {given!r} is given",
-                hint=f"give a value of type {type_name(self.value)}",
-            )
+        if self.value is not None and type(value) is not type(self.value):
+            kind = describe_type(self.value)
+            raise UsageError(f"{self.name} in {label} is {kind} ({self.value!r}), not {given!r}", hint=f"give {kind}")
         return value
 
 
@@ -142,16 +139,8 @@ class OverridingLoader(SourceFileLoader):
         return self.source_to_code(replace_constants(text, self._overrides, Path(self.path).name), self.path)
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
-
-
 def _choose(constants: Mapping[str, Constant | None], name: str, label: str) -> Constant:
-    """Return the constant of a name.
-
-    Raises:
-        UsageError: There is none that can be replaced.
-    """
+    """Return the constant of a name; raise UsageError if there is none that can be replaced."""
     known = [constant for constant, value in constants.items() if value is not None]
     if name not in constants:
         close = difflib.get_close_matches(name, known, 3, 0.6) or known[:12]

@@ -83,7 +83,7 @@ class FileSource(Source):
 
     def at(self, file: str | Path) -> FileSource:
         """Return the same variable of another file."""
-        return dataclasses.replace(self, name=str(file) if self.variable is None else f"{file}:{self.variable}")
+        return FileSource(str(file) if self.variable is None else f"{file}:{self.variable}", self.overrides)
 
     @property
     def text(self) -> str:
@@ -98,13 +98,10 @@ class FileSource(Source):
             WorkloadError: The file cannot be read, or is not Python.
         """
         try:
-            return {
-                name: constant
-                for name, constant in find_constants(self._content, self.file).items()
-                if constant is not None
-            }
+            constants = find_constants(self._content, self.file)
         except (OSError, SyntaxError, ValueError) as error:
             raise WorkloadError(f"{self.name} cannot be read ({first_line(error)})", hint="check the file") from None
+        return {name: constant for name, constant in constants.items() if constant is not None}
 
     @property
     def encoded_text(self) -> bytes:
@@ -152,26 +149,21 @@ class FileSource(Source):
 
 _MODELS: Final = Path(__file__).parents[1] / "models"
 _LIBRARIES: Final = {
-    "hf": "Hugging Face's transformers (with peft and bitsandbytes for what needs them)",
-    "timm": "timm",
-    "torchvision": "torchvision",
+    "hf": "pip install transformers, with peft for lora and bitsandbytes for 4-bit or 8-bit weights",
+    "timm": "pip install timm",
+    "torchvision": "pip install torchvision",
 }
-"""The prefixes of models by name, each with the library that has them, and the file `PREFIX_model.py` of ours."""
+"""The prefixes of models by name, for each of which we have a file `PREFIX_model.py`, and how to get its library."""
 
 
 @dataclass(frozen=True)
 class NamedSource(FileSource):
-    """A model by name, such as `hf:Qwen/Qwen2.5-7B`: a workload file of ours whose constant `name` has that value.
+    """A model by name, such as `hf:Qwen/Qwen2.5-7B`: a workload file of ours, with an override of its constant `name`.
 
-    >>> source = NamedSource("timm:resnet50", {"image_size": 160})
-    >>> source.model, Path(source.file).name
-    ('resnet50', 'timm_model.py')
+    >>> source = find_source("timm:resnet50", {"image_size": 160})
+    >>> Path(source.file).name, source.overrides
+    ('timm_model.py', {'name': 'resnet50', 'image_size': 160})
     """
-
-    @property
-    def model(self) -> str:
-        """The name of the model in its library."""
-        return self.name.partition(":")[2]
 
     @property
     def file(self) -> str:
@@ -184,19 +176,13 @@ class NamedSource(FileSource):
 
     @property
     def text(self) -> str:
-        """The text of our file, with the name and the overrides in place."""
-        if "name" in self.overrides:
-            raise UsageError(f"name cannot be set (--set): {self.name} has it", hint="plan the model of the other name")
-        return replace_constants(self._content, self._values, self.name)
+        """The text of our file, with the overrides in place."""
+        return replace_constants(self._content, self.overrides, self.name)
 
     @property
     def constants(self) -> dict[str, Constant]:
         """Its parameters: the constants in lower case, without the name of the model."""
         return {name: known for name, known in super().constants.items() if name.islower() and name != "name"}
-
-    @property
-    def _values(self) -> dict[str, Any]:
-        return {"name": self.model, **self.overrides}
 
     def load(self) -> Workload:
         """Import our file with the overrides in place.
@@ -205,34 +191,36 @@ class NamedSource(FileSource):
             UsageError: It has no such parameter.
             WorkloadError: The library is not installed, or has no such model, or no configuration of it can be read.
         """
-        from autoaccum.sources.loading import load_workload
-
         _ = self.text  # Refuses what cannot be set by the name of the model.
         try:
-            workload = load_workload(self.file, None, self._values)
+            workload = super().load()
         except WorkloadError as error:
             cause = error.__cause__
             if isinstance(cause, ImportError):
-                library = _LIBRARIES[self.name.partition(":")[0]]
-                raise WorkloadError(
-                    f"{self.name} cannot be built ({first_line(cause)})", hint=f"install {library}"
-                ) from None
+                way_out = _LIBRARIES[self.name.partition(":")[0]]
+                raise WorkloadError(f"{self.name} cannot be built ({first_line(cause)})", hint=way_out) from None
             if isinstance(cause, ValueError | OSError):  # What our files raise on purpose.
                 raise WorkloadError(f"{self.name}: {first_line(cause)}") from None
             raise
-        return dataclasses.replace(workload, name=self.name, digest=self.digest)
+        return dataclasses.replace(workload, name=self.name)
 
 
 def find_source(reference: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> FileSource:
     """Return the source of a file or of a model by name.
+
+    Raises:
+        UsageError: `name` is among the overrides of a model by name.
 
     >>> type(find_source("model.py")).__name__, type(find_source("hf:gpt2")).__name__
     ('FileSource', 'NamedSource')
     """
     name = os.fspath(reference)
     prefix, colon, model = name.partition(":")
-    kind = NamedSource if prefix in _LIBRARIES and colon and model else FileSource
-    return kind(name, dict(overrides or {}))
+    if not (prefix in _LIBRARIES and colon and model):
+        return FileSource(name, dict(overrides or {}))
+    if "name" in (overrides or {}):
+        raise UsageError(f"name cannot be set (--set): {name} has it", hint="plan the model of the other name")
+    return NamedSource(name, {"name": model, **(overrides or {})})
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_what_is_computed_of_a_constant_follows() -> None:
 
 @pytest.mark.parametrize("given", ["wide", "true", "1.5", True, 1.5])
 def test_a_value_of_another_type_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match="of type int"):
+    with pytest.raises(UsageError, match="is an int"):
         values_with(WIDTH=given)
 
 
