@@ -170,7 +170,7 @@ _COMMAND: Final = "COMMAND"
 _HEADINGS: Final[dict[str, tuple[str, ...]]] = {
     "The micro-batch": (
         *("max_micro_batch", "fit_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "exact_max"),
-        *("solve", "reserve", "max_trials", "time_limit", "trial_limit", "values", "updates"),
+        *("reserve", "max_trials", "time_limit", "trial_limit", "values", "updates"),
     ),
     "The training loop": ("optimizer", "batchnorm", "coupled", "ema", "hold_outputs", "evaluation_batch", "longest_of"),
     "Memory savers": ("savers", "accumulate_in"),

@@ -72,15 +72,15 @@ def _values(context: click.Context, parameter: click.Parameter, given: str | Non
     "--solve",
     callback=_values,
     metavar="NAME=LOW..HIGH[:STEP]",
-    help="Find the largest value of what --set can set, such as a length, that fits. Without --target-batch, an update "
-    "is one micro-batch.",
+    help="Find the largest NAME that fits, as in --solve length=512..8192:128. NAME is anything that --set takes. "
+    "Without --target-batch, an update is one micro-batch.",
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")
 @click.option(
     "--write-workload",
     metavar="FILE",
-    help="Write the workload, with the values of --set in it, to a .py file to go on from.",
+    help="Write the workload to a .py file, with the values of --set filled in, to edit further.",
 )
 @click.option("--help-model", is_flag=True, help="List what --set can set in WORKLOAD, and exit.")
 @click.option("--plot", metavar="FILE", help="Draw the memory over an update (on a CPU, the trials) as .svg or .png.")
@@ -94,8 +94,8 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
     number, and {total_iter_size} the micro-batches of all. Options that describe a workload, such as --precision, are
     refused: set them in COMMAND.
 
-    WORKLOAD is model.py or model.py:name, or a model by name: hf:Qwen/Qwen2.5-7B, timm:resnet50, torchvision:vit_b_16,
-    which is built without its weights. The file defines `model`, `batch(size)`, and
+    WORKLOAD is a file, model.py or model.py:name, or a model by name: hf:Qwen/Qwen2.5-7B, timm:resnet50,
+    torchvision:vit_b_16. No weights are downloaded. A file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
     mean that is not over samples), and most of the flags below by name.
 
@@ -119,7 +119,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
 
     Exit codes:
       0  a plan was made
-      1  not even one sample fits, with --savers auto not even with savers, with --solve not even at LOW
+      1  nothing fits: not even one sample, with savers (--savers auto), or at LOW (--solve)
       2  wrong usage, or the workload or command is missing or fails
       3  the trials gave no answer
     """
@@ -134,11 +134,8 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
         show(make_console(), *constant_blocks(find_source(str(workload))))
         return
     _check_is_one_plan(request)
-    for flag, given in (
-        ("--emit", request["emit"]),
-        ("--for", framework),
-        ("--write-workload", request["write_workload"]),
-    ):
+    of_workloads = {"--emit": request["emit"], "--for": framework, "--write-workload": request["write_workload"]}
+    for flag, given in of_workloads.items():
         if given is not None:
             refuse_command(workload, flag)
     of_ranks = is_one_of_ranks()

@@ -21,8 +21,8 @@ gradient_checkpointing = False  # whether blocks run again in backward, to save 
 drop_path = 0.0  # rate of stochastic depth
 
 if not timm.is_model(name):
-    close = ", ".join(get_close_matches(name, timm.list_models())) or "timm.list_models() has all"
-    raise ValueError(f"timm has no model of this name: similar are {close}")
+    close = ", ".join(get_close_matches(name, timm.list_models())) or "one of timm.list_models()"
+    raise ValueError(f"timm has no model of this name: did you mean {close}?")
 
 config = timm.get_pretrained_cfg(name)
 channels, *own_size = config.input_size

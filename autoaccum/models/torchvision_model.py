@@ -29,7 +29,7 @@ TASKS = {  # The module of each task, the classes of its published weights, and 
 tasks = {known: task for task, (module, *_) in TASKS.items() for known in models.list_models(module=module)}
 if name not in tasks:
     close = ", ".join(get_close_matches(name, tasks)) or "fcn_resnet50, r3d_18"
-    raise ValueError(f"torchvision has no such model for {', '.join(TASKS)}: similar are {close}")
+    raise ValueError(f"torchvision has no such model for {', '.join(TASKS)}: did you mean {close}?")
 if name.startswith(("ssd", "mvit")) and (image_size or frames != 16):
     raise ValueError(f"{name} takes one size alone: leave out image_size and frames")
 

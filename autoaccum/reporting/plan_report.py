@@ -55,7 +55,7 @@ def constant_blocks(source: FileSource) -> list[Block]:
     table = Table("name", "value", "what it is")
     for constant in source.constants.values():
         table.add(Text(constant.name, "bold"), repr(constant.value), constant.comment)
-    return [table, "", *offer("set one", f"autoaccum plan {source.name} --set NAME=VALUE ...")]
+    return [table, "", *offer("change one", f"autoaccum plan {source.name} --set NAME=VALUE ...")]
 
 
 def memory_blocks(plan: Plan) -> list[Block]:

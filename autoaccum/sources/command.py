@@ -79,7 +79,7 @@ class CommandSource(Source):
         for name, value in (overrides or {}).items():
             place = f"{{{name}}}"
             if place in _PLACES:
-                raise UsageError(f"{name} cannot be set (--set): it is what is planned", hint="set other options")
+                raise UsageError(f"{name} is what the plan finds", hint=f"leave --set {name} out")
             if not any(place in text for text in texts):
                 raise UsageError(f"the command has no {place}", hint=f"write {place} where it takes its {name}")
             texts = [text.replace(place, str(value)) for text in texts]

@@ -70,8 +70,8 @@ def test_one_of_real_size_takes_what_arithmetic_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "text"),
     [
-        ("timm:resnet5O", {}, "timm has no model of this name: similar are resnet50"),
-        ("torchvision:resnet5O", {}, "similar are resnet50"),
+        ("timm:resnet5O", {}, "timm has no model of this name: did you mean resnet50"),
+        ("torchvision:resnet5O", {}, "did you mean resnet50"),
         ("torchvision:raft_small", {}, "torchvision has no such model for classification"),
         ("torchvision:mvit_v2_s", {"frames": 32}, "takes one size alone: leave out image_size and frames"),
         ("torchvision:retinanet_resnet50_fpn", {"image_size": 64}, "a simulated card computes no values"),
