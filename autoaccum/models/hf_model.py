@@ -11,20 +11,18 @@ import transformers.integrations.sdpa_attention
 from torch import nn
 
 name = "Qwen/Qwen2.5-7B"  # a name on the hub, or a folder with a config.json
-task = "auto"  # CausalLM, MaskedLM, Seq2SeqLM, SequenceClassification ... as in AutoModelFor...; auto: by the model
-length = 0  # tokens per sample, images included; of an encoder-decoder, its source; 0: 1024, or the model's most
+task = "auto"  # the X of transformers' AutoModelForX, such as CausalLM; auto: the one that the configuration names
+length = 0  # tokens per sample, with those of images; encoder-decoders: of the source; 0: 1024, or the most possible
 target_length = 128  # tokens of each target, for encoder-decoders and speech recognition
-padding = False  # whether samples are shorter and padded, with an attention mask; otherwise all are of full length
+padding = False  # whether samples are of different lengths, padded and with a mask; else each has `length` tokens
 image_size = 0  # height and width in pixels; 0: the size that the model was made for
-seconds = 10.0  # of sound per sample, sampled at 16 kHz
-classes = 10  # for a classifier to tell apart
-dtype = "auto"  # of the weights: float32, bfloat16 or float16; auto: as published
-precision = "fp32"  # bf16 or fp16 for autocast; fp32: none, so that the model computes in the dtype of its weights
+seconds = 10.0  # seconds of sound per sample, at 16 kHz
+classes = 10  # number of classes, for classifiers
+dtype = "auto"  # dtype of the weights: float32, bfloat16 or float16; auto: as published
+precision = "fp32"  # autocast to bf16 or fp16; fp32: no autocast, so the model computes in `dtype`
 attention = "auto"  # sdpa, eager, flash_attention_2 ...; auto: sdpa, or eager if the model has no other
-repeat_kv = (
-    False  # whether sdpa gets copies of shared key and value heads, as cards before Ampere need for a fast kernel
-)
-gradient_checkpointing = None  # whether each layer runs again in backward; None: if weights are quantized, as in peft
+repeat_kv = False  # whether shared key and value heads are copied before sdpa, which is slow without on a T4 or V100
+gradient_checkpointing = None  # whether layers run again in backward; None: only if weights are quantized, as in peft
 load_in_4bit = False  # NF4 weights of bitsandbytes, as for QLoRA: give lora as well
 load_in_8bit = False  # 8-bit weights of bitsandbytes: give lora as well
 double_quant = False  # whether the scales of 4-bit weights are quantized too
@@ -33,7 +31,7 @@ lora_targets = ""  # layers with adapters, such as q_proj,v_proj, or all-linear;
 lora_dropout = 0.0  # dropout in front of the adapters
 optimizer = "AdamW"  # a class in torch.optim, or in bitsandbytes.optim, such as AdamW8bit
 
-TASKS = (  # The first that fits counts where the configuration names no task.
+TASKS = (  # Where the configuration names no task, the first one here that has the model is used.
     *("ImageTextToText", "SpeechSeq2Seq", "Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification", "CTC"),
     *("AudioClassification", "SequenceClassification", "TokenClassification"),
 )
@@ -60,14 +58,9 @@ def load_config():
 def find_task():
     """Return the task of the model, a name in TASKS."""
     mappings = {known: getattr(transformers, f"AutoModelFor{known}")._model_mapping for known in TASKS}
-    if task != "auto" and task not in TASKS:
-        raise ValueError(f"task is {task!r}, and this file makes batches for auto, {', '.join(TASKS)}")
-    fitting = [known for known in TASKS if type(config) in mappings[known]]
-    if task in fitting:
-        return task
-    if task != "auto" or not fitting:
-        wanted = ", ".join(TASKS) if task == "auto" else task
-        raise ValueError(f"{name} is a {config.model_type}, of which transformers has no model for {wanted}")
+    fitting = [known for known in TASKS if task in ("auto", known) and type(config) in mappings[known]]
+    if not fitting:
+        raise ValueError(f"no model for task {task} of a {config.model_type}: the tasks are auto, {', '.join(TASKS)}")
     named = [known for known in fitting if mappings[known][type(config)].__name__ in (config.architectures or ())]
     return (named or fitting)[0]
 
@@ -109,12 +102,6 @@ def find_length():
     return length or min(1024, most or 1024)
 
 
-def find_image_size():
-    """Return the height and width of an image in pixels."""
-    made_for = image_size or getattr(vision, "image_size", None) or 224
-    return made_for if isinstance(made_for, int) else made_for[0]
-
-
 def count_image_tokens():
     """Return the tokens that an image takes."""
     if config.model_type in CUT_IMAGES:
@@ -134,24 +121,20 @@ def count_image_tokens():
     return taken
 
 
-def check_kind():
-    """Refuse a model that `batch` has no samples for."""
-    takes_sound = kind in ("SpeechSeq2Seq", "CTC", "AudioClassification")
-    if takes_sound and not hasattr(config, "conv_stride") and config.model_type not in SPECTROGRAMS:
-        raise ValueError(f"{name} is a {config.model_type}, and this file does not know the sound that it takes")
-    if kind == "Seq2SeqLM" and not config.is_encoder_decoder:
-        raise ValueError(f"{name} is a {config.model_type}, which takes more than text")
-
-
 config = load_config()
 kind = find_task()
 text = config.get_text_config()
 vision = getattr(config, "vision_config", config)
-check_kind()
+if kind in ("SpeechSeq2Seq", "CTC", "AudioClassification"):
+    if not hasattr(config, "conv_stride") and config.model_type not in SPECTROGRAMS:
+        raise ValueError(f"{name} is a {config.model_type}, and this file does not know the sound that it takes")
+elif kind == "Seq2SeqLM" and not config.is_encoder_decoder:
+    raise ValueError(f"{name} is a {config.model_type}, which takes more than text")
 adapt_config()
 weights_dtype = find_dtype()
 tokens = find_length()
-side = find_image_size()
+side = image_size or getattr(vision, "image_size", None) or 224
+side = side if isinstance(side, int) else side[0]
 image_tokens = count_image_tokens() if kind == "ImageTextToText" else 0
 runs_again = load_in_4bit or load_in_8bit if gradient_checkpointing is None else gradient_checkpointing
 
@@ -287,7 +270,7 @@ def weight(batch):
     return (labels != -100).sum()
 
 
-if not hasattr(torch.optim, optimizer):
+if optimizer.lower() not in {known.lower() for known in dir(torch.optim)}:
     import bitsandbytes
 
     if not hasattr(bitsandbytes.optim, optimizer):
