@@ -230,7 +230,9 @@ def read_overrides(given: Any) -> dict[str, Any]:
         raise UsageError(f"overrides are {given!r}", hint='give names and values, such as {"length": 1024}')
     for name, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(item, str | int | float | None) for item in values):
+        if not all(
+            isinstance(item, str | int | None) or (type(item) is float and math.isfinite(item)) for item in values
+        ):
             raise UsageError(
                 f"{name} is set to {value!r}", hint="give a number, a text, True, False, None, or a list of such values"
             )

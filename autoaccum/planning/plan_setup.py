@@ -133,6 +133,15 @@ def _place(
     return options, None
 
 
+def refuse_overrides(options: Options) -> None:
+    """Raise UsageError if values are given by name, for a workload that is made in code."""
+    if options.overrides:
+        raise UsageError(
+            f"{join_words(options.overrides)} cannot be set (--set): the workload is made in code",
+            hint="make it with other values, or give a file, a command or a model by name",
+        )
+
+
 def resolve_workload(
     workload: Any, live: Mapping[str, Any], options: Options, *, rank_samples: int, verb: str = "plan"
 ) -> FileSource | Workload:
@@ -155,11 +164,7 @@ def resolve_workload(
                 hint="give a name of torch.optim, or write def optimizer(params) in the file",
             )
         return find_source(workload, options.overrides)
-    if options.overrides:
-        raise UsageError(
-            f"{join_words(options.overrides)} cannot be set (--set): the workload is made in code",
-            hint="make it with other values, or give a file, a command or a model by name",
-        )
+    refuse_overrides(options)
     from autoaccum.sources.samples import apply_spec  # With torch, which a file needs in a child alone.
     from autoaccum.sources.workload import Workload
 

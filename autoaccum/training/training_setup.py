@@ -43,6 +43,7 @@ from autoaccum.messages import message
 from autoaccum.options import check_mesh, resolve_spec
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF, PlanRequest
+from autoaccum.planning.plan_setup import refuse_overrides
 from autoaccum.planning.planner import make_plan
 from autoaccum.sharded_tensors import is_sharded_model
 from autoaccum.sources.objective import Objective, with_coupling
@@ -128,6 +129,8 @@ class TrainingSetup:
 
     def __init__(self, request: FitRequest) -> None:
         self.request, self.is_live = request, isinstance(request.model_or_workload, nn.Module)
+        if not isinstance(request.model_or_workload, (str, os.PathLike)):
+            refuse_overrides(request.options)
         self.workload = workload = _read_live_model(request) if self.is_live else _read_workload(request)
         self.objective = workload.objective
         self.data = _as_samples(workload.dataset) if request.data is None else request.data
@@ -249,7 +252,8 @@ class TrainingSetup:
             planned, asked = getattr(plan, name), getattr(request.options, name)
             if None not in (planned, asked) and planned != asked:
                 different.append((f"{name}={planned!r}", f"{name}={asked!r}"))
-        planned, asked = (format_overrides(given) for given in (plan.workload.overrides, request.options.overrides))
+        sets = (dict(sorted(given.overrides.items())) for given in (plan.workload, request.options))
+        planned, asked = map(format_overrides, sets)
         if asked and asked != planned:
             different.append((planned or "a workload without --set", asked))
         if different:

@@ -128,7 +128,8 @@ def _make_plan(
 ) -> Plan:
     """Plan updates as the study trains, in micro-batches of at most `most` samples; raises as the planner."""
     given = processes.request.options
-    options = Options(spec=given.spec, device=given.device, memory=given.memory, reserve=given.reserve)
+    machine: dict[str, Any] = {"device": given.device, "memory": given.memory, "reserve": given.reserve}
+    options = Options(spec=given.spec, overrides=given.overrides, **machine)
     options = options.with_spec(longest_of=None if facts.has_batch else DEFAULT_LONGEST_OF)
     request = PlanRequest(target_batch, options, max_micro_batch=most, exact_max=True, prefer=prefer)
     plan = make_plan(processes.request.reference, request, on_event=notify, on_output=processes.on_output)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Command, environment, invoke
@@ -26,6 +27,7 @@ import pathlib, time
 import torch
 from torch import nn
 
+RATE = 0.1
 inputs = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
 dataset = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
 
@@ -47,13 +49,13 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 def optimizer(params):
-    return torch.optim.SGD(params, lr=0.01)
+    return torch.optim.SGD(params, lr=RATE)
 
 def batch(size):
     return dataset[torch.arange(size) % 160]
 """
 TUNE = ("tune", "model.py")
-WORDS = (*TUNE, "--target-batch", "2", "--budget-samples", "48", "--device", "cpu")
+WORDS = (*TUNE, "--target-batch", "2", "--budget-samples", "48", "--device", "cpu", "--set", "RATE=0.01")
 
 
 @pytest.mark.slow
@@ -94,7 +96,8 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
     assert plan == record["plan"]
     assert plan["learning_rate"] == record["best"]["learning_rate"]
     monkeypatch.chdir(tmp_path)
-    fitted = autoaccum.fit("model.py", target_batch=2, steps=2, plan="best.json", progress=False)
+    settings: dict[str, Any] = {"plan": "best.json", "overrides": {"RATE": 0.01}, "progress": False}
+    fitted = autoaccum.fit("model.py", target_batch=2, steps=2, **settings)
     assert fitted.updates == 2
 
 

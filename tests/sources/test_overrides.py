@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_a_file_is_loaded_with_its_overrides_and_has_another_digest(file: Path) 
     workload = read_source(json.loads(json.dumps(source.to_record()))).load()
     assert [len(layer.bias) for layer in workload.build_model().children()] == [16, 32]  # type: ignore[arg-type]
     assert workload.digest == source.digest != find_source(file).digest == find_source(file).load().digest
+
+
+def test_a_file_is_written_in_the_encoding_it_declares(tmp_path: Path) -> None:
+    path = tmp_path / "m.py"
+    path.write_text("# coding: latin-1\nBOTH = 'ä', 'a'\nTITLE = 'b'\n", "latin-1")
+    path.write_bytes(find_source(path, {"TITLE": "ü→"}).encoded_text)
+    values = runpy.run_path(str(path))
+    assert (values["BOTH"], values["TITLE"]) == (("ä", "a"), "ü→")
+
+
+def test_the_name_of_a_model_by_name_cannot_be_set() -> None:
+    with pytest.raises(UsageError, match="name cannot be set"):
+        find_source("timm:resnet50", {"name": "vit_base_patch16_224"})
 
 
 def test_a_file_of_a_package_is_loaded_with_its_overrides(tmp_path: Path) -> None:

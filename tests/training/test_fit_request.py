@@ -80,6 +80,8 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
         (workload(dataset=DATA), {"loss": nn.MSELoss()}, "a workload is given, and loss too"),
         (workload(dataset=DATA), {"reduction": "sum"}, "a workload is given, and reduction too"),
         (workload(), {}, "has no dataset to train on: define dataset"),
+        (workload(dataset=DATA), {"overrides": {"WIDTH": 3}}, "WIDTH cannot be set (--set)"),
+        (nn.Linear(3, 2), {"data": DATA, "overrides": {"WIDTH": 3}}, "WIDTH cannot be set (--set)"),
         (
             workload(dataset=DATA),
             {"optimizer": OPTIMIZER},
