@@ -158,3 +158,8 @@ def test_all_that_a_plan_leaves_has_its_overrides_and_unknown_ones_are_refused(f
     assert "WIDTH=16" in step.read_text()
     done = invoke(*arguments, "--set", "HEIGHT=16")
     assert (done.exit_code, "HEIGHT" in done.stderr) == (2, True)
+
+
+def test_no_name_is_set_twice() -> None:
+    done = invoke("plan", "m.py", "--target-batch", "4", "--set", "WIDTH=8", "--set", "WIDTH=16")
+    assert (done.exit_code, "--set names something twice" in done.stderr) == (2, True)
