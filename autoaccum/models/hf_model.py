@@ -84,14 +84,6 @@ def adapt_config():
         config.image_size = image_size
 
 
-def find_dtype():
-    """Return the dtype of the weights."""
-    chosen = config.dtype or text.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
-    if not isinstance(chosen, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}: set it to auto, float32, bfloat16 or float16")
-    return chosen
-
-
 def find_length():
     """Return the tokens of a sample."""
     most = None if getattr(text, "rope_parameters", None) else getattr(text, "max_position_embeddings", None)
@@ -131,12 +123,16 @@ if kind in ("SpeechSeq2Seq", "CTC", "AudioClassification"):
 elif kind == "Seq2SeqLM" and not config.is_encoder_decoder:
     raise ValueError(f"{name} is a {config.model_type}, which takes more than text")
 adapt_config()
-weights_dtype = find_dtype()
+weights_dtype = config.dtype or text.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
+if not isinstance(weights_dtype, torch.dtype):
+    raise ValueError(f"dtype is {dtype!r}: set it to auto, float32, bfloat16 or float16")
 tokens = find_length()
 side = image_size or getattr(vision, "image_size", None) or 224
 side = side if isinstance(side, int) else side[0]
 image_tokens = count_image_tokens() if kind == "ImageTextToText" else 0
 runs_again = load_in_4bit or load_in_8bit if gradient_checkpointing is None else gradient_checkpointing
+if not isinstance(runs_again, bool):
+    raise ValueError(f"gradient_checkpointing is {runs_again!r}: set it to true or false")
 
 
 def model():

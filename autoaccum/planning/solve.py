@@ -166,8 +166,8 @@ class _ValueTrials:
             return NotMeasuredError(text, hint=error.hint)
         if not isinstance(error, WorkloadError):
             return error
-        hint = f"give a STEP whose values the code takes (--solve {self.name}={low}..{self.values[-1]}:STEP)"
-        hint = error.hint or hint if value == low else hint
+        step = f"give a STEP whose values the code takes (--solve {self.name}={low}..{self.values[-1]}:STEP)"
+        hint = error.hint if value == low else step
         return WorkloadError(text, hint=hint, user_traceback=error.user_traceback)
 
 
