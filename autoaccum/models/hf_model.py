@@ -127,8 +127,8 @@ weights_dtype = config.dtype or text.dtype or torch.float32 if dtype == "auto" e
 if not isinstance(weights_dtype, torch.dtype):
     raise ValueError(f"dtype is {dtype!r}: set it to auto, float32, bfloat16 or float16")
 tokens = find_length()
-side = image_size or getattr(vision, "image_size", None) or 224
-side = side if isinstance(side, int) else side[0]
+made_for = getattr(vision, "image_size", None) or 224
+side = image_size or (made_for if isinstance(made_for, int) else made_for[0])
 image_tokens = count_image_tokens() if kind == "ImageTextToText" else 0
 runs_again = load_in_4bit or load_in_8bit if gradient_checkpointing is None else gradient_checkpointing
 if not isinstance(runs_again, bool):

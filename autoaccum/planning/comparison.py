@@ -98,9 +98,8 @@ class ComparisonRequest:
         choices = [value if isinstance(value, list) else [value] for value in given.values()]
         if not 0 < (count := math.prod(map(len, choices))) <= _MOST_VARIANTS:
             raise UsageError(
-                f"the values of {join_words(self.varying or given)} have {count} combinations, and between 1 and"
-                f" {_MOST_VARIANTS} are compared",
-                hint="give other values",
+                f"the values of {join_words(self.varying or given)} have {count} combinations",
+                hint=f"give values that have 1 to {_MOST_VARIANTS}",
             )
         return [read_overrides(dict(zip(given, values, strict=True))) for values in product(*choices)]
 
