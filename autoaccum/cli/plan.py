@@ -72,8 +72,8 @@ def _values(context: click.Context, parameter: click.Parameter, given: str | Non
     "--solve",
     callback=_values,
     metavar="NAME=LOW..HIGH[:STEP]",
-    help="Find the largest NAME that fits, as in --solve length=512..8192:128. NAME is anything that --set takes. "
-    "Without --target-batch, an update is one micro-batch.",
+    help="Find the largest value that fits of anything --set takes, such as a length. Without --target-batch, an "
+    "update is one micro-batch.",
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, with the largest that ran.")
 @click.option("--emit", metavar="FILE", help="Write the training step to a .py file that needs only PyTorch.")

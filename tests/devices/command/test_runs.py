@@ -103,10 +103,10 @@ def test_the_hook_enters_another_environment_and_runs_its_own_sitecustomize(tmp_
     (tmp_path / "train.py").write_text(
         "import os, sys, torch\n"
         "assert os.environ['CUSTOMIZED']\n"
-        "model = torch.nn.Linear(8, 1)\n"
+        "model = torch.nn.Linear(8, 1).cuda()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "while True:\n"
-        "    model(torch.ones(int(sys.argv[1]), 8)).mean().backward()\n"
+        "    model(torch.ones(int(sys.argv[1]), 8).cuda()).mean().backward()\n"
         "    optimizer.step()\n"
     )
     words = ["plan", "--gpu", "rtx3090", "--max-micro-batch", "4", "--json", "--"]
