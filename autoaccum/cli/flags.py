@@ -57,13 +57,14 @@ def _overrides(context: click.Context, parameter: click.Parameter, given: tuple[
 
 
 def split_overrides(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the values of each name, which commas separate, except within brackets or double quotes.
+    """Return the values of each name, each once, which commas separate, except within brackets or double quotes.
 
-    >>> split_overrides(None, None, ("length=1024,2048", "sizes=[64,128],[32,64]", 'layers="q,v",all'))
+    >>> split_overrides(None, None, ("length=1024,2048,1024", "sizes=[64,128],[32,64]", 'layers="q,v",all'))
     {'length': ['1024', '2048'], 'sizes': ['[64,128]', '[32,64]'], 'layers': ['q,v', 'all']}
     """
     texts = _overrides(context, parameter, given)
-    return {name: [value.strip('"') for value in _VALUE.findall(text)] or [""] for name, text in texts.items()}
+    values = {name: dict.fromkeys(value.strip('"') for value in _VALUE.findall(text)) for name, text in texts.items()}
+    return {name: list(given) or [""] for name, given in values.items()}
 
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {

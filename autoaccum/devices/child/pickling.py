@@ -196,9 +196,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_importable(package: str) -> bool:
-    """Return whether another process could import it; `importlib.util.find_spec` would find it in `sys.modules`."""
+    """Return whether another process could import it, and not another one of that name, such as an installed `tests`.
+
+    `importlib.util.find_spec` would find it in `sys.modules`.
+    """
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    return any(find is not None and find(package, None) is not None for find in finders)
+    spec = next((spec for find in finders if find is not None and (spec := find(package, None)) is not None), None)
+    loaded = sys.modules.get(package)
+    if spec is None or loaded is None or spec.origin in ("built-in", "frozen"):
+        return spec is not None
+    here = getattr(loaded, "__path__", None) or [getattr(loaded, "__file__", None)]
+    return not set(spec.submodule_search_locations or [spec.origin]).isdisjoint(here)
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

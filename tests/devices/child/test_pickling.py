@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -152,7 +153,15 @@ def test_what_cannot_be_pickled_is_named(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:
+@pytest.mark.parametrize("namesake", [False, True], ids=["alone", "beside an installed package of its name"])
+def test_what_was_loaded_by_its_path_goes_by_value(
+    namesake: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if namesake:
+        (tmp_path / "installed" / "no_folder").mkdir(parents=True)
+        (tmp_path / "installed" / "no_folder" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / "installed")
+        monkeypatch.setitem(sys.modules, "no_folder", ModuleType("no_folder"))  # As pytest makes it.
     source = (
         "from torch import nn\nclass Net(nn.Linear):\n    pass\n"
         "def batch(size):\n    return size\ndef loss(model, batch):\n    return Net(batch, 1)\n"
