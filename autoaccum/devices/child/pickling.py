@@ -167,10 +167,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Of `__main__`, cloudpickle itself pickles definitions by value."""
 
     def _send_by_value(self, name: str) -> None:
-        package = name.partition(".")[0]
+        package, module = name.partition(".")[0], sys.modules.get(name)
         if package not in self.importable:
-            self.importable[package] = _is_importable(package)
-        module = sys.modules.get(name)
+            self.importable[package] = _is_importable(package, getattr(module, "__file__", None))
         if module is None or self.importable[package] or name in cloudpickle.list_registry_pickle_by_value():
             return
         cloudpickle.register_pickle_by_value(module)
@@ -195,18 +194,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def _is_importable(package: str) -> bool:
-    """Return whether another process could import it, and not another one of that name, such as an installed `tests`.
+def _is_importable(package: str, file: str | None) -> bool:
+    """Return whether another process could import it, and not another one of its name, such as an installed `tests`.
 
-    `importlib.util.find_spec` would find it in `sys.modules`.
+    `importlib.util.find_spec` would find it in `sys.modules`. `file` is that of one of its modules.
     """
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     spec = next((spec for find in finders if find is not None and (spec := find(package, None)) is not None), None)
-    loaded = sys.modules.get(package)
-    if spec is None or loaded is None or spec.origin in ("built-in", "frozen"):
+    if spec is None or file is None or spec.submodule_search_locations is None:
         return spec is not None
-    here = getattr(loaded, "__path__", None) or [getattr(loaded, "__file__", None)]
-    return not set(spec.submodule_search_locations or [spec.origin]).isdisjoint(here)
+    return any(Path(file).is_relative_to(place) for place in spec.submodule_search_locations)
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

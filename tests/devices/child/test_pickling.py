@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -161,7 +160,6 @@ def test_what_was_loaded_by_its_path_goes_by_value(
         (tmp_path / "installed" / "no_folder").mkdir(parents=True)
         (tmp_path / "installed" / "no_folder" / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path / "installed")
-        monkeypatch.setitem(sys.modules, "no_folder", ModuleType("no_folder"))  # As pytest makes it.
     source = (
         "from torch import nn\nclass Net(nn.Linear):\n    pass\n"
         "def batch(size):\n    return size\ndef loss(model, batch):\n    return Net(batch, 1)\n"
