@@ -110,7 +110,8 @@ RUN = {
     ),
 }
 YOLO = (
-    "yolo detect train model=yolo11n.yaml data=files/data.yaml imgsz=64 pretrained=False amp=False plots=False"
+    "env -u PYTEST_CURRENT_TEST yolo "  # By that, ultralytics would write its runs into site-packages.
+    "detect train model=yolo11n.yaml data=files/data.yaml imgsz=64 pretrained=False amp=False plots=False"
     " val=False warmup_epochs=0 epochs=8 optimizer=SGD workers=1 nbs=1 batch={micro_batch}"
 )
 
