@@ -19,6 +19,9 @@ class TestCase:
         case = make_case(workload="train.py:small", gpu="t4", target_batch=256)
         assert case_name(case) == "train.py:small --gpu t4 --target-batch 256"
         assert case_name(make_case(**{**case.to_record(), "ema": False})).endswith(" --no-ema")
+        sets = make_case(workload="hf:gpt2", gpu="t4", overrides={"length": "128"})
+        assert case_name(sets) == "hf:gpt2 --gpu t4 --set length=128"
+        assert make_case(**sets.to_record()) == sets != make_case(workload="hf:gpt2", gpu="t4")
         strange = make_case(workload="a.py --gpu t4", gpu="t4")
         assert case_name(strange) == "'a.py --gpu t4' --gpu t4", "it cannot pass for another case"
 
