@@ -166,12 +166,11 @@ class Options:
         >>> make_options(gpu="rtx3090", memory=parse_size("80%"), ema=True).to_record()
         {'ema': True, 'gpu': 'rtx3090', 'memory': '80%'}
         """
-        machine = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)[2:]}
-        given = {**self.spec, **{name: value for name, (value, default) in machine.items() if value != default}}
+        defaults = Options()
+        machine = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
+        given = {**self.spec, **{name: value for name, value in machine.items() if value != getattr(defaults, name)}}
         if self.chooses_savers:
             given["savers"] = (AUTO,)
-        if not self.overrides:
-            del given["overrides"]
         plain: dict[str, Any] = {"savers": list, "memory": str, "reserve": str, "mesh": mesh_word, "overrides": dict}
         return {name: plain.get(name, lambda same: same)(value) for name, value in given.items()}
 

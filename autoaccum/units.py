@@ -168,6 +168,6 @@ def format_overrides(overrides: Mapping[str, object]) -> str:
     """Write values that were set by name as they are given.
 
     >>> format_overrides({"lora": 16, "length": "2048"})
-    'lora=16, length=2048'
+    'lora=16 length=2048'
     """
-    return ", ".join(f"{name}={value}" for name, value in overrides.items())
+    return " ".join(f"{name}={value}" for name, value in overrides.items())

@@ -12,6 +12,7 @@ from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import Words
 from autoaccum.serialization import to_plain
+from autoaccum.units import format_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def name_subject(card: str | None, overrides: Mapping[str, Any]) -> str:
     >>> name_subject("t4", {"length": 1024, "lora": 16})
     't4 length=1024 lora=16'
     """
-    return " ".join([*([card] if card else []), *(f"{name}={value}" for name, value in overrides.items())])
+    return f"{card or ''} {format_overrides(overrides)}".strip()
 
 
 SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {

@@ -94,6 +94,8 @@ def make_setup(
     with ExitStack() as files:
         if isinstance(given, Source):
             source: Source = given
+            if isinstance(source, FileSource) and paths is None:
+                source.check_overrides()  # Before any process starts.
         else:
             from autoaccum.devices.child.pickling import pack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,6 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.search import search
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.sources.command import CommandSource
-from autoaccum.sources.source import FileSource
 
 _NOISE = 0.01
 """The share by which a larger value may need less memory than a smaller one, before that is worth a warning."""
@@ -122,9 +121,6 @@ class _ValueTrials:
         if isinstance(workload, CommandSource):
             workload = CommandSource.of(workload.words, workload.folder, {self.name: value})
         setup = self.make_setup(workload, dataclasses.replace(self.request, options=options))
-        if isinstance(source := setup.settings.source, FileSource):
-            with suppress(OSError, SyntaxError, ValueError):  # Loading tells of a file that cannot be read.
-                _ = source.text  # Refuses what cannot be set.
         if self.device is None or self.predicts:
             self.device = self.devices.enter_context(setup.running())
         else:

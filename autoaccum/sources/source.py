@@ -14,6 +14,7 @@ import re
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -89,6 +90,11 @@ class FileSource(Source):
     def text(self) -> str:
         """The text of the file, with the overrides in place."""
         return replace_constants(self._content, self.overrides, Path(self.file).name)
+
+    def check_overrides(self) -> None:
+        """Raise UsageError for an override that cannot be set; a file that cannot be read is for `load` to tell of."""
+        with suppress(OSError, SyntaxError, ValueError):
+            _ = self.text
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -191,7 +197,7 @@ class NamedSource(FileSource):
             UsageError: It has no such parameter.
             WorkloadError: The library is not installed, or has no such model, or no configuration of it can be read.
         """
-        _ = self.text  # Refuses what cannot be set by the name of the model.
+        self.check_overrides()  # By the name of the model, not by that of our file.
         try:
             workload = super().load()
         except WorkloadError as error:
