@@ -31,6 +31,9 @@ AccumulateIn = Literal["fp32", "parameters"]
 """The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
 `parameters`, which needs no further memory and rounds with every micro-batch."""
 
+Padding = Literal["longest", "none"]
+"""How a micro-batch of samples of unequal length is laid out: padded to its `longest`, or packed with `none`."""
+
 RECOMPUTE: Final = "recompute"
 OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
 """Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""
@@ -147,6 +150,21 @@ def read_spec(
         if name in read:
             read[name] = read_count(read[name], name, error=error)
     return cast("SpecArguments", read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLengths:
+    """The lengths of a workload's samples, in tokens, as far as they were read; descending.
+
+    Attributes:
+        read: Of the samples that were read.
+        buildable: Those of which batches can be made; empty: any length.
+        padding: How micro-batches are laid out.
+    """
+
+    read: tuple[int, ...]
+    buildable: tuple[int, ...] = ()
+    padding: Padding = "longest"
 
 
 Divisor = Literal["nothing", "weight", "samples", "targets", "class weights"]

@@ -18,7 +18,7 @@ from autoaccum.options import GradSync, Options, Parallel
 from autoaccum.simulation.cards import CardRates
 from autoaccum.simulation.trace_records import Phase, UpdateCost
 from autoaccum.sources.source import Source
-from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
+from autoaccum.spec import DeviceFacts, SampleLengths, TrainingSpec, WorkloadFacts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +36,7 @@ class Trial:
 
     Attributes:
         parts: Micro-batch sizes of the last update, in samples; the first update is by `parts[:1]`.
+        lengths: The length of the samples of each part, in tokens; empty: the longest that training will see.
         outcome: See `Outcome`.
         phase: The phase in which it failed; None if it ran.
         peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
@@ -69,6 +70,7 @@ class Trial:
     limit_bytes: int | None = None
     timed_out: bool = False
     host_bytes: int | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def micro_batch(self) -> int:
@@ -144,6 +146,7 @@ class Inspection:
         accumulation_warnings: Warnings for the plan that hold only if an update has more than one micro-batch.
         cautions: Warnings for the plan: weaknesses of the way its trials run.
         notes: Notes for the plan: assumptions that were made.
+        sample_lengths: The lengths of its samples, of a workload that counts tokens and has a dataset; else None.
     """
 
     workload: WorkloadFacts
@@ -159,6 +162,7 @@ class Inspection:
     accumulation_warnings: tuple[Message, ...] = ()
     cautions: tuple[Message, ...] = ()
     notes: tuple[Message, ...] = ()
+    sample_lengths: SampleLengths | None = None
 
     @property
     def multiple_of(self) -> int:
@@ -249,6 +253,7 @@ class Device(ABC):
         self,
         parts: tuple[int, ...],
         *,
+        lengths: tuple[int, ...] = (),
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
@@ -257,6 +262,7 @@ class Device(ABC):
 
         Args:
             parts: As in `Trial`.
+            lengths: As in `Trial`; a device of commands is given none.
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit.
@@ -265,11 +271,18 @@ class Device(ABC):
             UsageError, WorkloadError, NotMeasuredError: The workload cannot be loaded, or no budget be chosen.
         """
         budget_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = self._run_trial(parts, fresh, budget_bytes, limit_seconds)
-        return dataclasses.replace(trial, limit_bytes=limit_bytes)
+        trial = self._run_trial(parts, lengths, fresh, budget_bytes, limit_seconds)
+        return dataclasses.replace(trial, limit_bytes=limit_bytes, lengths=lengths)
 
     @abstractmethod
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
         """Run a trial as `trial` does; the record needs no `limit_bytes`."""
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:

@@ -78,12 +78,20 @@ class ChildDevice(Device):
         self._end_child()
         self._settings = settings
 
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
         is_first, whole = child.calls == 1, self._needs_whole_batch
-        request = RunTrial(parts=parts, needs_whole_batch=whole, savers=self._savers, limit_bytes=limit_bytes)
+        how: dict[str, Any] = {"lengths": lengths, "needs_whole_batch": whole, "savers": self._savers}
+        request = RunTrial(parts=parts, limit_bytes=limit_bytes, **how)
         try:
             trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:

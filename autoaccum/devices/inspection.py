@@ -148,7 +148,7 @@ def describe_run(
         },
         recipe=dataclasses.replace(recipe, misweighted=next(filter(suggests_weight, weighting), None)),
     )
-    return {"workload": facts, "spec": workload.recorded()}
+    return {"workload": facts, "spec": workload.recorded(), "sample_lengths": workload.sample_lengths}
 
 
 def name_dtype(dtype: torch.dtype) -> str:

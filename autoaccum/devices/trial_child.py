@@ -104,14 +104,14 @@ class TrialChild(Handler):
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
                 with on_device(find_auxiliary_modules(workload).values(), meter.device):
-                    run.run(request.parts, needs_whole_batch=request.needs_whole_batch)
+                    run.run(request.parts, request.lengths, needs_whole_batch=request.needs_whole_batch)
             except BaseException as error:
                 failure = error
         fields = {"seconds": time.perf_counter() - began, "host_bytes": run.host_bytes}
         trial = meter.record(request.parts, request.limit_bytes, **fields)
         if failure is None:
             return trial
-        doing = f"micro-batch {max(request.parts)}, {run.phase}"
+        doing = f"{request.doing}, {run.phase}"
         return trial.failed(describe_failure(failure, doing, at=f"{doing}: "), run.phase)
 
     @handle.register

@@ -57,18 +57,21 @@ class Inspect(Request[Inspection], _WithSavers):
 class PartsRequest(Request[Reply], _WithSavers):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `needs_whole_batch`: the parts need each other, and every update runs all of them. `grad_sync`: when FSDP2 sums
-    gradients; None: as the Accumulator does by default.
+    `lengths`: the length of the samples of each part, in tokens; empty: the longest. `needs_whole_batch`: the parts
+    need each other, and every update runs all of them. `grad_sync`: when FSDP2 sums gradients; None: as the Accumulator
+    does by default.
     """
 
     parts: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
     needs_whole_batch: bool = False
     grad_sync: GradSync | None = None
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
-        return f"micro-batch {max(self.parts)}"
+        of = f" of samples of {max(self.lengths)} tokens at most" if self.lengths else ""
+        return f"micro-batch {max(self.parts)}{of}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,8 +134,10 @@ class TrialRun:
         """As `Accumulator.host_bytes`; None if it kept none there."""
         return None if self.accumulator is None else self.accumulator.host_bytes or None
 
-    def run(self, parts: Sequence[int], *, needs_whole_batch: bool = False) -> StepResult:
+    def run(self, parts: Sequence[int], lengths: Sequence[int] = (), *, needs_whole_batch: bool = False) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
+
+        Samples are the longest, or those of each part have a length of `lengths`.
 
         The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
         blocks of a cache that are not those of training. With `needs_whole_batch` every update runs all: one part alone
@@ -149,7 +151,12 @@ class TrialRun:
                 or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
         accumulator, batch = self.prepare(parts)
-        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+        if lengths:
+            build, cut = self._workload.build_batch, self._workload.token_costs.cut
+            last = [cut(build(size, length)) for size, length in zip(parts, lengths, strict=True)]
+            first = last[:1]
+        else:
+            first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         if needs_whole_batch:
             first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -148,8 +148,12 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         )
     if isinstance(batch, CustomBatch):
         return [*batch.batching.split_batch(batch, sizes)]
-    bounds = list(accumulate(sizes, initial=0))
-    return _split(batch, total, list(zip(bounds, bounds[1:], strict=False)), top=True)
+    return _split(batch, total, [slice(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))], top=True)
+
+
+def select_samples(batch: Batch, parts: Sequence[list[int]]) -> list[Batch]:
+    """Return a batch of the samples at the indices of each part, which are copied; there must be no own `split`."""
+    return _split(batch, batch_size(batch), parts, top=True)
 
 
 def move_batch(batch: Batch, device: torch.device | str) -> Batch:
@@ -189,18 +193,19 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
     return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
 
 
-def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
+def _split(node: Any, size: int, parts: Sequence[slice | list[int]], *, top: bool = False) -> list[Any]:
     if pytree.has_batch_dimension(node) and pytree.is_leaf(node):
-        return [node[start:stop] for start, stop in bounds]
+        return [node[part] for part in parts]
     children = pytree.children(node)
     if pytree.is_leaf(node) or children is None:
-        return [node] * len(bounds)
+        return [node] * len(parts)
     if is_samples(node, size, top=top):
-        return [pytree.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
-    columns = [_split(child, size, bounds) for _, child in children]
+        taken = [node[part] if isinstance(part, slice) else [node[index] for index in part] for part in parts]
+        return [pytree.rebuild_sequence(node, list(entries)) for entries in taken]
+    columns = [_split(child, size, parts) for _, child in children]
     if all(part is child for column, (_, child) in zip(columns, children, strict=True) for part in column):
-        return [node] * len(bounds)
-    return [pytree.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
+        return [node] * len(parts)
+    return [pytree.rebuild(node, [column[index] for column in columns]) for index in range(len(parts))]
 
 
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -27,7 +27,9 @@ from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.sources.module_names import module_files, package_root
 from autoaccum.sources.overrides import OverridingLoader
 from autoaccum.sources.samples import take_longest
+from autoaccum.sources.token_costs import is_length_sequence
 from autoaccum.sources.workload import Workload
+from autoaccum.spec import Padding
 from autoaccum.tracebacks import blame_workload
 
 
@@ -38,11 +40,14 @@ def _is_given(value: Any) -> bool:
 
 _PAIRS = (("split", "size"), ("outputs", "coupled_loss"))
 """Functions of which one alone has another meaning."""
-_NOT_BY_NAME = {"model", "batch", "name", "path", "digest", "longest_of"}
+_NOT_BY_NAME = {"model", "batch", "name", "path", "digest", "longest_of", "sample_lengths"}
 _BY_NAME: Mapping[str, Callable[[Any], bool]] = {
     **{field.name: _is_given for field in dataclasses.fields(Workload) if field.name not in _NOT_BY_NAME},
     **{name: inspect.isfunction for pair in _PAIRS for name in pair},
     "accumulate": lambda value: _is_given(value) and value is not itertools.accumulate,
+    **{name: inspect.isfunction for name in ("length", "trim")},
+    "lengths": lambda value: inspect.isfunction(value) or is_length_sequence(value),
+    "padding": lambda value: value in get_args(Padding),
     "batchnorm": lambda value: isinstance(value, str),
     "coupled": lambda value: isinstance(value, bool | str),
 }

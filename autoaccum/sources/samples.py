@@ -7,8 +7,10 @@ import heapq
 import itertools
 import numbers
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import neg
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,15 @@ from autoaccum.sources import pytree
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.workload import Workload, no_batch
+from autoaccum.spec import SampleLengths
 from autoaccum.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
 _SEED = 0
+TOKEN_SAMPLES = 10_000
+"""Samples of the dataset whose lengths are read for a budget of tokens, unless `longest_of` says otherwise."""
+_LENGTH_RATIO = 1.02
+"""Of lengths that differ by less than this factor, one sample is kept."""
 _READ_PER_SAMPLE = 4
 """Samples of the dataset that are read for each one of a small batch."""
 
@@ -36,15 +43,27 @@ class LongestBatches:
         samples: At least one sample, the longest first.
         collate: Makes a batch of a list of samples; None: PyTorch's `default_collate`.
         batching: The workload's functions to count and split batches.
+        lengths: The lengths of the samples, in tokens, if batches of a given length are to be made.
     """
 
     def __init__(
-        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None, batching: BatchReader = None
+        self,
+        samples: Sequence[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batching: BatchReader = None,
+        lengths: Sequence[int] = (),
     ) -> None:
-        self._samples, self._collate, self._batching = samples, collate, batching
+        self._samples, self._collate, self._batching, self._lengths = samples, collate, batching, lengths
 
-    def __call__(self, size: int) -> Any:
-        """Return a batch of `size` samples; raise WorkloadError if `collate` fails or returns another number."""
+    def __call__(self, size: int, length: int | None = None) -> Any:
+        """Return a batch of `size` samples: the longest, or the shortest one of at least `length` tokens, repeated.
+
+        Raises:
+            WorkloadError: `collate` fails, or returns another number of samples.
+        """
+        if length is not None:
+            at = max(0, bisect_right(self._lengths, -length, key=neg) - 1)
+            return LongestBatches(self._samples[at : at + 1], self._collate, self._batching)(size)
         with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
             return read_batch(self.collate(size), self._batching, size, "collate()", self.collate)
 
@@ -74,13 +93,56 @@ def take_longest(workload: Workload, count: Any, largest_batch: int | None = Non
             f"dataset is {describe_type(workload.dataset)}, which has no single samples to compare by length",
             hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
         )
+    kept = number if largest_batch is None else largest_batch
+    if workload.counts_tokens:
+        return _take_by_tokens(workload, number, kept)
     with fixed_seeds(), user_code("the dataset"):
-        kept = number if largest_batch is None else largest_batch
         longest = longest_first(some_samples(workload.dataset, number), kept, workload.collate)
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one with samples, or write def batch(size)")
     batches = LongestBatches(longest, workload.collate, workload.batching)
     return dataclasses.replace(workload, batch=batches, longest_of=number)
+
+
+def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
+    """Return `workload` with batches of the `kept` longest of `number` samples, or of one of any length among them.
+
+    A sample is kept for each 2 % of length: batches of a given length are made of the next longer one.
+
+    Raises:
+        WorkloadError: The dataset is empty, reading it raises, or `lengths` are those of another one.
+    """
+    dataset, costs = workload.dataset, workload.token_costs
+    with fixed_seeds(), user_code("the dataset"):
+        if not has_indices(dataset):
+            dataset = [*some_samples(dataset, number)]
+        indices: Sequence[int] = spread_indices(len(dataset), number)
+        if workload.lengths is not None and not callable(workload.lengths):
+            if len(workload.lengths) != len(dataset):
+                raise WorkloadError(
+                    f"there are {len(workload.lengths):,} lengths, and the dataset has {len(dataset):,} samples",
+                    hint="give the tokens of each sample of the dataset, in order",
+                )
+            indices, lengths = range(len(dataset)), [int(length) for length in workload.lengths]
+        else:
+            collate = workload.collate or default_collate
+            lengths = [
+                costs.of_sample(
+                    dataset[index], lambda samples: read_batch(collate(samples), workload.batching, 1, "collate()")
+                )
+                for index in indices
+            ]
+        if not lengths:
+            raise WorkloadError("the dataset has no samples", hint="give one with samples")
+        order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
+        chosen = order[:kept]
+        for at in order[kept:]:
+            if lengths[at] * _LENGTH_RATIO <= lengths[chosen[-1]] or at == order[-1]:
+                chosen.append(at)
+        samples, buildable = [dataset[indices[at]] for at in chosen], tuple(lengths[at] for at in chosen)
+    batches = LongestBatches(samples, workload.collate, workload.batching, buildable)
+    found = SampleLengths(read=tuple(sorted(lengths, reverse=True)), buildable=buildable, padding=costs.padding)
+    return dataclasses.replace(workload, batch=batches, longest_of=number, sample_lengths=found)
 
 
 def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
@@ -118,11 +180,15 @@ def spread_indices(total: int, count: int) -> list[int]:
 
 def some_samples(dataset: Any, count: int) -> Iterator[Any]:
     """Return `count` samples spread over a dataset; the first ones of an iterable dataset."""
-    # IterableDataset inherits a __getitem__ that only raises.
-    has_indices = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
-    if has_indices and hasattr(dataset, "__len__"):
+    if has_indices(dataset):
         return (dataset[index] for index in spread_indices(len(dataset), count))
     return itertools.islice(iter(dataset), count)
+
+
+def has_indices(dataset: Any) -> bool:
+    """Return whether a dataset has numbered samples; IterableDataset inherits a `__getitem__` that only raises."""
+    is_iterable = isinstance(dataset, IterableDataset)
+    return not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def _length(node: Any) -> int:
@@ -196,7 +262,11 @@ def apply_spec(workload: Workload, given: Mapping[str, Any], *, largest_batch: i
         WorkloadError: A value cannot be used, or there is neither `batch` nor `longest_of`.
     """
     workload = replace_fields(workload, **given)
-    if workload.longest_of is not None and (workload.batch is no_batch or given.get("longest_of") is not None):
+    of_tokens = workload.counts_tokens and workload.dataset is not None
+    if of_tokens and workload.sample_lengths is None and workload.longest_of is None:
+        workload = replace_fields(workload, longest_of=TOKEN_SAMPLES)
+    is_asked = workload.batch is no_batch or given.get("longest_of") is not None or of_tokens
+    if workload.longest_of is not None and workload.sample_lengths is None and is_asked:
         if largest_batch is not None:
             largest_batch = max(largest_batch, workload.evaluation_batch or 0)
         return take_longest(workload, workload.longest_of, largest_batch)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.checks import check_function, describe_type, type_name
+from autoaccum.checks import check_function, check_word, describe_type, type_name
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.sources.batches import BatchReader, read_batch, read_batching
 from autoaccum.sources.model_copies import copy_module
@@ -25,7 +25,8 @@ from autoaccum.sources.objective import (
     with_coupling,
 )
 from autoaccum.sources.optimizers import check_optimizer, make_optimizer
-from autoaccum.spec import TrainingSpec
+from autoaccum.sources.token_costs import TokenCosts, is_length_sequence
+from autoaccum.spec import Padding, SampleLengths, TrainingSpec
 
 
 def no_batch(size: int) -> Any:
@@ -65,6 +66,14 @@ class Workload(TrainingSpec):
         path: The file it was loaded from; None if made in code.
         split: `split(batch, sizes)` returns parts with these numbers of samples, if samples are not rows; needs `size`.
         size: `size(batch)` returns the number of samples.
+        length: `length(sample)` returns what a sample of the dataset costs, in tokens (or frames, nodes ...). With it
+            or `lengths`, micro-batches are made by a budget of tokens (see `token_costs`).
+        lengths: `lengths(batch)` returns the tokens of each sample of a batch; or the tokens of each sample of the
+            dataset, as a sequence of numbers.
+        padding: `longest` if micro-batches are padded to their longest sample (the default), `none` if they are packed
+            without padding.
+        sample_lengths: What was read of the lengths of the dataset's samples (`samples.take_longest`).
+        trim: `trim(batch)` returns a batch cut to its longest sample; tensors of the standard names need none.
         digest: SHA-256 of that file and the local modules it imports; empty if made in code.
 
     Raises:
@@ -72,7 +81,7 @@ class Workload(TrainingSpec):
     """
 
     model: Callable[[], nn.Module] | type[nn.Module] | nn.Module
-    batch: Callable[[int], Any] = no_batch
+    batch: Callable[..., Any] = no_batch
     loss: Any = None
     criterion: Any = None
     weight: Callable[[Any], Any] | None = None
@@ -88,6 +97,11 @@ class Workload(TrainingSpec):
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None
     split: Callable[[Any, list[int]], Sequence[Any]] | None = None
     size: Callable[[Any], int] | None = None
+    length: Callable[[Any], Any] | None = None
+    lengths: Callable[[Any], Any] | Sequence[int] | None = None
+    padding: Padding | None = None
+    trim: Callable[[Any], Any] | None = None
+    sample_lengths: SampleLengths | None = None
     modules: Any = ()
     parallelize: Callable[[nn.Module, Any], Any] | None = None
     name: str = "workload"
@@ -105,6 +119,13 @@ class Workload(TrainingSpec):
         if self.parallelize is not None:
             check_function(self.parallelize, "parallelize", "(model, mesh)")
         check_optimizer(self.optimizer)
+        if self.padding is not None:
+            check_word(self.padding, "padding", get_args(Padding), error=WorkloadError)
+        if self.lengths is not None and not callable(self.lengths) and not is_length_sequence(self.lengths):
+            raise WorkloadError(
+                f"lengths is {describe_type(self.lengths)}",
+                hint="give lengths(batch), or the tokens of each sample of the dataset",
+            )
         _check_dataset(self.dataset, "dataset")
         _check_dataset(self.evaluation_dataset, "evaluation_dataset")
         if self.batch is no_batch and self.dataset is None:
@@ -118,6 +139,7 @@ class Workload(TrainingSpec):
             object.__setattr__(self, "loss", ModelLoss())
         if isinstance(self.loss, ModelLoss) and isinstance(self.model, nn.Module):
             self.loss.read_model(self.model)
+        _ = self.token_costs  # It checks its functions.
         criterion = self.objective.criterion_module
         for name, parameter in () if criterion is None else criterion.named_parameters():
             if parameter.requires_grad:
@@ -138,6 +160,17 @@ class Workload(TrainingSpec):
     def batching(self) -> BatchReader:
         """Its functions that count and split batches; without them, how its batches are read."""
         return read_batching(self.split, self.size)
+
+    @property
+    def token_costs(self) -> TokenCosts:
+        """How its samples are measured in tokens; by the names of tensors, unless it has functions for that."""
+        lengths = self.lengths if callable(self.lengths) else None
+        return TokenCosts(padding=self.padding or "longest", lengths=lengths, length=self.length, trim=self.trim)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it says what its samples cost, so that its micro-batches are made by a budget of tokens."""
+        return self.length is not None or self.lengths is not None
 
     def build_model(self) -> nn.Module:
         """Return a new model in train mode; an instance is copied, so that every trial starts from the same state.
@@ -170,14 +203,18 @@ class Workload(TrainingSpec):
             self.loss.read_model(model)
         return model
 
-    def build_batch(self, size: int) -> Any:
-        """Return `batch(size)`, after checking that it holds `size` samples.
+    def build_batch(self, size: int, length: int | None = None) -> Any:
+        """Return `batch(size)`, after checking that it holds `size` samples; of `length` tokens, if that is given.
+
+        Such batches are made of a dataset whose lengths were read (`sample_lengths`).
 
         Errors of the user's code are passed on.
 
         Raises:
             WorkloadError: It holds another number of samples.
         """
+        if length is not None:
+            return read_batch(self.batch(size, length), self.batching, size, f"batch({size}, {length})")
         return read_batch(self.batch(size), self.batching, size, f"batch({size})", self.batch)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

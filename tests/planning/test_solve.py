@@ -41,8 +41,15 @@ class ValueDevice(ScriptedDevice):
         self._value = settings.options.overrides["LENGTH"]
         self.turns.append(self._value)
 
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
-        trial = super()._run_trial(parts, fresh, limit_bytes, limit_seconds)
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
+        trial = super()._run_trial(parts, lengths, fresh, limit_bytes, limit_seconds)
         rule = self._rule(self._value)
         outcome: Any = rule if isinstance(rule, str) else "ok" if rule * MIB * max(parts) <= GIB else "oom"
         peak = rule * MIB if outcome == "ok" and isinstance(rule, int) else None

@@ -67,7 +67,14 @@ class ScriptedDevice(Device):
             raise self._fails
         return self._inspection
 
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append(limit_seconds)
         time.sleep(self._seconds)

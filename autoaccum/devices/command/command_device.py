@@ -81,7 +81,14 @@ class CommandDevice(Device):
         """As `Device`."""
         self._settings, self._observations, self._inspection = settings, Observations(settings), None
 
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
         return self._run(parts, limit_bytes, limit_seconds)[0]
 
     def _run(

@@ -101,7 +101,8 @@ class TracedTrial(TrialRun):
         mode.recorder.begin(lambda: self.phase, watcher)
         with manual_garbage_collection():
             try:
-                self.result = self.run(self._request.parts, needs_whole_batch=self._request.needs_whole_batch)
+                request = self._request
+                self.result = self.run(request.parts, request.lengths, needs_whole_batch=request.needs_whole_batch)
             finally:
                 mode.phase = self.phase
                 trace = mode.recorder.trace(self._request.parts)

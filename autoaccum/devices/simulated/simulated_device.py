@@ -154,11 +154,21 @@ class SimulatedDevice(Predictor):
         """
         return self.traces.count_cost(Deadline(limit_seconds))
 
-    def _run_trial(self, parts: tuple[int, ...], fresh: bool, limit_bytes: int, limit_seconds: float | None) -> Trial:
+    def _run_trial(
+        self,
+        parts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        fresh: bool,
+        limit_bytes: int,
+        limit_seconds: float | None,
+    ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
-            traces = self.traces.traces_of(parts, deadline, fresh=fresh)
+            if lengths:
+                traces = [self.traces.make_of_lengths(parts, lengths, deadline)]
+            else:
+                traces = self.traces.traces_of(parts, deadline, fresh=fresh)
         except WorkloadError as error:
             return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, fault="user")
         except NotMeasuredError as error:
@@ -167,7 +177,7 @@ class SimulatedDevice(Predictor):
         return dataclasses.replace(
             predict_trial(self.replayer, traces, limit_bytes),
             parts=parts,
-            fresh=any(map(self.traces.was_traced, traces)) or (fresh and not self.traces.confirms),
+            fresh=bool(lengths) or any(map(self.traces.was_traced, traces)) or (fresh and not self.traces.confirms),
             seconds=time.monotonic() - began,
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
         )

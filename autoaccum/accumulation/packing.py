@@ -1,0 +1,140 @@
+"""Pack samples of unequal length into the fewest micro-batches within a budget of tokens, in pure integers.
+
+A micro-batch that is padded to its longest sample costs that length times its samples; one that is packed without
+padding costs the sum of its lengths. A sample is never split: one that costs more than the budget runs alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from autoaccum.checks import read_count
+from autoaccum.errors import UsageError
+from autoaccum.spec import Padding
+
+Sample = TypeVar("Sample")
+
+
+def part_cost(lengths: Sequence[int], padding: Padding = "longest") -> int:
+    """Return what a micro-batch of samples with these lengths costs, in tokens; an empty sample costs as one token.
+
+    >>> part_cost([5, 3, 0]), part_cost([5, 3, 0], "none")
+    (15, 9)
+    """
+    costs = [max(1, length) for length in lengths]
+    return sum(costs) if padding == "none" else max(costs, default=0) * len(costs)
+
+
+def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest") -> list[list[int]]:
+    """Return the indices of the samples of each micro-batch, the longest first.
+
+    With padding, samples that are next to each other by length go together, from the longest on, as many as fit: no
+    other way takes fewer micro-batches. Without, each sample goes where the least room is left that takes it
+    (best-fit decreasing).
+
+    Args:
+        lengths: The length of each sample, in tokens.
+        micro_tokens: The most that a micro-batch may cost.
+        padding: How micro-batches are padded.
+
+    Raises:
+        UsageError: `micro_tokens` is not a whole number of at least 1.
+
+    >>> pack([3, 9, 4, 4], 9), pack([3, 9, 4, 2], 9, "none")
+    ([[1], [2, 3], [0]], [[1], [2, 0, 3]])
+    """
+    read_count(micro_tokens, "micro_tokens")
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if padding == "none":
+        return _fill_best(order, lengths, micro_tokens)
+    parts: list[list[int]] = []
+    while order:
+        most = max(1, micro_tokens // max(1, lengths[order[0]]))
+        parts.append(order[:most])
+        order = order[most:]
+    return parts
+
+
+def _fill_best(order: Sequence[int], lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    """The tokens that are left of each part and the part, ascending."""
+    for index in order:
+        length = max(1, lengths[index])
+        at = bisect_left(rooms, (length, -1))
+        if at == len(rooms):
+            room, part = micro_tokens, len(parts)
+            parts.append([])
+        else:
+            room, part = rooms.pop(at)
+        parts[part].append(index)
+        insort(rooms, (room - length, part))
+    return parts
+
+
+def pack_in_order(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest") -> list[int]:
+    """Return the numbers of samples of the fewest micro-batches that keep the order of the samples.
+
+    >>> pack_in_order([3, 9, 4, 4], 9)
+    [1, 1, 2]
+    """
+    sizes: list[int] = []
+    part: list[int] = []
+    for length in lengths:
+        part.append(length)
+        if len(part) > 1 and part_cost(part, padding) > micro_tokens:
+            sizes.append(len(part) - 1)
+            part = [length]
+    return [*sizes, len(part)] if part else sizes
+
+
+def share_by_length(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the indices of the samples of each rank, so that ranks have about as many tokens, not samples.
+
+    From the longest on, each sample goes to the rank with the fewest tokens so far.
+
+    >>> share_by_length([9, 4, 3, 2], 2)
+    [[0], [1, 2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + max(1, lengths[index]), rank))
+    return shares
+
+
+def cut_windows(
+    samples: Iterable[tuple[Sample, int]], *, target_batch: int | None = None, target_tokens: int | None = None
+) -> Iterator[list[tuple[Sample, int]]]:
+    """Cut samples with their lengths into windows, each of which is one update; the last one may be smaller.
+
+    Args:
+        samples: Anything that stands for a sample, and its length in tokens.
+        target_batch: The samples of a window.
+        target_tokens: In place of `target_batch`: as many whole samples as reach so many tokens.
+
+    Raises:
+        UsageError: Neither target or both are given.
+
+    >>> [len(window) for window in cut_windows([("a", 3), ("b", 9), ("c", 4)], target_tokens=4)]
+    [2, 1]
+    """
+    if (target_batch is None) == (target_tokens is None):
+        raise UsageError(
+            f"target_batch is {target_batch}, and target_tokens is {target_tokens}", hint="give one of them"
+        )
+    window: list[tuple[Sample, int]] = []
+    tokens = 0
+    for sample, length in samples:
+        window.append((sample, length))
+        tokens += length
+        if len(window) == target_batch or (target_tokens is not None and tokens >= target_tokens):
+            yield window
+            window, tokens = [], 0
+    if window:
+        yield window
