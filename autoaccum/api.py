@@ -68,6 +68,7 @@ def plan(
     workload: str | os.PathLike[str] | Workload | Sequence[str] | None = None,
     *,
     target_batch: int | None = None,
+    target_tokens: int | None = None,
     trainer: Any = None,
     data: Any = None,
     model: nn.Module | None = None,
@@ -110,6 +111,8 @@ def plan(
     all return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
 
     Args beside those of this module:
+        target_tokens: In place of `target_batch`: an update has as many whole samples as reach so many tokens, by the
+            workload's `length` or `lengths`.
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
         fit_micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit,
@@ -140,12 +143,17 @@ def plan(
     from autoaccum.planning.solve import solve_plan
     from autoaccum.sources.command import read_command
 
+    if target_tokens is not None and target_batch is not None:
+        raise UsageError(
+            f"target_batch is {target_batch}, and target_tokens is {target_tokens}", hint="say one of them"
+        )
     live = {name: given[name] for name in (*_LIVE, "evaluate")}
     decided = {"savers": options.get("savers"), "fit_micro_batch": None if solve else fit_micro_batch}
     source, asked = read_command(workload, Options.of("plan", options), verb="plan", live=live, **decided)
     request = PlanRequest(
         target_batch,
         asked,
+        target_tokens=target_tokens,
         max_micro_batch=max_micro_batch,
         fit_micro_batch=fit_micro_batch,
         solve=solve,

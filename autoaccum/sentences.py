@@ -469,6 +469,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "tracing_each_size": "every size is traced separately, since memory is not affine in the batch ({error}): to stop "
     "earlier with the best size so far, use --time-limit",
     "not_simulated": "the search began without a simulation of the card ({error})",
+    "no_token_budget": "no budget of tokens was found ({error}): micro-batches are counted in samples",
     "not_explained": "where the memory goes is not known ({error})",
     "not_explained_in_time": "where the memory goes was not traced: {limit} was used up",
     "changes_vary": "what would change the peak is not known: two traces of the same micro-batches took different "

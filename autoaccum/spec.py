@@ -160,11 +160,13 @@ class SampleLengths:
         read: Of the samples that were read.
         buildable: Those of which batches can be made; empty: any length.
         padding: How micro-batches are laid out.
+        is_whole: Whether all samples of the dataset were read.
     """
 
     read: tuple[int, ...]
     buildable: tuple[int, ...] = ()
     padding: Padding = "longest"
+    is_whole: bool = False
 
 
 Divisor = Literal["nothing", "weight", "samples", "targets", "class weights"]
@@ -254,6 +256,7 @@ class WorkloadFacts:
         whole_batch: How the parts of an update run if they need each other; None: one after the other.
         modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
         recipe: What a training step written out needs to know.
+        token_functions: Those of `lengths` and `trim` that it has.
         command: The words of a command, with places for sizes; empty for a workload.
     """
 
@@ -275,6 +278,7 @@ class WorkloadFacts:
     whole_batch: WholeBatchMode | None = None
     modules: Mapping[str, int] = field(default_factory=dict)
     recipe: StepRecipe = StepRecipe()
+    token_functions: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
 

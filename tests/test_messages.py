@@ -152,6 +152,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "not_extrapolated": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
     "tracing_each_size": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
     "not_simulated": [{"error": "aten::foo has no rule"}],
+    "no_token_budget": [{"error": "micro-batches are multiples of 2 samples"}],
     "not_explained": [{"error": "it was interrupted"}],
     "not_explained_in_time": [{"limit": "the time limit of 60 s"}],
     "changes_unknown": [{"error": "aten::foo has no rule"}],

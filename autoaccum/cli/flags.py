@@ -228,6 +228,11 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
         "required": True,
         "help": "Samples per update (optimizer step), over all ranks.",
     },
+    "target_tokens": {
+        "type": count,
+        "metavar": "N",
+        "help": "Instead of --target-batch: tokens per update, as many whole samples as reach N.",
+    },
     "max_micro_batch": {"type": count, "metavar": "N", "help": "Try no larger micro-batch."},
     "fit_micro_batch": {
         "type": count,
@@ -273,7 +278,7 @@ def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _
     def decorate(command: _Command) -> _Command:
         own = {name for name, change in changes.items() if change is None}
         known = _FLAGS | _COMMON
-        order = ["target_batch", *known]
+        order = ["target_batch", "target_tokens", *known]
         for name in sorted({*taken_by(of), *others} - own, key=order.index, reverse=True):
             change = changes.get(name, {})
             settings = {

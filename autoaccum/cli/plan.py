@@ -44,7 +44,17 @@ def _values(context: click.Context, parameter: click.Parameter, given: str | Non
 @click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "plan",
-    *("target_batch", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output", "report", "force"),
+    *(
+        "target_batch",
+        "target_tokens",
+        "max_micro_batch",
+        "fit_micro_batch",
+        "exact_max",
+        "as_json",
+        "output",
+        "report",
+        "force",
+    ),
     *("verbose", "quiet"),
     world_size={"type": CountOrRange()},
     target_batch={"required": False},
@@ -97,7 +107,8 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
     WORKLOAD is a file, model.py or model.py:name, or a model by name: hf:Qwen/Qwen2.5-7B, timm:resnet50,
     torchvision:vit_b_16. No weights are downloaded. A file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
-    mean that is not over samples), and most of the flags below by name.
+    mean that is not over samples), and most of the flags below by name. With a `dataset` and `length(sample)`,
+    micro-batches are made by a budget of tokens.
 
     Each trial of a workload makes two updates in a child process, with the Accumulator that will train. Under torchrun
     every rank plans on its own card: omit --world-size. With --gpu, trials are predicted from traces.

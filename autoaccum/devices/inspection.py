@@ -146,6 +146,7 @@ def describe_run(
             name: storage_bytes([*module.parameters(), *module.buffers()])
             for name, module in find_auxiliary_modules(workload).items()
         },
+        token_functions=tuple(name for name in ("lengths", "trim") if callable(getattr(workload, name))),
         recipe=dataclasses.replace(recipe, misweighted=next(filter(suggests_weight, weighting), None)),
     )
     return {"workload": facts, "spec": workload.recorded(), "sample_lengths": workload.sample_lengths}

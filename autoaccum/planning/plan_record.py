@@ -22,7 +22,7 @@ from autoaccum.messages import Message
 from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
-from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
+from autoaccum.spec import DeviceFacts, Padding, TrainingSpec, WorkloadFacts
 
 SCHEMA = 3
 _AGAIN = "plan again with `autoaccum plan`"
@@ -63,6 +63,44 @@ class Solved:
         """The smallest larger value that did not fit; None if none was tried."""
         above = [tried for tried in self.tried if tried.value > self.value and tried.trial.outcome != "ok"]
         return min(above, key=lambda tried: tried.value, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The least, the median and the most of several numbers."""
+
+    least: int
+    median: int
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudget:
+    """How micro-batches are made by what they cost in tokens, and what that is worth on the lengths of the data.
+
+    Attributes:
+        micro_tokens: The most that a micro-batch may cost: its longest sample times its samples, or their sum.
+        padding: How micro-batches are laid out (`spec.Padding`), which decides between the two.
+        target_tokens: The tokens that an update has at least, in place of `Plan.target_batch` samples, which then is
+            the number to expect; None: updates are counted in samples.
+        search: The trials of budgets: of each, an update by the extreme shapes that it allows.
+        lengths: Tokens of a sample, of those that were read.
+        samples: Samples of a micro-batch.
+        costs: Tokens of a micro-batch, as the budget counts them.
+        padding_saved: The share of these tokens that is saved against micro-batches of `Plan.micro_batch` samples in
+            the order of the data, which fit into the same memory.
+        speed_up: How much faster updates are than those, by the tokens.
+    """
+
+    micro_tokens: int
+    padding: Padding
+    target_tokens: int | None = None
+    search: Solved
+    lengths: Spread
+    samples: Spread
+    costs: Spread
+    padding_saved: float
+    speed_up: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +150,8 @@ class Plan:
         arguments: By the name of a framework, the arguments that make it train by this plan (`autoaccum plan --for`);
             None where none was named.
         solved: How a value in `workload.overrides` (of a command: in its words) was found, if that was asked for.
+        tokens: The budget of tokens of a micro-batch, for a workload that says what its samples cost; else None.
+            `micro_batch` and `iter_size` are then what always fits, of the longest samples.
         schema: Version of the record.
 
     Raises:
@@ -152,6 +192,7 @@ class Plan:
     throughput: Throughput | None = None
     arguments: Mapping[str, Any] | None = None
     solved: Solved | None = None
+    tokens: TokenBudget | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -202,7 +243,8 @@ class Plan:
         record = _record(self)
         for name in ("arguments", "coupling", "explanation", "notes", "throughput", "warnings"):
             del record[name]
-        tried = [tried["trial"] for tried in record["solved"]["tried"]] if self.solved else []
+        searches = [record["solved"], record["tokens"] and record["tokens"]["search"]]
+        tried = [tried["trial"] for search in filter(None, searches) for tried in search["tried"]]
         for trial in (*record["trials"], *tried):
             del trial["seconds"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
@@ -267,6 +309,8 @@ class Plan:
         found += [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
         if self.largest_fit < self.micro_batch:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
+        if self.tokens is not None and self.tokens.micro_tokens != self.tokens.search.value:
+            found.append(f"micro_tokens is {self.tokens.micro_tokens}, the largest that ran {self.tokens.search.value}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             found.append(f"learning_rate is {self.learning_rate}")
         if (self.kind == "predicted") != (None not in (self.min_budget_bytes, self.uncertainty_bytes)):

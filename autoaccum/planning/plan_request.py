@@ -31,6 +31,8 @@ class PlanRequest:
 
     Attributes:
         target_batch: Samples per update, over all ranks; None: of a command, the largest micro-batch is the answer.
+        target_tokens: Tokens per update, over all ranks: as many whole samples as reach them. `target_batch` is then
+            the number to expect, once the lengths of samples are known.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
         fit_micro_batch: Choose savers, or solve for a value, with which the fewest parts of at most so many samples
@@ -61,6 +63,7 @@ class PlanRequest:
     chooses_grad_sync: bool = True
     fit_micro_batch: int | None = None
     solve: Mapping[str, range] | None = None
+    target_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, number, most in (
@@ -69,6 +72,10 @@ class PlanRequest:
         ):
             if isinstance(number, int) and number > most:
                 raise UsageError(f"the {name} is beyond {most:,}", hint="take a smaller one")
+        if self.target_tokens is not None:
+            read_count(self.target_tokens, "target_tokens")
+            if self.solve is not None:
+                raise UsageError("--solve cannot be combined with --target-tokens", hint="give --target-batch")
         _check_ranks(self.options)
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
@@ -98,6 +105,11 @@ class PlanRequest:
         if self.target_batch is None:
             return self.max_micro_batch or _MOST_WITHOUT_TARGET
         return even_parts(self.target_batch // self.multiple_of, self.options.world_size)[0] * self.multiple_of
+
+    @property
+    def least_batch(self) -> int:
+        """The samples of the smallest update that shows what a workload is: two of each rank."""
+        return 2 * self.multiple_of * self.options.world_size
 
     @property
     def multiple_of(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import is_one_of_ranks
@@ -28,12 +29,13 @@ from autoaccum.planning.plan_messages import (
     too_small_error,
     trial_error,
 )
-from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_record import Plan, TokenBudget
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.saver_trials import SaverTrials, Words
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, estimate_throughput
+from autoaccum.planning.token_budget import expected_batch, find_budget
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 
 if TYPE_CHECKING:
@@ -71,7 +73,14 @@ def make_plan(
     def plan_here(
         ranks: Ranks | None, request: PlanRequest, heard: Listener | None, printed: Callable[[str], None] | None
     ) -> Plan:
-        setup = make_setup(workload, request, live=live, on_output=printed)
+        make = partial(make_setup, workload, live=live, on_output=printed)
+        if request.target_tokens is not None:
+            with make(
+                dataclasses.replace(request, target_tokens=None, target_batch=request.least_batch)
+            ).running() as device:
+                lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
+            request = dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
+        setup = make(request)
         with setup.running():
             return plan_on_device(setup, request, on_event=heard, started=started, ranks=ranks)
 
@@ -112,7 +121,9 @@ def plan_on_device(
     if ranks is not None:
         result = planner.agree(result, ranks)
     grad_sync = planner.choose_grad_sync(result)
-    return planner.record(grad_sync, savers, throughput)
+    budget, warnings = planner.find_budget(grad_sync.result, ranks)
+    plan = planner.record(grad_sync, savers, throughput)
+    return dataclasses.replace(plan, tokens=budget, warnings=(*plan.warnings, *warnings))
 
 
 @dataclass(frozen=True)
@@ -231,6 +242,16 @@ class _Planner:
         device.use_grad_sync(None)
         notes = result.notes if why is None else (*result.notes, why)
         return _GradSyncChoice("each", dataclasses.replace(result, notes=notes), peaks)
+
+    def find_budget(self, result: SearchResult, ranks: Ranks | None) -> tuple[TokenBudget | None, tuple[Message, ...]]:
+        """Find the budget of tokens of a workload that counts them; without it, a warning says why."""
+        try:
+            budget = find_budget(
+                self.setup.device, self.request, self.inspection, result, self.limits, self.notify, ranks
+            )
+        except (UsageError, NotMeasuredError, DoesNotFitError) as error:
+            return None, (message("no_token_budget", error=first_line(error.message)),)
+        return budget, ()
 
     def record(self, grad_sync: _GradSyncChoice, savers: Words | None, throughput: Throughput | None) -> Plan:
         """Return the plan of what was decided, with an explanation of its memory if that is requested."""

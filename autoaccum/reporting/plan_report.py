@@ -14,7 +14,7 @@ from rich.text import Text
 from autoaccum.checks import counted
 from autoaccum.options import mesh_word
 from autoaccum.planning.plan_messages import peak_bytes
-from autoaccum.planning.plan_record import Plan, Solved
+from autoaccum.planning.plan_record import Plan, Solved, Spread, TokenBudget
 from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.reporting.console import Block, Facts, Table, copied, first_messages, offer
 from autoaccum.reporting.explain_report import explanation_blocks
@@ -83,6 +83,8 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
     yield "parts", _parts(plan)
+    if plan.tokens is not None:
+        yield from _token_rows(plan.tokens, predicted=plan.kind == "predicted")
     if plan.grad_sync is not None and plan.iter_size > 1:
         yield "grad_sync", _grad_sync(plan)
     yield "peak", _peak(plan)
@@ -162,8 +164,11 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     named: dict[str, object] = {"reduction": workload.reduction}
     named |= {name: getattr(spec, name) for name in ("precision", "coupled", "batchnorm", "savers")}
     named |= {"grad_sync": plan.grad_sync, "multiple_of": plan.multiple_of if plan.multiple_of > 1 else None}
-    usual = ("mean", "fp32", "micro", "each")
+    usual = ("mean", "fp32", "micro", "each", "longest")
     options = [f"micro_batch={plan.micro_batch}"]
+    if plan.tokens is not None:
+        options = [f"micro_tokens={plan.tokens.micro_tokens}"]
+        named["padding"] = plan.tokens.padding
     options += [f"{name}={value!r}".replace("'", '"') for name, value in named.items() if value and value not in usual]
     if kept is not None:
         options = [f"plan=autoaccum.Plan.load({str(kept)!r})"]
@@ -171,6 +176,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         options.append("weight=weight")
     if workload.recipe.batch == "own":
         options += ["split=split", "size=size"]
+    if plan.tokens is not None:
+        options += [f"{name}={name}" for name in workload.token_functions]
     return f"autoaccum.Accumulator(model, optimizer, {given}{', '.join(options)}).step(batch)"
 
 
@@ -182,6 +189,20 @@ def _solved(solved: Solved, *, predicted: bool) -> Text:
         needs = f"needs {format_bytes(peak_bytes(fails.trial) or 0)}" if predicted else "does not"
         why = f"largest that fits; {fails.value:,} {'is tight' if fails.trial.ran else needs}"
     return Text.assemble((f"{solved.value:,}", "bold green"), f" ({why})")
+
+
+def _token_rows(tokens: TokenBudget, *, predicted: bool) -> Iterator[tuple[str, str | Text]]:
+    """Yield the rows of a budget of tokens: what it is, and what it is worth."""
+    yield "micro_tokens", _solved(tokens.search, predicted=predicted)
+    samples, lengths = tokens.samples, tokens.lengths
+    yield "samples", f"{_in_words(samples)} in a micro-batch, of {_in_words(lengths)} tokens"
+    if tokens.padding == "longest":
+        saved = f"{tokens.padding_saved:.0%} fewer tokens than by count, in the same memory"
+        yield "padding", f"{saved}: about {tokens.speed_up:.1f} times as fast"
+
+
+def _in_words(spread: Spread) -> str:
+    return f"{spread.least:,} to {spread.most:,} (median {spread.median:,})"
 
 
 def _parts(plan: Plan) -> str:

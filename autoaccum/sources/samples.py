@@ -141,7 +141,12 @@ def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
                 chosen.append(at)
         samples, buildable = [dataset[indices[at]] for at in chosen], tuple(lengths[at] for at in chosen)
     batches = LongestBatches(samples, workload.collate, workload.batching, buildable)
-    found = SampleLengths(read=tuple(sorted(lengths, reverse=True)), buildable=buildable, padding=costs.padding)
+    found = SampleLengths(
+        read=tuple(sorted(lengths, reverse=True)),
+        buildable=buildable,
+        padding=costs.padding,
+        is_whole=has_indices(workload.dataset) and len(lengths) == len(dataset),
+    )
     return dataclasses.replace(workload, batch=batches, longest_of=number, sample_lengths=found)
 
 

@@ -55,10 +55,10 @@ def _build_model(workload: Workload, mode: FakeCudaMode) -> nn.Module:
     return workload.build_model()
 
 
-def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, lazy: bool, size: int) -> Any:
+def _build_batch(batch: Callable[..., Any], mode: FakeCudaMode, lazy: bool, size: int, *length: int) -> Any:
     """Build a batch; integers and booleans have values, since a forward pass may branch on them."""
     with mode.building_lazily() if lazy else nullcontext():
-        made = batch(size)
+        made = batch(size, *length)
     fake = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
     if any(leaf.is_cuda for leaf in fake):
         raise WorkloadError(
@@ -66,7 +66,7 @@ def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, lazy: bool, si
             hint="make the batch on the CPU: only one micro-batch at a time is moved to the card",
         )
     if lazy and not all(leaf.is_floating_point() for leaf in fake):
-        return _build_batch(batch, mode, False, size)
+        return _build_batch(batch, mode, False, size, *length)
     for leaf in fake if lazy else ():
         mark_not_materialised(leaf)
     return made

@@ -1,0 +1,187 @@
+"""Find the budget of tokens of a micro-batch: the largest of which the extreme shapes that it allows run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from autoaccum.accumulation.packing import cut_windows, pack, part_cost, share_by_length
+from autoaccum.accumulation.schedule import slices, split_evenly
+from autoaccum.checks import counted
+from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.errors import UsageError
+from autoaccum.planning.plan_events import Listener, ValueTried
+from autoaccum.planning.plan_messages import MemoryNeeds
+from autoaccum.planning.plan_record import Solved, Spread, TokenBudget, ValueTrial
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.search import SearchResult, search
+from autoaccum.planning.trial_runner import SearchLimits
+from autoaccum.spec import SampleLengths
+
+if TYPE_CHECKING:
+    from autoaccum.accumulation.ranks.group import Ranks
+
+_GROWTH = 1.5
+"""The factor between the numbers of samples of neighbouring shapes, from four samples on."""
+_BUDGETS = 64
+"""About so many budgets can be found: they are multiples of a power of 2."""
+_FEW_SHAPES = 3
+"""The shapes of a trial that does not end the search."""
+_NAME = "micro_tokens"
+
+
+def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list[tuple[int, int]]:
+    """Return the shapes that take the most memory of all within a budget: samples and their length, longest first.
+
+    For each number of samples, that is the largest length that the budget allows. Of numbers between, the memory lies
+    between: what grows with the tokens is the same for all, what grows with the square of the length is largest for the
+    longest samples, and what grows with the number of samples for the shortest. A sample that costs more than the
+    budget runs alone.
+
+    Args:
+        lengths: The lengths of the data.
+        micro_tokens: The budget.
+        most: The most samples of an update.
+
+    >>> extreme_shapes(SampleLengths(read=(100, 60, 50, 10), buildable=(100, 60, 50, 10)), 120, 64)
+    [(1, 100), (2, 60), (12, 10)]
+    """
+    read = [max(1, length) for length in lengths.read]
+    most = max(1, min(most, micro_tokens // read[-1], len(read) if lengths.is_whole else most))
+    counts = [1]
+    while counts[-1] < most:
+        counts.append(min(most, max(counts[-1] + 1, int(counts[-1] * _GROWTH))))
+    shapes: dict[int, int] = {}
+    for count in counts:
+        allowed = [length for length in read if count == 1 or count * length <= micro_tokens]
+        if allowed and (count <= len(allowed) or not lengths.is_whole):
+            shapes[min(length for length in lengths.buildable if length >= lengths.read[len(read) - len(allowed)])] = (
+                count
+            )
+    return [(count, length) for length, count in shapes.items()]
+
+
+def find_budget(
+    device: Device,
+    request: PlanRequest,
+    inspection: Inspection,
+    by_count: SearchResult,
+    limits: SearchLimits,
+    notify: Listener,
+    ranks: Ranks | None = None,
+) -> TokenBudget | None:
+    """Return the largest budget of which an update by its extreme shapes runs; None if there are no lengths.
+
+    Args:
+        device: The device, which has found `by_count`.
+        request: The request for the plan.
+        inspection: What is known of the workload.
+        by_count: The largest micro-batch of the longest samples: no larger budget fits than just below the next one.
+        limits: The limits on trials and time.
+        notify: Gets `ValueTried`.
+        ranks: The ranks that plan together, which take the least budget of all.
+
+    Raises:
+        UsageError: Micro-batches cannot be made so.
+        WorkloadError, NotMeasuredError, DoesNotFitError: As `search`.
+    """
+    lengths = inspection.sample_lengths
+    if lengths is None:
+        return None
+    if inspection.workload.whole_batch is not None or inspection.multiple_of > 1:
+        why = "need each other" if inspection.multiple_of == 1 else f"are multiples of {inspection.multiple_of} samples"
+        raise UsageError(f"the micro-batches of an update {why}")
+    predicted, tried = device.predictor is not None, list[ValueTrial]()
+    most = request.rank_samples if request.target_tokens is None else request.target_tokens
+    longest, fails = max(1, lengths.read[0]), by_count.first_fail
+    if by_count.capped or fails is None:
+        high = longest * (request.rank_samples if by_count.capped else by_count.largest_fit)
+    else:
+        high = fails * longest - 1
+    step = 1 << max(0, (high // _BUDGETS).bit_length() - 1)
+    budgets = range(step, high + 1, step)
+
+    def try_budget(size: int, *, fresh: bool, unlimited: bool) -> Trial:
+        left = None
+        if not unlimited:
+            limits.check_number(len(tried))
+            left = limits.seconds_left()
+        notify(ValueTried(_NAME, size, predicted))
+        shapes = extreme_shapes(lengths, size, most)
+        if not fresh:
+            shapes = [shapes[at * (len(shapes) - 1) // (_FEW_SHAPES - 1)] for at in range(_FEW_SHAPES)]
+            shapes = list(dict.fromkeys(shapes))
+        shapes = [*shapes, *shapes[:1]]  # Memory peaks where the gradients of others exist.
+        parts, of = zip(*shapes, strict=True)
+        trial = device.trial(parts, lengths=of, fresh=fresh, limit_seconds=left)
+        tried.append(ValueTrial(value=size, trial=trial))
+        notify(ValueTried(_NAME, size, predicted, trial))
+        return dataclasses.replace(trial, parts=(size,), fresh=fresh and trial.fresh)
+
+    needs = MemoryNeeds(quantity=_NAME, curved=True, predicted=predicted)
+    found = search(try_budget, budgets, limit_bytes=device.limit_bytes, needs=needs, from_largest=True)
+    solved = Solved(
+        name=_NAME,
+        value=found.size if ranks is None else min(ranks.gather(found.size)),
+        low=budgets[0],
+        high=budgets[-1],
+        step=step,
+        micro_batch=by_count.size,
+        tried=tuple(tried),
+        stopped=found.stopped,
+    )
+    return describe_budget(solved, lengths, request)
+
+
+def describe_budget(solved: Solved, lengths: SampleLengths, request: PlanRequest) -> TokenBudget:
+    """Return the budget that was found, with what it is worth for updates of the data in a random order."""
+    padding, world_size = lengths.padding, request.options.world_size
+    order = random.Random(0).sample(lengths.read, len(lengths.read))
+    targets = {"target_tokens": request.target_tokens}
+    if request.target_tokens is None:
+        targets = {"target_batch": request.target_batch}
+    samples, costs, by_count = list[int](), list[int](), 0
+    for window in cut_windows(zip(order, order, strict=True), **targets):
+        of_window = [length for length, _ in window]
+        for share in share_by_length(of_window, world_size):
+            own = [of_window[index] for index in share]
+            parts = [[own[index] for index in part] for part in pack(own, solved.value, padding)]
+            samples += map(len, parts)
+            costs += [part_cost(part, padding) for part in parts]
+        sizes = split_evenly(len(of_window), solved.micro_batch)
+        by_count += sum(part_cost(of_window[part], padding) for part in slices(sizes))
+    return TokenBudget(
+        micro_tokens=solved.value,
+        padding=padding,
+        target_tokens=request.target_tokens,
+        search=solved,
+        lengths=_spread(lengths.read),
+        samples=_spread(samples),
+        costs=_spread(costs),
+        padding_saved=1 - sum(costs) / by_count,
+        speed_up=by_count / sum(costs),
+    )
+
+
+def expected_batch(lengths: SampleLengths | None, target_tokens: int) -> int:
+    """Return how many samples an update of at least so many tokens has, on average.
+
+    Raises:
+        UsageError: The lengths of the samples are not known.
+    """
+    if lengths is None:
+        raise UsageError(
+            f"an update is to have {counted(target_tokens, 'token')}, and what a sample costs is not known",
+            hint="write def length(sample) or lengths(batch) beside the dataset of the workload, or give"
+            " --target-batch",
+        )
+    return max(1, math.ceil(target_tokens / max(1.0, statistics.fmean(lengths.read))))
+
+
+def _spread(numbers: Iterable[int]) -> Spread:
+    ordered = sorted(numbers)
+    return Spread(least=ordered[0], median=ordered[len(ordered) // 2], most=ordered[-1])
