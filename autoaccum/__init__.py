@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.schedule import windows as windows
     from autoaccum.accumulation.step_result import AccumulationWarning as AccumulationWarning
     from autoaccum.accumulation.step_result import StepResult as StepResult
+    from autoaccum.accumulation.token_sampler import TokenBudgetSampler as TokenBudgetSampler
     from autoaccum.accumulation.whole_batch.lockstep import whole_batch as whole_batch
     from autoaccum.api import compare as compare
     from autoaccum.api import fit as fit
@@ -32,6 +33,7 @@ _HOMES = {
     "AccumulationWarning": "autoaccum.accumulation.step_result",
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.step_result",
+    "TokenBudgetSampler": "autoaccum.accumulation.token_sampler",
     "windows": "autoaccum.accumulation.schedule",
     "whole_batch": "autoaccum.accumulation.whole_batch.lockstep",
     "plan": "autoaccum.api",
