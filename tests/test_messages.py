@@ -40,6 +40,10 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "verified_in_float32": [{"error": "this kernel takes float32"}],
     "samples_shortened": [{"paths": ['batch["attention_mask"]', 'batch["labels"]']}],
     "window_left_out": [{"parts": [2, 1], "error": "expected more than one sample"}],
+    "tokens_left_out": [{"error": "the tokens of a batch's samples are not known"}],
+    "tokens_alike": [{"tokens": 512}],
+    "padding_counts": [{"parts": [4, 4, 8]}],
+    "trim_cuts_tokens": [{"before": 12, "after": 11}],
     "loop_left_out": [{"parts": [4, 4, 3]}],
     "random_neutral": [
         {"method": method, "parts": [4, 4], "reason": Message(code)}

@@ -84,6 +84,7 @@ class PairedRuns:
         sizes: The parts, in samples.
         method: What accumulates: the Accumulator, or the workload's own loop.
         team: The ranks that share the parts; None: this process runs all.
+        is_trimmed: Whether each part is cut to its longest sample.
 
     Attributes:
         batch: The whole batch as it is passed to runs.
@@ -99,7 +100,9 @@ class PairedRuns:
         *,
         method: Method = "accumulator",
         team: RankTeam | None = None,
+        is_trimmed: bool = False,
     ) -> None:
+        self.is_trimmed = is_trimmed
         self.fixture, self.sizes, self.method, self._team = fixture, tuple(sizes), method, team
         self.batch = fixture.prepare_batch(batch)
         self.parts: list[Any] = split_batch(self.batch, self.sizes)
@@ -109,6 +112,10 @@ class PairedRuns:
     def by_loop(self) -> PairedRuns:
         """Return the runs of the same parts by the workload's own loop."""
         return PairedRuns(self.fixture, self.batch, self.sizes, method="accumulate", team=self._team)
+
+    def with_padding(self) -> PairedRuns:
+        """Return the runs of the same parts, which keep the padding of the whole batch."""
+        return PairedRuns(self.fixture, self.batch, self.sizes, team=self._team)
 
     @property
     def world_size(self) -> int:
@@ -226,7 +233,7 @@ class PairedRuns:
     def _run_once(self, ablation: Ablation, neutral: bool, *, sequential: bool) -> Pair:
         fixture = self.fixture
         draws = RngRecording(self.sizes, fixture.generators, sequential=sequential)
-        update = AccumulatedUpdate(fixture, ablation, self.method, self.batch, self.sizes)
+        update = AccumulatedUpdate(fixture, ablation, self.method, self.batch, self.sizes, self.is_trimmed)
         sites: dict[str, None] = {}
         seed_everything()
         with neutral_rng() if neutral else draws.record():

@@ -84,6 +84,7 @@ class AccumulatedUpdate:
         method: By the Accumulator, or by the workload's own loop.
         batch: The whole batch.
         sizes: Its parts, in samples.
+        is_trimmed: Whether each part is cut to its longest sample.
     """
 
     fixture: Fixture
@@ -91,6 +92,7 @@ class AccumulatedUpdate:
     method: Method
     batch: Any
     sizes: tuple[int, ...]
+    is_trimmed: bool = False
 
     def make(self, draws: RngRecording, *, rank: int = 0, world_size: int = 1) -> UpdateResult:
         """Make the update with the parts of `rank`; `draws` are told which part the Accumulator runs."""
@@ -98,7 +100,10 @@ class AccumulatedUpdate:
         run = UpdateRun(self.fixture, self.ablation)
         if self.method == "accumulate":
             return run.user_loop(parts)
-        batch = self.batch if world_size == 1 else None
+        if self.is_trimmed:
+            with user_code("trim(batch)"):
+                parts = [self.fixture.workload.token_costs.cut(part) for part in parts]
+        batch = self.batch if world_size == 1 and not self.is_trimmed else None
         return run.accumulated(parts, draws, micro_batch=max(self.sizes), batch=batch)
 
 

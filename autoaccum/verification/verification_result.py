@@ -15,7 +15,7 @@ from autoaccum.serialization import freeze, to_plain
 SCHEMA = 3
 
 Method = Literal["accumulator", "accumulate", "command"]
-Window = Literal["whole", "uneven", "last"]
+Window = Literal["whole", "uneven", "last", "tokens"]
 Quantity = Literal["loss", "gradients", "buffers"]
 CauseKind = Literal[
     "batchnorm",
@@ -24,6 +24,7 @@ CauseKind = Literal[
     "weight",
     "reduction",
     "last window",
+    "padding",
     "accumulate",
     "randomness",
     "non-determinism",
@@ -62,7 +63,7 @@ class Comparison:
     Attributes:
         method: `accumulator`, `accumulate` for the workload's own loop, or `command` for a training command.
         window: `whole` for the target batch, `uneven` for the same batch with samples shortened, `last` for a shorter
-            window, as at the end of an epoch.
+            window, as at the end of an epoch, `tokens` for the target batch cut by a budget of tokens.
         micro_batches: The parts, in samples; of a command, those of a rank.
         differences: One for each quantity.
     """

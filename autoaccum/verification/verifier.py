@@ -14,8 +14,9 @@ from typing import Any, cast
 from torch import nn
 
 from autoaccum.accumulation.backpropagation import has_weight
+from autoaccum.accumulation.packing import pack_in_order
 from autoaccum.accumulation.rng_state import RngState, preserve_rng_state
-from autoaccum.accumulation.schedule import check_multiple, make_schedule, split_evenly
+from autoaccum.accumulation.schedule import check_multiple, make_schedule, slices, split_evenly
 from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.failures import describe_failure, failure_error
@@ -26,11 +27,12 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_setup import resolve_workload
-from autoaccum.sources.batches import split_batch
+from autoaccum.sources.batches import select_samples, split_batch
 from autoaccum.sources.samples import apply_spec, replace_fields, take_small_batch
 from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
 from autoaccum.sources.workload import Workload, no_batch
+from autoaccum.spec import Padding
 from autoaccum.tracebacks import blame_exit, user_code
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
@@ -185,6 +187,7 @@ class _Verifier:
             self._compare(runs, "whole")
             self._compare_uneven(runs)
             self._compare_last(runs.fixture)
+            self._compare_tokens(runs.fixture)
             self._search()
             return self._record(runs.fixture, started, began)
 
@@ -298,6 +301,31 @@ class _Verifier:
             return
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
+    def _compare_tokens(self, fixture: Fixture) -> None:
+        """Compare micro-batches by a budget of tokens, each cut to its longest sample, with the whole padded batch.
+
+        It is left out with a note where the samples of the batch are equally long, or their lengths are not known.
+        """
+        workload, costs = self._workload, self._workload.token_costs
+        whole = workload.coupled or workload.batchnorm == "exact" or self._multiple_of > 1  # Never cut by tokens.
+        if whole or self._unequal or not workload.counts_tokens:
+            return
+        try:
+            with user_code("lengths(batch)"):
+                lengths = costs.of_batch(self._batch)
+        except WorkloadError as error:
+            self._note("tokens_left_out", error=first_line(error.message))
+            return
+        if len(set(lengths)) == 1:
+            self._note("tokens_alike", tokens=lengths[0])
+            return
+        batch = self._batch
+        if workload.split is None:
+            order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+            (batch,), lengths = select_samples(batch, [order]), sorted(lengths, reverse=True)
+        sizes = cut_unevenly(lengths, self._micro_batch, costs.padding)
+        self._compare_runs(PairedRuns(fixture, batch, sizes, team=self._team, is_trimmed=True), "tokens")
+
     def _compare(self, runs: PairedRuns, window: Window) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
         self._compare_runs(runs, window)
@@ -383,6 +411,21 @@ class _Verifier:
             neutral_random=any(note.code == "random_neutral" for note in self._notes),
             seconds=time.monotonic() - began,
         )
+
+
+def cut_unevenly(lengths: list[int], most: int, padding: Padding) -> list[int]:
+    """Return the sizes of micro-batches by a budget, that of up to `most` of the longest samples, which are not alike.
+
+    In one at least all samples are shorter than the longest, so that padding is cut.
+
+    >>> cut_unevenly([9, 9, 8, 3, 3], 2, "longest"), cut_unevenly([9, 9, 9, 3], 2, "longest")
+    ([2, 2, 1], [1, 1, 1, 1])
+    """
+    for count in range(most, 0, -1):
+        sizes = pack_in_order(lengths, count * max(lengths), padding)
+        if any(max(lengths[part]) < max(lengths) for part in slices(sizes)):
+            break
+    return sizes
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
