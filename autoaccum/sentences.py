@@ -253,6 +253,17 @@ _BATCHNORM_MODES = {
 }
 
 
+def _counts_samples(name: str, micro_batch: int, balances: bool, trainer: bool, target_tokens: int | None) -> str:
+    of = "of any length" if target_tokens is None else f"of any length, and no target of {target_tokens:,} tokens"
+    text = f"{name} has no budget of tokens: it takes {counted(micro_batch, 'sample')} {of}"
+    if balances:
+        text += '; "batch_rebalance" sorts an update by length, and limits no micro-batch'
+    if trainer:
+        text += "; in TRL padding_free=True leaves padding out, and packing=True changes the samples of an update"
+    other = "autoaccum.integrations.transformers.AccumulatorTrainer" if trainer else "autoaccum.Accumulator"
+    return f"{text}; {other} keeps to the budget"
+
+
 SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     # What makes the gradient of an update in parts differ from the full batch's.
     "batchnorm_of_parts": _batchnorm,
@@ -435,6 +446,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         f"{name} sums the gradients of {join_words(dtypes)} parameters in {join_words(dtypes)}, which takes less "
         "memory than the fp32 of the trials, and rounds with each micro-batch: plan with --accumulate-in parameters"
     ),
+    "framework_counts_samples": _counts_samples,
     # Trainings and studies.
     "planned_elsewhere": "the run was planned for {there}, and this is {here}: planning again",
     "tuned_rate": "the learning rate is {rate:.6g}, which the plan was tuned with",

@@ -44,6 +44,10 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "tokens_alike": [{"tokens": 512}],
     "padding_counts": [{"parts": [4, 4, 8]}],
     "trim_cuts_tokens": [{"before": 12, "after": 11}],
+    "framework_counts_samples": [
+        {"name": "transformers", "trainer": True, "balances": True, "micro_batch": 4, "target_tokens": None},
+        {"name": "Lightning", "trainer": False, "balances": False, "micro_batch": 1, "target_tokens": 65536},
+    ],
     "loop_left_out": [{"parts": [4, 4, 3]}],
     "random_neutral": [
         {"method": method, "parts": [4, 4], "reason": Message(code)}

@@ -1,6 +1,6 @@
 """The arguments that make a training framework train by a plan, or the reason why it cannot.
 
-The names and meanings are those of transformers 5.23, Lightning 2.6, accelerate 1.15, DeepSpeed 0.19 and torchtitan
+The names and meanings are those of transformers 5.24, Lightning 2.6, accelerate 1.15, DeepSpeed 0.19 and torchtitan
 0.3; `tests/libraries/test_arguments_from_plan.py` trains with each of them.
 """
 
@@ -131,6 +131,10 @@ def framework_notes(plan: Plan, framework: str) -> tuple[Message, ...]:
         notes.append(message("framework_copies_gradients", name=name, bytes=workload.parameter_bytes or 0))
     if in_parts and recipe.half and plan.spec.accumulate_in == "fp32":
         notes.append(message("framework_rounds", name=name, dtypes=list(recipe.half)))
+    if plan.tokens is not None:
+        facts = {"micro_batch": plan.micro_batch, "target_tokens": plan.tokens.target_tokens}
+        is_trainer, balances = framework == "transformers", framework == "transformers" and _balances(plan)
+        notes.append(message("framework_counts_samples", name=name, trainer=is_trainer, balances=balances, **facts))
     return tuple(notes)
 
 
@@ -144,6 +148,7 @@ def _transformers(plan: Plan) -> dict[str, Any]:
         "dataloader_drop_last": plan.multiple_of > 1,
         "learning_rate": plan.learning_rate,
         "use_cpu": _is_on_cpu(plan),
+        "train_sampling_strategy": _balances(plan) and "batch_rebalance",
     }
     return {
         "per_device_train_batch_size": plan.micro_batch,
@@ -151,6 +156,15 @@ def _transformers(plan: Plan) -> dict[str, Any]:
         "average_tokens_across_devices": True,
         **{name: value for name, value in given.items() if value},
     }
+
+
+def _balances(plan: Plan) -> bool:
+    """Whether the Trainer may make micro-batches of unequal size of an update's samples, sorted by length.
+
+    Models that ignore `num_items_in_batch` would count them alike (`BatchRebalanceSampler`, transformers#47340).
+    """
+    counts = plan.tokens is not None and plan.tokens.padding == "longest" and not plan.workload.recipe.ignores_items
+    return counts and plan.target_batch > plan.micro_batch
 
 
 def _lightning(plan: Plan) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import factories
 import pytest
-from factories import codes
+from factories import codes, make_token_budget
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.errors import UsageError
 from autoaccum.integrations.arguments_from_plan import FRAMEWORKS, arguments_for, for_framework, framework_notes
-from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_record import Plan, TokenBudget
 from autoaccum.reporting.plan_report import code_lines
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB
@@ -125,6 +125,29 @@ def test_differences_are_noted() -> None:
     assert framework_notes(make_plan(8, 2, 2, parallel="fsdp2"), "transformers") == ()
     halves = make_plan(8, 4, workload={"recipe": {"half": ["bfloat16"]}})
     assert codes(framework_notes(halves, "deepspeed")) == ["framework_rounds"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "workload", "balances"),
+    [
+        (make_token_budget(), {}, True),
+        (make_token_budget(padding="none"), {}, False),
+        (make_token_budget(target_tokens=512), {"recipe": {"ignores_items": True}}, False),
+    ],
+    ids=["padded", "packed", "means of samples"],
+)
+def test_a_trainer_balances_tokens_where_it_weighs_by_them(
+    budget: TokenBudget, workload: dict[str, Any], balances: bool
+) -> None:
+    plan = make_plan(8, 4, tokens=budget, workload=workload)
+    given = arguments_for(plan, "transformers")
+    assert given.get("train_sampling_strategy") == ("batch_rebalance" if balances else None)
+    assert given["per_device_train_batch_size"] == 4
+    said = framework_notes(plan, "transformers")[-1]
+    assert (said.code, said.facts["balances"]) == ("framework_counts_samples", balances)
+    assert said.facts["target_tokens"] == budget.target_tokens
+    said = framework_notes(plan, "lightning")[-1]
+    assert (said.code, said.facts["trainer"]) == ("framework_counts_samples", False)
 
 
 def test_the_guide_shows_what_is_printed() -> None:

@@ -6,6 +6,7 @@ the short window is what happens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import socket
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import environment
+from factories import make_token_budget
 from quiet_frameworks import forget_accelerate, quiet_trainer
 from tiny_transformers import WORDS, llama
 from torch import Tensor, nn
@@ -99,7 +101,7 @@ class Updates:
             ranks = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(ranks, self._seen)
         parts = [part for rank in ranks for part in rank]
-        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name in COLUMNS}
+        whole = {name: joined([part[name] for part in parts], name) for name in parts[0] if name in COLUMNS}
         self.samples.append(len(whole["labels"]))
         self._seen, self._recording = [], False
         weights = [weight for weight in self._model.parameters() if weight.grad is not None]
@@ -110,6 +112,14 @@ class Updates:
         ratio = float(taken @ full / (full @ full))
         off = float((taken - ratio * full).abs().max() / full.abs().max())
         self.ratios.append(round(ratio, 4) if off < 1e-3 else None)
+
+
+def joined(parts: list[Tensor], name: str) -> Tensor:
+    """Join parts, texts as wide as the longest one."""
+    if name != "x" and parts[0].ndim > 1:
+        most, padding = max(part.shape[1] for part in parts), -100 if name == "labels" else 0
+        parts = [nn.functional.pad(part, (0, most - part.shape[1]), value=padding) for part in parts]
+    return torch.cat(parts)
 
 
 COLUMNS = ("x", "input_ids", "labels")
@@ -134,7 +144,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return make_plan(request.param)
 
 
-def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], folder: Path) -> Updates:
+def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], folder: Path, **given: Any) -> Updates:
     from transformers import Trainer, TrainingArguments
 
     updates, optimizer = watched(model)
@@ -142,7 +152,7 @@ def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], fo
     arguments = TrainingArguments(
         str(folder), num_train_epochs=1, max_grad_norm=0, **quiet, **arguments_for(plan, "transformers")
     )
-    Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+    Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None), **given).train()
     return updates
 
 
@@ -211,6 +221,24 @@ def test_transformers_counts_tokens(tmp_path: Path, plan: Plan) -> None:
     assert updates.samples == [12, 12, 6]
     if plan.spec.precision == "fp32":
         assert updates.ratios == [1, 1, 1]
+
+
+@pytest.mark.parametrize("plan", ["fp32"], indirect=True)
+def test_transformers_balances_tokens(tmp_path: Path, plan: Plan) -> None:
+    """Micro-batches of unequal size, sorted by length: each update has the plan's samples and their gradient."""
+    rows = [torch.randint(1, WORDS, (2 + 37 * index % 29,)) for index in range(30)]
+    model, shapes = llama(), list[torch.Size]()
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+        shapes.append(ids.shape)
+        return {"input_ids": ids, "labels": ids.where(ids > 0, -100)}
+
+    data: Any = [{"input_ids": row} for row in rows]
+    by_tokens = dataclasses.replace(plan, tokens=make_token_budget())
+    updates = train_with_transformers(by_tokens, model, data, tmp_path, data_collator=collate)
+    assert (updates.samples, updates.ratios) == ([12, 12, 6], [1, 1, 1])
+    assert max(size for size, _ in shapes) > MICRO_BATCH
 
 
 def test_lightning(plan: Plan) -> None:
