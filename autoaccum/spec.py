@@ -154,7 +154,7 @@ def read_spec(
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLengths:
-    """The lengths of a workload's samples, in tokens, as far as they were read; descending.
+    """The lengths of a workload's samples, in tokens, as far as they were read: descending, at least 1.
 
     Attributes:
         read: Of the samples that were read.

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable
+from operator import mul, truediv
 from typing import TYPE_CHECKING
 
 from autoaccum.accumulation.packing import cut_windows, pack, part_cost, share_by_length
@@ -25,22 +26,19 @@ from autoaccum.spec import SampleLengths
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
 
-_GROWTH = 1.5
-"""The factor between the numbers of samples of neighbouring shapes, from four samples on."""
-_BUDGETS = 64
+_SHARES = [(one / 16, two / 16, (16 - one - two) / 16) for one in range(17) for two in range(17 - one)]
+"""How much of the memory may grow with the samples, with the tokens, and with the square of the length."""
+_BUDGETS = 32
 """About so many budgets can be found: they are multiples of a power of 2."""
-_FEW_SHAPES = 3
-"""The shapes of a trial that does not end the search."""
 _NAME = "micro_tokens"
 
 
 def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list[tuple[int, int]]:
     """Return the shapes that take the most memory of all within a budget: samples and their length, longest first.
 
-    For each number of samples, that is the largest length that the budget allows. Of numbers between, the memory lies
-    between: what grows with the tokens is the same for all, what grows with the square of the length is largest for the
-    longest samples, and what grows with the number of samples for the shortest. A sample that costs more than the
-    budget runs alone.
+    A micro-batch of `n` samples of length `l` takes memory for `n`, for `n * l` and, where attention keeps its scores,
+    for `n * l * l`, in unknown shares. For any shares the most of all shapes is taken by one of those returned. A
+    sample that costs more than the budget runs alone.
 
     Args:
         lengths: The lengths of the data.
@@ -50,19 +48,23 @@ def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list
     >>> extreme_shapes(SampleLengths(read=(100, 60, 50, 10), buildable=(100, 60, 50, 10)), 120, 64)
     [(1, 100), (2, 60), (12, 10)]
     """
-    read = [max(1, length) for length in lengths.read]
-    most = max(1, min(most, micro_tokens // read[-1], len(read) if lengths.is_whole else most))
-    counts = [1]
-    while counts[-1] < most:
-        counts.append(min(most, max(counts[-1] + 1, int(counts[-1] * _GROWTH))))
-    shapes: dict[int, int] = {}
-    for count in counts:
-        allowed = [length for length in read if count == 1 or count * length <= micro_tokens]
-        if allowed and (count <= len(allowed) or not lengths.is_whole):
-            shapes[min(length for length in lengths.buildable if length >= lengths.read[len(read) - len(allowed)])] = (
-                count
-            )
-    return [(count, length) for length, count in shapes.items()]
+    longest: dict[int, int] = {}
+    """By the number of samples, the largest length within the budget."""
+    for number, length in enumerate(lengths.read):
+        samples = min(most, max(1, micro_tokens // length))
+        samples = min(samples, len(lengths.read) - number) if lengths.is_whole else samples
+        longest.setdefault(samples, length)
+    amounts = {shape: (shape[0], shape[0] * shape[1], shape[0] * shape[1] ** 2) for shape in longest.items()}
+    scale = [max(column) for column in zip(*amounts.values(), strict=True)]
+
+    def memory(shape: tuple[int, int], shares: tuple[float, ...]) -> float:
+        return math.fsum(map(mul, shares, map(truediv, amounts[shape], scale)))
+
+    extreme = {max(amounts, key=lambda shape: memory(shape, shares)) for shares in _SHARES}
+    built = {
+        min(length for length in lengths.buildable if length >= wanted): samples for samples, wanted in sorted(extreme)
+    }
+    return sorted(((samples, length) for length, samples in built.items()), key=lambda shape: -shape[1])
 
 
 def find_budget(
@@ -97,7 +99,7 @@ def find_budget(
         raise UsageError(f"the micro-batches of an update {why}")
     predicted, tried = device.predictor is not None, list[ValueTrial]()
     most = request.rank_samples if request.target_tokens is None else request.target_tokens
-    longest, fails = max(1, lengths.read[0]), by_count.first_fail
+    longest, fails = lengths.read[0], by_count.first_fail
     if by_count.capped or fails is None:
         high = longest * (request.rank_samples if by_count.capped else by_count.largest_fit)
     else:
@@ -112,10 +114,7 @@ def find_budget(
             left = limits.seconds_left()
         notify(ValueTried(_NAME, size, predicted))
         shapes = extreme_shapes(lengths, size, most)
-        if not fresh:
-            shapes = [shapes[at * (len(shapes) - 1) // (_FEW_SHAPES - 1)] for at in range(_FEW_SHAPES)]
-            shapes = list(dict.fromkeys(shapes))
-        shapes = [*shapes, *shapes[:1]]  # Memory peaks where the gradients of others exist.
+        shapes += shapes[:1]  # Memory peaks where the gradients of others exist.
         parts, of = zip(*shapes, strict=True)
         trial = device.trial(parts, lengths=of, fresh=fresh, limit_seconds=left)
         tried.append(ValueTrial(value=size, trial=trial))
@@ -179,7 +178,7 @@ def expected_batch(lengths: SampleLengths | None, target_tokens: int) -> int:
             hint="write def length(sample) or lengths(batch) beside the dataset of the workload, or give"
             " --target-batch",
         )
-    return max(1, math.ceil(target_tokens / max(1.0, statistics.fmean(lengths.read))))
+    return max(1, math.ceil(target_tokens / statistics.fmean(lengths.read)))
 
 
 def _spread(numbers: Iterable[int]) -> Spread:

@@ -196,7 +196,7 @@ def _token_rows(tokens: TokenBudget, *, predicted: bool) -> Iterator[tuple[str, 
     yield "micro_tokens", _solved(tokens.search, predicted=predicted)
     samples, lengths = tokens.samples, tokens.lengths
     yield "samples", f"{_in_words(samples)} in a micro-batch, of {_in_words(lengths)} tokens"
-    if tokens.padding == "longest":
+    if tokens.padding_saved > 0:
         saved = f"{tokens.padding_saved:.0%} fewer tokens than by count, in the same memory"
         yield "padding", f"{saved}: about {tokens.speed_up:.1f} times as fast"
 

@@ -138,6 +138,7 @@ def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
             ]
         if not lengths:
             raise WorkloadError("the dataset has no samples", hint="give one with samples")
+        lengths = [max(1, length) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
         chosen = order[:kept]
         for at in order[kept:]:
