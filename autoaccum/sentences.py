@@ -66,6 +66,11 @@ def name_term(name: str) -> str:
     return "the loss" if name == "loss" else f"the loss's term {name!r}"
 
 
+def _retried(size: int, unit: str, how: str, phase: str) -> str:
+    seen = f"out of memory ({phase}) with micro-batches of {counted(size, unit)}"
+    return f"{seen}: the update was rolled back; it and later ones run {how}"
+
+
 def _mismatch(term: str, sizes: list[int], whole: float, combined: float, divisor: str | None, advice: object) -> str:
     how = "added up" if divisor is None else f"weighted by {divisor}"
     return (
@@ -390,10 +395,12 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "whole batch, so the gradients cannot be compared: disable this randomness while you verify",
     "command_no_gradient": "the gradient of the whole batch is {seen}, so there is nothing to compare",
     # Running out of memory in training.
-    "repeated_smaller": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
-    "later ones run in micro-batches of at most {lowered}",
-    "repeated_with_saver": "out of memory ({phase}) with micro-batches of {size}: the update was rolled back; it and "
-    "later ones run with {saver}",
+    "repeated_smaller": lambda size, lowered, unit, **facts: _retried(
+        size, unit, f"in micro-batches of at most {counted(lowered, unit)}", **facts
+    ),
+    "repeated_with_saver": lambda size, saver, unit, **facts: _retried(size, unit, f"with {saver}", **facts),
+    "sample_over_budget": "a sample of {length:count token} is over the budget (micro_tokens={micro_tokens}): it runs "
+    "alone, and may not fit",
     "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
     "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught the error, and continued with "

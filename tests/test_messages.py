@@ -84,8 +84,12 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     ],
     "unexplained": [{"tensor": "head.weight", "reason": reason} for reason in (None, "the model cannot be copied")],
     "search_stopped": [{"tensor": "head.weight", "limit_seconds": 60.0}],
-    "repeated_smaller": [{"phase": "backward", "size": 32, "lowered": 16}],
-    "repeated_with_saver": [{"phase": "backward", "size": 32, "saver": "recompute"}],
+    "repeated_smaller": [
+        {"phase": "backward", "size": 8 * size, "lowered": size, "unit": unit}
+        for size, unit in ((1, "sample"), (512, "token"))
+    ],
+    "repeated_with_saver": [{"phase": "backward", "size": 1, "unit": "sample", "saver": "recompute"}],
+    "sample_over_budget": [{"length": 9000, "micro_tokens": 8192}],
     "idle_ranks": [{"idle": 1, "world_size": 4}],
     "nearby_target": [{"target_batch": 257, "micro_batch": 1, "above": 257, "nearby": 256}],
     "equal_parts": [{"samples": 254, "iter_size": 127, "uneven": [85, 85, 84], "world_size": size} for size in (1, 2)],

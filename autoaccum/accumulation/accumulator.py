@@ -20,14 +20,17 @@ from autoaccum.accumulation.argument_checks import (
     check_optimizer,
     check_plan,
     check_scheduler,
-    choose_micro_batch,
+    check_token_limit,
+    choose_limit,
     choose_objective,
+    choose_token_costs,
     current_facts,
     read_micro_batch,
 )
 from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, check_batchnorm
+from autoaccum.accumulation.cuts import Cuts, SampleCuts, TokenCuts
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
@@ -35,7 +38,6 @@ from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.savers import Savers
-from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.step_result import Progress, StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.update import Updater, optimizer_parameters
@@ -45,7 +47,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import CHECKS, GradSync, resolve_spec
 from autoaccum.sources.batches import batch_size, read_batching
 from autoaccum.sources.objective import read_coupled_loss, with_coupling
-from autoaccum.spec import AccumulateIn, BatchNormMode, TrainingSpec, WholeBatchMode
+from autoaccum.spec import AccumulateIn, BatchNormMode, Padding, TrainingSpec, WholeBatchMode
 
 
 class Accumulator:
@@ -91,10 +93,20 @@ class Accumulator:
         loss: `loss(model, batch)`, a criterion or an `Objective`; see `sources.objective.resolve_objective`. Without
             `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
         micro_batch: The most samples to run at once; omit it when `plan` is given.
-        plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its
-            precision, reduction, batchnorm, accumulate_in, savers and multiple_of where they are not given here.
+        micro_tokens: In place of it, the most tokens (or frames, nodes) to run at once: samples are packed into the
+            fewest micro-batches within this budget. A micro-batch costs its longest sample times its samples, or the
+            sum of its lengths (`padding`). A sample that costs more runs alone, with a warning.
+        plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, or its
+            budget of tokens if it has one, and its precision, reduction, batchnorm, accumulate_in, savers and
+            multiple_of where they are not given here.
         spec: All options of how an update is run at once, such as a Workload; in place of the plan's. Those that are
             given by name win.
+        padding: With `micro_tokens`: `longest` (default) if a micro-batch is padded to its longest sample, `none` if it
+            is packed without padding (give `split` and `size`).
+        lengths: With `micro_tokens`: `lengths(batch)` returns the tokens of each sample. Default: counted in the
+            tensors of the names that transformers uses, such as `attention_mask`.
+        trim: With `micro_tokens`: `trim(batch)` returns a batch without the padding that none of its samples needs.
+            Default: tensors of those names are cut.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: the number that the mean in `loss` divides by. Default: the number of samples.
         reduction: `mean` (default) or `sum`; the losses of a sum are added without a division.
@@ -154,8 +166,12 @@ class Accumulator:
         loss: Any = None,
         *,
         micro_batch: int | None = None,
+        micro_tokens: int | None = None,
         plan: PlanLike | None = None,
         spec: TrainingSpec | None = None,
+        padding: Padding | None = None,
+        lengths: Callable[[Any], Any] | None = None,
+        trim: Callable[[Any], Any] | None = None,
         criterion: Any = None,
         weight: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
@@ -192,7 +208,9 @@ class Accumulator:
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
         planned = planned if spec is None else spec.multiple_of or planned
         self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
-        self.micro_batch = choose_micro_batch(plan, micro_batch)
+        most, by_tokens = choose_limit(plan, micro_batch, micro_tokens)
+        tokens = {"padding": padding, "lengths": lengths, "trim": trim}
+        costs = choose_token_costs(plan, spec, tokens, by_tokens=by_tokens)
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
             criterion=criterion,
@@ -215,6 +233,9 @@ class Accumulator:
             expected = getattr(plan, "target_batch", None)
             objective = dataclasses.replace(objective, batching=read_batching(split, size, expected))
         check_batchnorm(spec.batchnorm, model, objective.criterion_module)
+        if by_tokens:
+            check_token_limit(costs, spec, self._multiple_of)
+        self._cuts: Cuts = TokenCuts(costs, objective.wrap_batch) if by_tokens else SampleCuts(self._multiple_of)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
         summed = grad_sync or getattr(plan, "grad_sync", None) or "each"
@@ -244,7 +265,8 @@ class Accumulator:
             self._updater,
             self._savers,
             self._progress,
-            FirstSteps(check, objective, self._multiple_of),
+            FirstSteps(check, objective, self._multiple_of, getattr(self._cuts, "trim", None)),
+            self._cuts,
             spec,
             clip_norm=clip_norm,
             check_finite=check_finite,
@@ -253,7 +275,7 @@ class Accumulator:
             multiple_of=self._multiple_of,
             wrappers=[module for module in in_reach if isinstance(module, DistributedDataParallel)],
         )
-        self.micro_batch = min(self._ranks.gather(self.micro_batch))
+        self._most = min(self._ranks.gather(read_micro_batch(most, self._multiple_of)))
         roots = [root for root in (model, objective.criterion_module) if root is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
         names = {tensor: f"{name} in the optimizer" for name, tensor in named}
@@ -267,12 +289,29 @@ class Accumulator:
 
     @property
     def micro_batch(self) -> int:
-        """The most samples run at once. A retry after an out-of-memory error lowers it; set it to raise it again."""
-        return self._micro_batch
+        """The most samples run at once. A retry after an out-of-memory error lowers it; set it to raise it again.
+
+        With `micro_tokens` it is that number, since a sample costs at least one token, and cannot be set.
+        """
+        return self._most
 
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
-        self._micro_batch = read_micro_batch(value, self._multiple_of)
+        self._set_most("micro_batch", value)
+
+    @property
+    def micro_tokens(self) -> int | None:
+        """The most tokens run at once, lowered and set as `micro_batch`; None if samples are counted."""
+        return self._most if isinstance(self._cuts, TokenCuts) else None
+
+    @micro_tokens.setter
+    def micro_tokens(self, value: int) -> None:
+        self._set_most("micro_tokens", value)
+
+    def _set_most(self, unit: str, value: int) -> None:
+        if unit != self._cuts.unit:
+            raise UsageError(f"{unit} is set on an Accumulator that goes by {self._cuts.unit}", hint="set that")
+        self._most = read_micro_batch(value, self._multiple_of, what=unit)
 
     @property
     def savers(self) -> tuple[str, ...]:
@@ -330,8 +369,8 @@ class Accumulator:
                 result = accumulator.step_parts(window)
 
         Micro-batches may differ in form, such as the length they are padded to, and each counts by its own weight. One
-        that is larger than `micro_batch` is split further. A last window with fewer of them is weighted correctly. One
-        of several ranks may have none.
+        that is larger than `micro_batch` (or `micro_tokens`) is split further. A last window with fewer of them is
+        weighted correctly. One of several ranks may have none.
 
         Raises:
             UsageError: `batches` is empty.
@@ -355,11 +394,9 @@ class Accumulator:
             while guesses := getattr(self._objective.batching, "guesses", []):
                 warn_caller(guesses.pop())
             batches = [batch for batch in wrapped if batch_size(batch)]  # An empty batch is none.
-            sizes = [batch_size(batch) for batch in batches]
-            for size in sizes:
-                check_multiple(size, self._multiple_of, "a batch's size")
+            measures = [self._cuts.measure(batch, self._most) for batch in batches]
         except Exception as error:
             self._attempts.report(error)
             raise
-        result, self.micro_batch = self._attempts.make_update(batches, sizes, self.micro_batch)
+        result, self._most = self._attempts.make_update(batches, measures, self._most)
         return result

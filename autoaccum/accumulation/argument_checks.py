@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from dataclasses import replace
+from typing import Any, Final, Protocol, cast, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.group import world_size
-from autoaccum.checks import is_positive, read_count
+from autoaccum.checks import check_word, is_positive, join_words, read_count
 from autoaccum.errors import UsageError
 from autoaccum.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.sources.objective import Objective, resolve_objective
 from autoaccum.sources.optimizers import closure_refusal, needs_closure
-from autoaccum.spec import DeviceFacts, TrainingSpec, WorkloadFacts
+from autoaccum.sources.token_costs import TokenCosts
+from autoaccum.sources.workload import Workload
+from autoaccum.spec import DeviceFacts, Padding, TrainingSpec, WorkloadFacts
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -202,18 +205,61 @@ class PlanLike(Protocol):
         """The kind of device, and the name of a GPU."""
 
 
-def choose_micro_batch(plan: PlanLike | None, micro_batch: int | None) -> int:
-    """Return the micro-batch that is given, or the plan's.
+def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: int | None) -> tuple[int, bool]:
+    """Return the micro-batch that is given, or the plan's, and whether it is counted in tokens, not in samples.
 
     Raises:
-        UsageError: Neither or both are given, `plan` is no plan, or the micro-batch is not a whole number from 1 on.
+        UsageError: None or several are given, `plan` is no plan, or the number is not a whole number from 1 on.
     """
     if plan is not None and not isinstance(plan, PlanLike):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, such as Plan.load("plan.json")')
-    if (plan is None) == (micro_batch is None):
-        seen = "neither micro_batch nor plan is given" if plan is None else "micro_batch and a plan are given"
+    choices = {"micro_batch": micro_batch, "micro_tokens": micro_tokens, "a plan": plan}
+    given = [name for name, value in choices.items() if value is not None]
+    if len(given) != 1:
+        seen = f"{join_words(given)} are given" if given else "neither micro_batch, micro_tokens nor plan is given"
         raise UsageError(seen, hint="give one of them")
-    return read_micro_batch(micro_batch if plan is None else plan.micro_batch)
+    if plan is not None:
+        budget = getattr(plan, "tokens", None)
+        micro_batch, micro_tokens = (plan.micro_batch, None) if budget is None else (None, budget.micro_tokens)
+    if micro_tokens is None:
+        return read_micro_batch(micro_batch), False
+    return read_count(micro_tokens, "micro_tokens"), True
+
+
+def choose_token_costs(
+    plan: PlanLike | None, spec: TrainingSpec | None, by_name: Mapping[str, Any], *, by_tokens: bool
+) -> TokenCosts:
+    """Return how tokens are counted and padding is cut: as given `by_name`, or else as the plan or a Workload says.
+
+    Raises:
+        UsageError: `padding` is not one that is known, or one is given, and samples are counted.
+        WorkloadError: `lengths` or `trim` is no function of a batch.
+    """
+    given = {name: value for name, value in by_name.items() if value is not None}
+    if given and not by_tokens:
+        raise UsageError(
+            f"{join_words(given)} given, and micro-batches are counted in samples",
+            hint="give micro_tokens, or a plan with a budget of tokens",
+        )
+    costs = spec.token_costs if isinstance(spec, Workload) else TokenCosts()
+    if (budget := getattr(plan, "tokens", None)) is not None:
+        costs = replace(costs, padding=budget.padding)
+    check_word(given.get("padding", costs.padding), "padding", get_args(Padding))
+    return replace(costs, **given)
+
+
+def check_token_limit(costs: TokenCosts, spec: TrainingSpec, multiple_of: int) -> None:
+    """Raise UsageError if micro-batches by a budget of tokens would break what `spec` asks for."""
+    if multiple_of > 1:
+        raise UsageError(
+            f"micro-batches are to be multiples of {multiple_of} samples, and a budget of tokens has any number",
+            hint="give micro_batch, or omit multiple_of",
+        )
+    if costs.padding == "longest" and spec.batchnorm in ("exact", "running"):
+        raise UsageError(
+            f'batchnorm is "{spec.batchnorm}", and BatchNorm would normalise over less padding than the full batch has',
+            hint='take batchnorm="frozen", give micro_batch, or pack without padding (padding="none")',
+        )
 
 
 def choose_objective(

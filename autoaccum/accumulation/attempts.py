@@ -25,6 +25,7 @@ from autoaccum.accumulation.backpropagation import (
     total_loss,
 )
 from autoaccum.accumulation.batchnorm import check_synchronised
+from autoaccum.accumulation.cuts import Cut, Cuts, TokenCuts
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.out_of_memory import (
@@ -40,7 +41,7 @@ from autoaccum.accumulation.ranks.sharded import is_of_collective, out_of_memory
 from autoaccum.accumulation.reachable_objects import all_modules
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers import Savers
-from autoaccum.accumulation.schedule import slices, split_evenly
+from autoaccum.accumulation.schedule import slices
 from autoaccum.accumulation.step_result import Progress, StepPhase, StepResult, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.transaction import Transaction, batch_versions
 from autoaccum.accumulation.update import Updater, optimizer_parameters
@@ -48,14 +49,14 @@ from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RecomputedParts, check_whole_batch
 from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, UsageError, describe_error
 from autoaccum.messages import message
-from autoaccum.sources.batches import split_batch
 from autoaccum.spec import TrainingSpec
 
 
 class Attempts:
     """Makes updates, each in one attempt or more.
 
-    The options are the Accumulator's; `wrappers` are modules in DistributedDataParallel, which the loss must not call.
+    The options are the Accumulator's; `cuts` says how batches are cut, and `wrappers` are modules in
+    DistributedDataParallel, which the loss must not call.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Attempts:
         savers: Savers,
         progress: Progress,
         first_steps: FirstSteps,
+        cuts: Cuts,
         spec: TrainingSpec,
         *,
         clip_norm: float | None,
@@ -75,7 +77,7 @@ class Attempts:
         wrappers: Sequence[nn.Module],
     ) -> None:
         self._backpropagation, self._updater, self._savers = backpropagation, updater, savers
-        self._progress, self._first_steps = progress, first_steps
+        self._progress, self._first_steps, self._cuts = progress, first_steps, cuts
         self._ranks, self._sharded = backpropagation.ranks, backpropagation.sharded
         self._batchnorm, self._in_fp32 = spec.batchnorm, spec.accumulate_in == "fp32"
         self._clip_norm, self._check_finite = clip_norm, check_finite
@@ -86,11 +88,16 @@ class Attempts:
         if backpropagation.objective.coupled or spec.batchnorm == "exact":
             self._give_whole_batch(in_lockstep=spec.batchnorm == "exact")
 
-    def make_update(self, batches: Sequence[Any], sizes: Sequence[int], micro_batch: int) -> tuple[StepResult, int]:
-        """Make one update of `batches` of these `sizes`, in parts of at most `micro_batch` samples, alike on all ranks.
+    def make_update(self, batches: Sequence[Any], measures: Sequence[Any], most: int) -> tuple[StepResult, int]:
+        """Make one update of `batches`, in parts of at most `most` samples or tokens, alike on all ranks.
+
+        Args:
+            batches: The batches.
+            measures: What the cuts have measured of each.
+            most: The micro-batch, or the budget of tokens.
 
         Returns:
-            The result, and the most samples of a part with which it was made.
+            The result, and the `most` with which it was made.
 
         Raises:
             BaseException: No attempt made the update. The state is restored unless it is UpdateInterrupted.
@@ -98,18 +105,16 @@ class Attempts:
         versions = batch_versions(batches)
         self._failed_in = []
         while True:
-            cuts = [split_evenly(size, micro_batch, self._multiple_of) for size in sizes]
-            outcome = self._attempt(batches, cuts, micro_batch)
+            cuts = [self._cuts.cut(*measured, most) for measured in zip(batches, measures, strict=True)]
+            outcome = self._attempt(batches, cuts, most)
             if isinstance(outcome, StepResult):
-                return outcome, micro_batch
-            largest = max(chain(*cuts), default=0)
+                return outcome, most
+            largest = max((cut.largest for cut in cuts), default=0)
             unchanged = self._sharded is not None or batch_versions(batches) == versions
-            micro_batch = self._lower(micro_batch, outcome, largest, unchanged=unchanged)
+            most = self._lower(most, outcome, largest, unchanged=unchanged)
 
-    def _attempt(
-        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], micro_batch: int
-    ) -> StepResult | BaseException:
-        """Make one update from `batches`, each split into parts of `cuts` samples, and return its result or its error.
+    def _attempt(self, batches: Sequence[Any], cuts: Sequence[Cut], most: int) -> StepResult | BaseException:
+        """Make one update from `batches`, each cut as `cuts` say, and return its result or its error.
 
         An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
         The state is restored by then, unless the error is UpdateInterrupted.
@@ -122,7 +127,7 @@ class Attempts:
                 transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._updater.scaler)
                 for parameter in parameters:
                     parameter.grad = None
-                result = self._update(batches, cuts, transaction, modules, around, micro_batch)
+                result = self._update(batches, cuts, transaction, modules, around, most)
                 for parameter in parameters:
                     parameter.grad = None
                 return result
@@ -134,18 +139,19 @@ class Attempts:
     def _update(
         self,
         batches: Sequence[Any],
-        cuts: Sequence[tuple[int, ...]],
+        cuts: Sequence[Cut],
         transaction: Transaction,
         modules: Sequence[nn.Module],
         around: ExitStack,
-        micro_batch: int,
+        most: int,
     ) -> StepResult:
         self._progress.begin_phase("batch")
         backpropagation, ranks, sharded = self._backpropagation, self._ranks, self._sharded
         objective, trained = backpropagation.objective, optimizer_parameters(self._updater.optimizer)
-        parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
-        sizes, weights = tuple(chain(*cuts)), [objective.weight(part) for part in parts]
-        facts_here = {"micro_batch": micro_batch, **self._updater.common_facts()}
+        pairs = list(zip(batches, cuts, strict=True))
+        parts = [part for pair in pairs for part in self._cuts.parts(*pair)]
+        sizes, weights = tuple(chain(*(cut.sizes for cut in cuts))), [objective.weight(part) for part in parts]
+        facts_here = {"micro_batch": None, "micro_tokens": None, self._cuts.unit: most, **self._updater.common_facts()}
         facts, samples, weights_by_rank = zip(*ranks.gather((facts_here, sum(sizes), weights)), strict=True)
         check_alike(facts)
         if not any(weights_by_rank):
@@ -156,7 +162,10 @@ class Attempts:
         if not any(map(has_weight, all_factors)):
             return result
         factors_by_rank = [all_factors[rank] for rank in slices(map(len, weights_by_rank))]
+        if objective.coupled:
+            batches = [self._cuts.in_order(*pair) for pair in pairs]
         update = UpdateParts(batches, parts, factors_by_rank[ranks.rank])
+        compared = parts if isinstance(self._cuts, TokenCuts) else batches
         if sharded is not None:
             sharded.deal(ranks, update, factors_by_rank, trained)
         runs_all = backpropagation.run_parts is not None
@@ -170,7 +179,7 @@ class Attempts:
             buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
         update.buffers = buffers
         watching = self._first_steps.watching(
-            backpropagation, modules, update, trained if sizes else (), micro_batch, is_split=sum(run) > 1
+            backpropagation, modules, update, trained if sizes else (), compared, most, is_split=sum(run) > 1
         )
         with without_calls(self._wrappers), watching, self._savers.around_parts():
             backpropagation.run(update)
@@ -217,11 +226,11 @@ class Attempts:
         lockstep = LockstepParts(exact_batchnorm=self._batchnorm == "exact", on_part=self._progress.begin_part)
         self._backpropagation.run_parts = lockstep if in_lockstep else RecomputedParts()
 
-    def _lower(self, micro_batch: int, error: BaseException, largest: int, *, unchanged: bool) -> int:
-        """Return the most samples of a part with which to repeat a batch, all of whose tensors are freed.
+    def _lower(self, most: int, error: BaseException, largest: int, *, unchanged: bool) -> int:
+        """Return the most samples or tokens of a part with which to repeat a batch, all of whose tensors are freed.
 
-        That stays at `micro_batch` where parts only need the whole batch, or a saver was added; else it is below
-        `largest`, the samples of the largest part. `error` ended the attempt here; the batch is `unchanged` if it is as
+        That stays at `most` where parts only need the whole batch, or a saver was added; else it is below `largest`,
+        that of the largest part (`Cut.largest`). `error` ended the attempt here; the batch is `unchanged` if it is as
         it was before.
 
         Raises:
@@ -240,7 +249,7 @@ class Attempts:
                 clear_frames(error)
                 failures = tuple(failure for failure in failures if not failure.needs_whole_batch)
                 if not failures:
-                    return micro_batch
+                    return most
                 if isinstance(error, NeedsWholeBatch):
                     error = OtherRanksFailed(failures)
             self._failed_in.append(failures[0].phase)
@@ -251,7 +260,7 @@ class Attempts:
             del error  # the traceback holds this frame
         release_memory(self._backpropagation.device)
         largest = max(failure.largest for failure in failures)
-        lowered = shrink(largest, len(self._failed_in) - 1, self._multiple_of) if saver is None else micro_batch
+        lowered = shrink(largest, len(self._failed_in) - 1, self._multiple_of) if saver is None else most
         try:
             self._tell(largest, lowered, saver, is_own=is_own)
         except Exception as second:  # Warnings may be errors.
@@ -262,12 +271,14 @@ class Attempts:
     def _tell(self, largest: int, lowered: int, saver: str | None, *, is_own: bool) -> None:
         """Call the observer, or else warn if it was this rank that ran out of memory."""
         failed_in, observer = self._failed_in[-1], self._progress.observer
+        unit = "token" if largest and isinstance(self._cuts, TokenCuts) else "sample"
+        largest = max(largest, 1)  # By tokens, parts of one sample count as none.
         if observer is not None and saver is None:
             observer.out_of_memory(failed_in, largest, lowered)
         elif observer is not None and saver is not None:
             observer.saver_added(failed_in, largest, saver)
         elif is_own:
-            facts = {"phase": failed_in, "size": largest}
+            facts = {"phase": failed_in, "size": largest, "unit": unit}
             if saver is None:
                 warn_caller(message("repeated_smaller", **facts, lowered=lowered))
             else:
@@ -319,7 +330,7 @@ class Attempts:
             if largest > self._multiple_of and not is_update:
                 if self._sharded is None:
                     return None
-                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of)) from error
+                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of), self._cuts.unit) from error
             may_add = self._add_savers and self._sharded is None
             if may_add and (saver := self._savers.add_next(self._failed_in[-1])) is not None:
                 return saver

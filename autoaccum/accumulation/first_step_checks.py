@@ -39,10 +39,11 @@ class FirstSteps:
         check: What is done about a wrong weighting, as the Accumulator's argument.
         objective: The loss.
         multiple_of: The number that the samples of every part are a multiple of.
+        trim: Cuts the padding of the parts, which a loss may count by mistake.
     """
 
-    def __init__(self, check: str, objective: Objective, multiple_of: int) -> None:
-        self._weighting = WeightingCheck(check, objective, multiple_of)
+    def __init__(self, check: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any] | None) -> None:
+        self._weighting = WeightingCheck(check, objective, multiple_of, trim)
         self._is_first, self._has_warned, self._has_accumulated = True, False, False
 
     @contextmanager
@@ -52,20 +53,21 @@ class FirstSteps:
         modules: Sequence[nn.Module],
         update: UpdateParts,
         trained: Sequence[Tensor],
-        micro_batch: int,
+        compared: Sequence[Any],
+        most: int,
         *,
         is_split: bool,
     ) -> Iterator[None]:
-        """Look at an update in parts of at most `micro_batch` samples, which runs within; then warn of what it shows.
+        """Look at an update in parts of at most `most` samples, which runs within; then warn of what it shows.
 
-        `trained` are the parameters that it trains. `is_split` tells whether the effective batch, over all ranks, has
-        several parts.
+        `trained` are the parameters that it trains, and `compared` batches of its samples. `is_split` tells whether the
+        effective batch, over all ranks, has several parts.
 
         Raises:
             WorkloadError: No gradient reaches the model; or parts are wrongly weighted, and the check is strict.
         """
         if is_split:
-            self._weighting.look(backpropagation, modules, update.batches, micro_batch)
+            self._weighting.look(backpropagation, modules, compared, most)
         model, messages = backpropagation.model, list[Message]()
         if not self._has_warned:
             messages += backpropagation.warnings(modules, accumulates=is_split)
@@ -128,11 +130,13 @@ class WeightingCheck:
     or waits for other ranks is the last.
     """
 
-    def __init__(self, mode: str, objective: Objective, multiple_of: int) -> None:
+    def __init__(
+        self, mode: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any] | None = None
+    ) -> None:
         criterion = objective.criterion
         has_divisor = criterion is not None and criterion.divisor is not None and objective.weight_function is None
         self._is_over = mode == "off" or has_divisor or objective.coupled
-        self._updates, self._multiple_of = 0, multiple_of
+        self._updates, self._multiple_of, self._trim = 0, multiple_of, trim or (lambda part: part)
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
         self._mistakes: list[Message] = []
 
@@ -184,7 +188,9 @@ class WeightingCheck:
             if any(map(normalises_by_batch, modules)):
                 return True
             before = random_digest()
-            comparison = LossComparison(model, objective, lambda part: objective.terms(model, part), batch, sizes)
+            comparison = LossComparison(
+                model, objective, lambda part: objective.terms(model, self._trim(part)), batch, sizes
+            )
             if backpropagation.device.type != "cpu":
                 comparison.tolerance = max(comparison.tolerance, _CARD_TOLERANCE)
             if not all(math.isfinite(comparison.declared(name)) for name in comparison.whole):

@@ -1,8 +1,9 @@
 """What the samples of a batch cost in tokens, and how a batch is cut to its longest sample.
 
 A workload says it by `lengths` and `trim`. Without, the tensors of the names that collators of transformers use are
-known: a row is as long as its last column that counts, by the attention mask or by labels other than -100. Columns
-behind the last one that counts are cut; those before the first are kept, since positions are counted from there.
+known, with a prefix, too (`anchor_input_ids`): a row is as long as its last column that counts, by the attention mask
+or by labels other than -100. Columns behind the last one that counts are cut; those before the first are kept, since
+positions are counted from there, so that nothing is gained where padding is on the left.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from autoaccum.checks import check_function, read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size
-from autoaccum.sources.pytree import unwrap_batch
+from autoaccum.sources.pytree import CustomBatch, unwrap_batch
 from autoaccum.spec import Padding
 
 _MASKS: Final = ("attention_mask", "decoder_attention_mask")
 _IGNORED: Final = -100
 """The label that PyTorch's cross-entropy ignores, which collators pad labels with."""
 _DIMENSIONS: Final = {
-    **dict.fromkeys(
-        ["input_ids", "token_type_ids", "position_ids", "special_tokens_mask", "completion_mask", "labels"], 2
-    ),
+    **dict.fromkeys(["input_ids", "token_type_ids", "position_ids", "special_tokens_mask", "labels"], 2),
     **dict.fromkeys(["attention_mask", "decoder_input_ids", "decoder_attention_mask", "input_values"], 2),
+    **dict.fromkeys(["completion_mask", "assistant_masks"], 2),
     **dict.fromkeys(["inputs_embeds", "decoder_inputs_embeds", "input_features"], 3),
 }
 """Names of tensors whose second dimension is the position in the sample, and the number of their dimensions."""
+_IMAGES: Final = "pixel_values"
 _WRITE: Final = "write def lengths(batch): return the tokens of each sample of a batch"
+_TRIM: Final = "write def trim(batch): return the batch without the columns that no sample needs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +70,13 @@ class TokenCosts:
         """
         if self.lengths is None:
             return _row_lengths(batch)
-        returned = self.lengths(unwrap_batch(batch))
+        returned, size = self.lengths(unwrap_batch(batch)), batch_size(batch)
         values = returned.tolist() if hasattr(returned, "tolist") else returned
-        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != (size := batch_size(batch)):
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size:
             raise WorkloadError(
-                f"lengths(batch) returned {returned!r:.60} for {batch_size(batch)} samples",
+                f"lengths(batch) returned {returned!r:.60} for {size} samples",
                 hint="return a whole number for each sample",
             )
-        assert size is not None
         return [_read_length(value, "lengths(batch)") for value in values]
 
     def of_sample(self, sample: Any, collate: Callable[[list[Any]], Any]) -> int:
@@ -87,14 +88,27 @@ class TokenCosts:
     def cut(self, batch: Any) -> Any:
         """Return the batch cut to its longest sample, if it is padded; what is not cut is not copied.
 
+        What `trim` returns is as the user's code makes batches, but for a batch with a `split` of its own.
+
         Raises:
-            WorkloadError: It has other tensors of the same width, so that it is not known what to cut.
+            WorkloadError: It has other tensors of the same width or, with `lengths`, none of the standard names, so
+                that it is not known what to cut; or `trim` returns another number of samples.
         """
         if self.padding == "none":
             return batch
-        if self.trim is None:
-            return _cut_columns(batch)
-        return self.trim(unwrap_batch(batch))
+        if self.trim is not None:
+            trimmed = self.trim(unwrap_batch(batch))
+            if isinstance(batch, CustomBatch):
+                return batch.with_value(trimmed)
+            if (seen := batch_size(trimmed)) != (size := batch_size(batch)):
+                raise WorkloadError(f"trim(batch) returned {seen} of {size} samples", hint="return all of them")
+            return trimmed
+        if self.lengths is not None and not isinstance(batch, CustomBatch) and not any(_records(batch)):
+            raise WorkloadError(
+                "micro-batches are padded to their longest sample, and none of the batch's tensors is known to be",
+                hint=f'{_TRIM}, or the batch as it is; without padding, say padding = "none"',
+            )
+        return _cut_columns(batch)
 
 
 def is_length_sequence(value: Any) -> bool:
@@ -110,7 +124,7 @@ def _read_length(value: Any, source: str) -> int:
 def _row_lengths(batch: Any) -> list[int]:
     """Return the number of columns of each row up to the last that counts: the most of the batch's named tensors."""
     rows = [columns for record in _records(batch) for columns in _columns(record).values()]
-    if not rows:
+    if not rows or {len(columns) for columns in rows} != {batch_size(batch)}:
         raise WorkloadError("the tokens of a batch's samples are not known", hint=_WRITE)
     return torch.stack(rows).amax(0).tolist()
 
@@ -125,16 +139,17 @@ def _cut_columns(batch: Any) -> Any:
             alike = [tensor for tensor in record.values() if tensor.shape[1] == width > most]
             kept |= dict.fromkeys(map(id, alike), most)
             widths |= {width} if alike else set()
-    for tensor in pytree.tensors(batch):
-        if id(tensor) not in kept and not widths.isdisjoint(tensor.shape[1:]):
+    for name, tensor in _named_tensors(batch):
+        if id(tensor) not in kept and not widths.isdisjoint(tensor.shape[1:]) and not name.startswith(_IMAGES):
             raise WorkloadError(
-                f"a batch is padded, and it holds a tensor of shape {tuple(tensor.shape)} of which it is not known"
-                " whether it is padded, too",
-                hint="write def trim(batch): return the batch without the columns that no sample needs",
+                f"a batch is padded, and {name or 'a tensor'} of shape {tuple(tensor.shape)} may be padded, too",
+                hint=_TRIM,
             )
     if not kept:
         return batch
-    return pytree.map_tensors(batch, lambda tensor: tensor[:, : kept[id(tensor)]] if id(tensor) in kept else tensor)
+    return pytree.map_tensors(  # Contiguous, as before: losses take `labels.view(-1)`.
+        batch, lambda tensor: tensor[:, : kept[id(tensor)]].contiguous() if id(tensor) in kept else tensor
+    )
 
 
 def _columns(record: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -145,22 +160,31 @@ def _columns(record: Mapping[str, Tensor]) -> dict[int, Tensor]:
         counts = [alike[name] != 0 for name in _MASKS if name in alike]
         if "labels" in alike and (counts or "input_ids" not in alike):  # Without a mask, padding is attended to.
             counts.append(alike["labels"] != _IGNORED)
-        rows = len(next(iter(alike.values())))
-        numbers = torch.arange(1, width + 1, device=counts[0].device) if counts else None
-        found[width] = (
-            torch.full((rows,), width) if numbers is None else (torch.stack(counts).any(0) * numbers).amax(1).cpu()
-        )
+        if counts and width:
+            last = [(one * torch.arange(1, width + 1, device=one.device)).amax(1).cpu() for one in counts]
+            found[width] = torch.stack(last).amax(0)
+        else:
+            found[width] = torch.full((len(next(iter(alike.values()))),), width)
     return found
 
 
 def _records(node: Any) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of the standard names, with at least two dimensions, of each mapping or record of a batch."""
-    named = {}
+    """Yield the tensors of the standard names and dimensions of each mapping or record of a batch, by their prefix."""
+    named: dict[str, dict[str, Tensor]] = {}
     for step, child in pytree.children(node) or ():
         name = step.strip("[].'\"")
         if not isinstance(child, Tensor):
             yield from _records(child)
-        elif child.ndim == _DIMENSIONS.get(name):
-            named[name] = child
-    if named:
-        yield named
+            continue
+        known = max((known for known in _DIMENSIONS if f"_{name}".endswith(f"_{known}")), key=len, default="")
+        # Labels in floating point are scores of the sample, such as those of several classes.
+        if child.ndim == _DIMENSIONS.get(known) and not (known == "labels" and child.is_floating_point()):
+            named.setdefault(name.removesuffix(known), {})[known] = child
+    yield from named.values()
+
+
+def _named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(node, Tensor):
+        yield name, node
+    for step, child in () if isinstance(node, Tensor) else pytree.children(node) or ():
+        yield from _named_tensors(child, step.strip("[].'\""))

@@ -174,7 +174,7 @@ def test_a_plan_of_this_card() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"plan": None}, "neither micro_batch nor plan is given: give one of them"),
+        ({"plan": None}, "neither micro_batch, micro_tokens nor plan is given: give one of them"),
         ({"plan": make_plan(8, 3), "micro_batch": 4}, "micro_batch and a plan are given: give one of them"),
         ({"plan": "plan.json"}, r"plan is a str: give a Plan, such as Plan\.load"),
         ({"plan": {"micro_batch": 3}}, "plan is a dict"),

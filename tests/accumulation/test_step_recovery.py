@@ -76,7 +76,8 @@ def test_the_micro_batch_shrinks_until_it_fits_and_stays_small(text: str, backwa
     assert result.retries == 3
     assert accumulator.micro_batch == 4
     assert [str(warning.message).split(":")[0] for warning in caught] == [
-        f"out of memory ({'backward' if backward else 'forward'}) with micro-batches of {size}" for size in (16, 8, 6)
+        f"out of memory ({'backward' if backward else 'forward'}) with micro-batches of {size} samples"
+        for size in (16, 8, 6)
     ]
     assert {warning.filename for warning in caught} == {__file__}
     # bit for bit the result of the smaller parts at once, under the same dropout masks

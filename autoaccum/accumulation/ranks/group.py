@@ -48,7 +48,7 @@ class RankFailure:
         rank: The rank that failed.
         text: The error in words.
         phase: The phase of the step in which it did.
-        largest: The samples of its largest micro-batch.
+        largest: The samples (or tokens) of its largest micro-batch; by tokens, of several samples.
         out_of_memory: Whether memory ran out: `certain`, `uncertain` (bugs can cause that error, too) or None.
         unchanged: Whether its batch is as it was before, so that it can be repeated.
         needs_whole_batch: It is no error: parts need each other, and all ranks are to repeat them in lock step.

@@ -64,12 +64,12 @@ def is_of_collective(error: BaseException) -> TypeGuard[Exception]:
     return isinstance(error, RuntimeError) and is_known
 
 
-def out_of_memory(failure: RankFailure, next_micro_batch: int) -> UpdateInterrupted:
-    """Return the error, on every rank, of an update that `failure` has ended for all."""
+def out_of_memory(failure: RankFailure, next_micro_batch: int, unit: str = "micro_batch") -> UpdateInterrupted:
+    """Return the error, on every rank, of an update that `failure` has ended for all; `unit` is what to lower."""
     error = UpdateInterrupted(
         f"memory ran out on rank {failure.rank} ({failure.phase}) with micro-batches of {failure.largest}, and ranks"
         " that share a sharded model cannot repeat an update",
-        hint=f"load a checkpoint in new processes and go on with micro_batch={next_micro_batch}",
+        hint=f"load a checkpoint in new processes and go on with {unit}={next_micro_batch}",
     )
     error.next_micro_batch = next_micro_batch
     return error

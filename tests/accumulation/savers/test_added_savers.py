@@ -90,7 +90,9 @@ def test_it_warns_and_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "most", 0)
     with pytest.raises(DoesNotFitError, match="not even one sample at a time fits"):
         make(net(), add_savers=False).step(batches(1)[0])
-    with pytest.warns(UserWarning, match="micro-batches of 1: the update was rolled back; it and later ones run with"):
+    with pytest.warns(
+        UserWarning, match="micro-batches of 1 sample: the update was rolled back; it and later ones run with"
+    ):
         make(net()).step(batches(1)[0])
 
 
