@@ -193,6 +193,10 @@ class PlanLike(Protocol):
         """The largest micro-batch, in samples."""
 
     @property
+    def tokens(self) -> Any:
+        """The budget of tokens, with `micro_tokens` and `padding`; None if samples are counted."""
+
+    @property
     def spec(self) -> TrainingSpec:
         """How the updates of its trials were run."""
 
@@ -219,8 +223,7 @@ def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: i
         seen = f"{join_words(given)} are given" if given else "neither micro_batch, micro_tokens nor plan is given"
         raise UsageError(seen, hint="give one of them")
     if plan is not None:
-        budget = getattr(plan, "tokens", None)
-        micro_batch, micro_tokens = (plan.micro_batch, None) if budget is None else (None, budget.micro_tokens)
+        micro_batch, micro_tokens = plan.micro_batch, None if plan.tokens is None else plan.tokens.micro_tokens
     if micro_tokens is None:
         return read_micro_batch(micro_batch), False
     return read_count(micro_tokens, "micro_tokens"), True
@@ -242,8 +245,8 @@ def choose_token_costs(
             hint="give micro_tokens, or a plan with a budget of tokens",
         )
     costs = spec.token_costs if isinstance(spec, Workload) else TokenCosts()
-    if (budget := getattr(plan, "tokens", None)) is not None:
-        costs = replace(costs, padding=budget.padding)
+    if plan is not None and plan.tokens is not None:
+        costs = replace(costs, padding=plan.tokens.padding)
     check_word(given.get("padding", costs.padding), "padding", get_args(Padding))
     return replace(costs, **given)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from factories import make_plan, recorded
+from factories import make_plan, make_token_budget
 from memory_errors import OutOfMemoryAt
 from on_ranks import on_ranks
 from torch import Tensor, nn
@@ -20,9 +19,7 @@ from autoaccum import Accumulator
 from autoaccum.accumulation.packing import part_cost
 from autoaccum.accumulation.step_result import AccumulationWarning, StepObserver
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
-from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
-from autoaccum.spec import Padding
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a sample of"),
@@ -83,7 +80,7 @@ def token_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def sample_mean(model: Any, batch: dict[str, Tensor]) -> Tensor:
     embedding = model.embedding(batch["input_ids"], batch["attention_mask"])
-    return (embedding.sum(1) - batch["scores"]).square().mean()
+    return torch.as_tensor((embedding.sum(1) - batch["scores"]).square().mean())
 
 
 def both(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -380,21 +377,8 @@ def test_all_ranks_have_one_budget() -> None:
     assert on_ranks(2, set_apart) == ["micro_tokens differs between ranks: (10, 11): set the same on all"] * 2
 
 
-class Budget(NamedTuple):
-    micro_tokens: int
-    padding: Padding
-
-
-class TokenPlan(Plan):
-    """A plan with a budget of tokens."""
-
-    tokens = Budget(BUDGET, "none")
-
-
 def test_a_plan_with_a_budget_goes_by_tokens() -> None:
-    plan = make_plan(9, 3)
-    plan = TokenPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.init})
-    plan = dataclasses.replace(plan, **recorded({}))
+    plan = make_plan(9, 3, workload={}, tokens=make_token_budget(BUDGET, padding="none"))
     accumulator, model = make(None, plan=plan, **LOSSES["token mean"])
     assert (accumulator.micro_tokens, accumulator.micro_batch) == (BUDGET, BUDGET)
     assert accumulator.step(padded()).micro_batches == (3, 2, 4), "by the sum of lengths, without padding"
