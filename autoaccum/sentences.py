@@ -182,7 +182,12 @@ def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
     return f"nothing ran on a card: memory is predicted, give or take {format_bytes(uncertainty_bytes)}{measured}"
 
 
-_QUANTITIES = {"peak": "the peak", "held": "what is held at the peak", "min_budget": "the smallest budget"}
+_QUANTITIES = {
+    "peak": "the peak",
+    "held": "what is held at the peak",
+    "min_budget": "the smallest budget",
+    "tokens": "what micro-batches by tokens hold",
+}
 
 
 def name_memory(category: str, module: str) -> str:
@@ -200,7 +205,9 @@ def _memory_grew(quantity: str, bytes: int, before_bytes: int, tolerance: str) -
 
 
 def _memory_changed(quantity: str, bytes: int, before_bytes: int) -> str:
-    of = {"peak": "", "held": " held at the peak", "min_budget": " of the smallest budget"}[quantity]
+    of = {"peak": "", "held": " held at the peak", "min_budget": " of the smallest budget", "tokens": " by tokens"}[
+        quantity
+    ]
     return f"{signed_bytes(bytes)} ({percent(bytes, before_bytes, sign=True)}){of}"
 
 

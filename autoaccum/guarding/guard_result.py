@@ -60,6 +60,9 @@ class Measurement:
         limit_bytes: The budget.
         peak_bytes: As `Plan.peak_bytes`.
         min_budget_bytes: As `Plan.min_budget_bytes`.
+        micro_tokens: The budget of tokens that was measured; None for a workload that does not count them.
+        token_peak_bytes: The most that tensors hold in an update by its extreme shapes, from the longest samples to the
+            shortest.
         phase: The phase of the moment at which most is held, as in `Explanation`.
         holdings: The bytes held at that moment, by module.
         environment: What else affects memory: versions, and settings of the allocator that are not the default.
@@ -75,6 +78,8 @@ class Measurement:
     limit_bytes: int
     peak_bytes: int
     min_budget_bytes: int
+    micro_tokens: int | None = None
+    token_peak_bytes: int | None = None
     phase: str = ""
     holdings: tuple[Holding, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +98,8 @@ class Measurement:
     @property
     def sizes(self) -> Mapping[str, int]:
         """What is compared, in bytes; a single one may change only because blocks are packed in another way."""
-        return {"peak": self.peak_bytes, "held": self.held_bytes, "min_budget": self.min_budget_bytes}
+        by_tokens = {} if self.token_peak_bytes is None else {"tokens": self.token_peak_bytes}
+        return {"peak": self.peak_bytes, "held": self.held_bytes, "min_budget": self.min_budget_bytes, **by_tokens}
 
 
 @dataclass(frozen=True, kw_only=True)

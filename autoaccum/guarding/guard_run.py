@@ -164,8 +164,8 @@ class _GuardRun:
                 hint=message("lock_on_good_branch"),
                 command=command,
             )
-        schedule = None if self.update or before is None else before.micro_batches
-        now = self._measure(case, ImportPaths.of(self.folder), schedule)
+        locked = None if self.update else before
+        now = self._measure(case, ImportPaths.of(self.folder), locked)
         if before is None:
             return Verdict(case=case, outcome="locked", now=now)
         verdict = compare(case, before, now, self.tolerance, command=command)
@@ -179,11 +179,11 @@ class _GuardRun:
         except AutoaccumError as error:
             raise NotMeasuredError(f"at {self.revision}: {error.message}", hint=error.hint) from error
 
-    def _measure(self, case: Case, paths: ImportPaths, micro_batches: tuple[int, ...] | None = None) -> Measurement:
+    def _measure(self, case: Case, paths: ImportPaths, locked: Measurement | None = None) -> Measurement:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
         limit = self.deadline.left_seconds
-        return measure(case, paths, micro_batches=micro_batches, time_limit=limit, on_output=self.on_output)
+        return measure(case, paths, locked=locked, time_limit=limit, on_output=self.on_output)
 
 
 def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Inspection
+from autoaccum.devices.base import Device, Inspection
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
@@ -18,6 +18,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.planning.token_budget import extreme_shapes
 from autoaccum.sources.command import read_command
 from autoaccum.units import precise_bytes
 
@@ -36,7 +37,7 @@ def measure(
     case: Case,
     paths: ImportPaths,
     *,
-    micro_batches: tuple[int, ...] | None = None,
+    locked: Measurement | None = None,
     time_limit: float | None = None,
     on_output: Callable[[str], None] | None = None,
 ) -> Measurement:
@@ -45,25 +46,25 @@ def measure(
     Args:
         case: The case. Its `micro_batch` is both the measured size and the largest that is tried.
         paths: Where the workload and its modules are, and the command runs.
-        micro_batches: The schedule, in samples, whether it fits or not; None: the planned one, which must fit.
+        locked: Has the schedule and the budget of tokens, whether they fit or not; None: the planned ones, which must.
         time_limit: Seconds that the search may take.
         on_output: Called with each line that the workload prints; None: they go to stderr.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
-        DoesNotFitError: As from `plan`; not where `micro_batches` are given and the workload can be loaded.
+        DoesNotFitError: As from `plan`; not where it is `locked` and the workload can be loaded.
     """
     source, options = read_command(case.command(paths.folder) or case.workload, case.options, verb="guard")
     if case.command() is not None:
         on_output = None  # A command prints much.
     request = request_of(dataclasses.replace(case, options=options), time_limit)
-    given = micro_batches
-    if given is None and case.micro_batch is not None:
+    given = None if locked is None else locked.micro_batches
+    if locked is None and case.micro_batch is not None:
         given = request.schedule(case.micro_batch).micro_batches
     setup = make_setup(source, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
-        measured = measure_simulated(setup, request, given)
-    if micro_batches is None and not measured.fits:
+        measured = measure_simulated(setup, request, given, locked)
+    if locked is None and not measured.fits:
         needed, limit = precise_bytes(measured.min_budget_bytes), precise_bytes(measured.limit_bytes)
         largest = f"take {measured.largest}, the largest that fits, or give no size to have it planned"
         raise DoesNotFitError(
@@ -82,8 +83,12 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     )
 
 
-def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tuple[int, ...] | None) -> Measurement:
+def measure_simulated(
+    setup: PlanSetup, request: PlanRequest, micro_batches: tuple[int, ...] | None, locked: Measurement | None = None
+) -> Measurement:
     """Trace the workload, search for the largest size, and explain the memory of a schedule; None: of the planned one.
+
+    Of a workload that counts tokens, also measure the budget that is `locked`, or else the planned one.
 
     Raises:
         DoesNotFitError: Nothing fits and no schedule is given, or the workload cannot even be loaded.
@@ -113,6 +118,8 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         report = device.explain(parts, changes=False, repeatable=True)
         if report.explanation.peak_bytes == peak_bytes(trial):
             break  # Else explaining made a new trace, which differs from the scaled one.
+    budget = locked or (plan and plan.tokens)
+    micro_tokens = budget.micro_tokens if budget and inspection.sample_lengths else None
     prediction, described = device.predict(parts), device.describe()
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -133,11 +140,27 @@ def measure_simulated(setup: PlanSetup, request: PlanRequest, micro_batches: tup
         limit_bytes=device.limit_bytes,
         peak_bytes=report.explanation.peak_bytes,
         min_budget_bytes=prediction.min_budget_bytes,
+        micro_tokens=micro_tokens,
+        token_peak_bytes=None if micro_tokens is None else _token_peak(device, request, inspection, micro_tokens),
         phase=report.explanation.phase,
         holdings=report.holdings,
         environment={**versions, **device.allocator_settings, **variables},
         warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
     )
+
+
+def _token_peak(device: Device, request: PlanRequest, inspection: Inspection, micro_tokens: int) -> int | None:
+    """Return the most that tensors hold in an update by the extreme shapes of a budget; raise the error of its trial.
+
+    What the allocator reserves for so many shapes depends on the limit.
+    """
+    assert inspection.sample_lengths is not None
+    shapes = extreme_shapes(inspection.sample_lengths, micro_tokens, request.rank_samples)
+    parts, lengths = zip(*shapes, *shapes[:1], strict=True)
+    trial = device.trial(parts, lengths=lengths, fresh=True)
+    if trial.outcome == "error":
+        raise trial_error(trial)
+    return trial.peak_allocated_bytes
 
 
 def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:

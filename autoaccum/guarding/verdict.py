@@ -59,6 +59,8 @@ def _other_conditions(before: Measurement, now: Measurement) -> Iterator[Message
     """Say why two measurements cannot be compared: another schedule, card, version or setting."""
     if before.micro_batches != now.micro_batches:
         yield message("other_schedule", before=list(before.micro_batches), now=list(now.micro_batches))
+    if before.micro_tokens != now.micro_tokens:
+        yield message("other_setting", name="micro_tokens", before=before.micro_tokens, now=now.micro_tokens)
     if before.card != now.card:
         yield message("other_card", before=before.card, now=now.card)
     for name in sorted({*before.environment, *now.environment}):
@@ -93,8 +95,8 @@ def _find_reasons(before: Measurement, now: Measurement, tolerance: MemorySize) 
 def _find_regressed(before: Measurement, now: Measurement, tolerance: MemorySize) -> str | None:
     """Return which of a measurement's `sizes` regressed, if any.
 
-    It is the peak if another one grew too or by a whole segment, else what is held. Where both peaks are above the
-    budget, the smallest budget counts in place of the peak.
+    It is the peak if another one grew too or by a whole segment, else what is held, else the peak by tokens. Where both
+    peaks are above the budget, the smallest budget counts in place of the peak.
     """
     growth = {name: now.sizes[name] - size for name, size in before.sizes.items()}
     exceeds = {name: growth[name] > tolerance.resolve(size) for name, size in before.sizes.items()}
@@ -102,7 +104,9 @@ def _find_regressed(before: Measurement, now: Measurement, tolerance: MemorySize
     main = "min_budget" if are_over else "peak"
     if exceeds[main] and (growth[main] >= LARGE_SEGMENT_BYTES or exceeds["held"] or exceeds["min_budget"]):
         return main
-    return "held" if exceeds["held"] and growth["min_budget"] >= 0 else None
+    if exceeds["held"] and growth["min_budget"] >= 0:
+        return "held"
+    return "tokens" if exceeds.get("tokens") else None
 
 
 def _explain(

@@ -34,7 +34,7 @@ OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "locked": ("locked", "bold cyan"),
 }
 """The label of each outcome, and its style; the worst outcome first."""
-_SIZES = {"peak": "peak", "held": "most held", "min_budget": "smallest budget"}
+_SIZES = {"peak": "peak", "held": "most held", "min_budget": "smallest budget", "tokens": "held by tokens"}
 """The labels of what is compared."""
 
 TITLE = "autoaccum guard"

@@ -65,8 +65,8 @@ class Bench:
     def entries(self) -> dict[Case, Measurement]:
         return read_lock(self.lock)
 
-    def _measure(self, case: Case, paths: ImportPaths, *, micro_batches: Any, **how: Any) -> Measurement:
-        self.asked.append((case.workload, micro_batches))
+    def _measure(self, case: Case, paths: ImportPaths, *, locked: Measurement | None, **how: Any) -> Measurement:
+        self.asked.append((case.workload, None if locked is None else locked.micro_batches))
         source = self.found if paths.original is None else self.before
         answer = source.get(case.workload, a_measurement())
         if isinstance(answer, AutoaccumError):
