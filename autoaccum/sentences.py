@@ -465,7 +465,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "planned_elsewhere": "the run was planned for {there}, and this is {here}: planning again",
     "tuned_rate": "the learning rate is {rate:.6g}, which the plan was tuned with",
     "code_changed": "{name} has changed since the run began: training continues with the new code",
-    "ceiling_known": "micro-batches of more than {size} ran out of memory before (ceiling.json)",
+    "ceiling_known": "micro-batches of more than {size:count {unit}} ran out of memory before (ceiling.json)",
     "ranks_changed": "the run had {before} ranks, and has {now} now: random numbers, such as dropout's, are drawn anew",
     "order_changed": "the sampler's order has changed: this epoch may omit or repeat samples",
     "data_resumed": "the data resumed from its own state_dict",
@@ -476,9 +476,9 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "samples_dropped": "{samples} samples left over at the end of an epoch are dropped: micro-batches are multiples of "
     "{multiple_of}",
     "update_skipped": "update {update} is skipped: {reason}",
-    "retried_smaller": "update {update}: out of memory in {phase} with {size}, retried with {lowered}",
-    "retried_with_saver": "update {update}: out of memory in {phase} with {size}: this and later updates run with "
-    "{saver}",
+    "retried_smaller": "update {update}: out of memory in {phase} with {size:count {unit}}, retried with {lowered}",
+    "retried_with_saver": "update {update}: out of memory in {phase} with {size:count {unit}}: this and later "
+    "updates run with {saver}",
     "checkpoint_not_written": "no checkpoint was written after update {update}: {error}",
     "metrics_not_written": "{path} cannot be written ({error}): some lines are missing",
     # Simulated cards.

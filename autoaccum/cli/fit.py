@@ -26,7 +26,10 @@ _SIGNALLED = (129, 143)
 
 @click.command("fit", cls=HelpWithHeadings, short_help="Train by the plan; resume an interrupted run.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update (optimizer step).")
+@click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).")
+@click.option(
+    "--target-tokens", type=count, metavar="N", help="Tokens per update, as many whole samples as reach N, instead."
+)
 @click.option(
     "--run-dir", metavar="FOLDER", required=True, help="Folder for checkpoints, metrics and the trained model."
 )
@@ -188,7 +191,7 @@ def _show(result: FitResult, asked: dict[str, Any], ranks: int, outputs: Outputs
         started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
         command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
     outputs.show(
-        lambda: fit_record(result, target_batch=asked["target_batch"]),
+        lambda: fit_record(result, **{name: asked[name] for name in ("target_batch", "target_tokens")}),
         lambda: fit_blocks(result, command=command),
         apart=True,
     )

@@ -32,7 +32,7 @@ def fit_blocks(result: FitResult, *, command: Sequence[str]) -> list[Block]:
     return blocks
 
 
-def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
+def fit_record(result: FitResult, **target: int | None) -> dict[str, Any]:
     """Return the result of a training as plain values: the fields of `FitResult`.
 
     What there is none of is null, and so is a number that is not finite.
@@ -44,7 +44,7 @@ def fit_record(result: FitResult, *, target_batch: int) -> dict[str, Any]:
     evaluation = result.evaluation or {}
     return {
         "schema": SCHEMA,
-        "target_batch": target_batch,
+        **target,
         **{name: str(value) if isinstance(value, Path) else value for name, value in record.items()},
         "loss": _finite(result.loss),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()} or None,
@@ -60,10 +60,15 @@ def _rows(result: FitResult) -> Iterator[tuple[str, str | Text]]:
         yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
     if result.evaluation is not None:
         yield "evaluation", Text(_format_values(result.evaluation), "bold green")
-    size = str(result.micro_batch)
-    if result.plan is not None and result.micro_batch != result.plan.micro_batch:
-        size += f" at the end, planned were {result.plan.micro_batch}"
-    yield "micro-batch", Text(size)
+    size, unit, plan = result.micro_batch, "", result.plan
+    planned = size if plan is None else plan.micro_batch
+    if result.micro_tokens is not None:
+        size, unit = result.micro_tokens, " tokens"
+        planned = size if plan is None or plan.tokens is None else plan.tokens.micro_tokens
+    yield (
+        "micro-batch",
+        Text(f"{size}{unit}" if size == planned else f"{size}{unit} at the end, planned were {planned}"),
+    )
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}")
     if result.added_savers:
@@ -171,9 +176,14 @@ def headline(event: Started) -> str:
     """Say what is trained on which device, and from which update it continues."""
     from autoaccum.sharded_tensors import model_class  # Later: it imports torch.
 
-    parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
+    updates, parts = f"{event.target_tokens} tokens", f"in micro-batches of up to {event.micro_batch} samples"
+    if event.target_batch is not None:
+        updates = f"{event.target_batch} samples"
+        parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
+    if event.micro_tokens is not None:
+        parts = f"in micro-batches of up to {event.micro_tokens} tokens"
     name = model_class(event.model).__name__
-    text = f"training {name} on {event.device}: {event.target_batch} samples per update, {parts}"
+    text = f"training {name} on {event.device}: {updates} per update, {parts}"
     if event.resumed_from is not None:
         text += f"; continuing after update {event.update}, from {relative_path(event.resumed_from)}"
     return one_line(text)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, islice
+from itertools import accumulate, chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class IterableReader(WindowReader):
             for number in range(windows):
                 self._windows = number
                 self._open()
-                if not self._read_entries():
+                if not self._read_window()[1]:
                     raise UsageError(
                         f"{self._name} ends after {number:,} windows, but the run had read {windows:,}",
                         hint="use the run's original data, or another run folder",
@@ -138,15 +139,32 @@ class IterableReader(WindowReader):
             start_loader_epoch(self._data, self._epoch, seed)
 
     def _collated(self) -> Iterator[Any]:
-        """Yield the parts of each window, collated from samples."""
-        samples, collate = iter(self._data), self._settings.collate or default_collate
-        while window := list(islice(samples, self._settings.target_batch)):
+        """Yield the parts of each window, collated from samples; by tokens, this rank's at once, as `_read_window`."""
+        collate = self._settings.collate or default_collate
+        for pairs in self._cut(self._data, self._length):
+            window = [sample for sample, _ in pairs]
             again = LongestBatches(window, collate).collate
-            for part in slices(split_evenly(len(window), self.part_size, self.multiple_of)):
-                yield self._read_collated(collate(window[part]), part.stop - part.start, again)
+            if self._has_whole_windows:
+                parts = [[window[at] for at in part] for part in self._places(pairs, self._length)]
+                collated = [self._read_collated(collate(part), len(part), again) for part in parts]
+                yield collated, len(window), sum(added for _, added in pairs)
+            else:  # All ranks collate the same parts.
+                for part in slices(split_evenly(len(window), self.part_size, self.multiple_of)):
+                    yield self._read_collated(collate(window[part]), part.stop - part.start, again)
 
-    def _read_window(self) -> tuple[list[Any], int]:
-        batches = self._read_entries()
+    @property
+    def _has_whole_windows(self) -> bool:
+        """Whether an entry is a whole window of this rank: of samples whose lengths count."""
+        return self._has_samples and (self.micro_tokens or self._settings.target_tokens) is not None
+
+    def _length(self, sample: Any) -> int:
+        return self._measure(sample, self._settings.collate)
+
+    def _read_window(self) -> tuple[list[Any], int, int]:
+        if self._has_whole_windows:
+            entry = self._next_entry()
+            return ([], 0, 0) if entry is END else entry
+        batches, reached = self._read_entries()
         sizes = [batch_size(batch) for batch in batches]
         if sizes:
             self._checksum = zlib.crc32(repr(sizes).encode())
@@ -156,23 +174,27 @@ class IterableReader(WindowReader):
             if first < last:
                 cut = [first - bounds.start, last - first, bounds.stop - last]
                 parts.append(batch if cut[0] == cut[2] == 0 else split_batch(batch, cut)[1])
-        return self._join_alike(parts), sum(sizes)
+        return self._join_alike(parts), sum(sizes), reached
 
-    def _read_entries(self) -> list[Any]:
-        """Read up to a window; return its batches."""
-        batches, room = [], self._settings.target_batch
+    def _read_entries(self) -> tuple[list[Any], int]:
+        """Read up to a window; return its batches, and what they have of the target."""
+        batches, target_tokens = [], self._settings.target_tokens
+        target = room = target_tokens or self._settings.target_batch or 1
         while room > 0:
             entry = self._next_entry() if self._remainder is None else self._remainder
             if entry is END:
                 break
             batch, size = self._batch(entry)
             self._remainder = None
-            if size > room:
-                batch, self._remainder = split_batch(batch, [room, size - room])
+            lengths = [1] * size if target_tokens is None else self._settings.costs.of_batch(batch)
+            added = [*accumulate(max(1, length) for length in lengths)]
+            taken = min(size, bisect_left(added, room) + 1)
+            if taken < size:
+                batch, self._remainder = split_batch(batch, [taken, size - taken])
             if size:
                 batches.append(batch)
-            room -= size
-        return batches
+                room -= added[taken - 1]
+        return batches, target - room
 
     def _next_entry(self) -> Any:
         assert self._entries is not None
@@ -204,7 +226,8 @@ class IterableReader(WindowReader):
             sizes = [batch_size(part) for part in alike]
             together = len(split_evenly(sum(sizes), self.part_size, multiple))
             apart = sum(len(split_evenly(size, self.part_size, multiple)) for size in sizes)
-            is_worth_it = together < apart or any(size % multiple for size in sizes)
+            is_packed = self.micro_tokens is not None  # The Accumulator cuts them.
+            is_worth_it = is_packed or together < apart or any(size % multiple for size in sizes)
             joined += [join_batches(alike)] if alike[1:] and is_worth_it else alike
         return joined
 

@@ -102,12 +102,12 @@ class PartRequest(NamedTuple):
 
     Attributes:
         epoch: The epoch, from 0.
-        position: The position of its first sample in the epoch.
+        positions: The positions of its samples in the epoch.
         indices: Indices of its samples in the dataset.
     """
 
     epoch: int
-    position: int
+    positions: Sequence[int]
     indices: Sequence[Any]
 
 
@@ -116,7 +116,7 @@ class PartFetcher:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self.users_dataset, self._collate, self._seed = dataset, collate, seed
-        self._generators = find_generators(dataset, collate)
+        self.generators = find_generators(dataset, collate)
         self._epoch: int | None = None
 
     def __getitems__(self, request: PartRequest) -> Any:
@@ -129,12 +129,12 @@ class PartFetcher:
         if self._collate is None and type(self.users_dataset) is TensorDataset:
             return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
         items = []
-        for position, index in enumerate(request.indices, request.position):
-            seed_generators(derive_seed(self._seed, "item", request.epoch, position), self._generators)
+        for position, index in zip(request.positions, request.indices, strict=True):
+            seed_generators(derive_seed(self._seed, "item", request.epoch, position), self.generators)
             items.append(self.users_dataset[index])
         if self._collate is None:
             return default_collate(items)
-        seed_generators(derive_seed(self._seed, "collate", request.epoch, request.position), self._generators)
+        seed_generators(derive_seed(self._seed, "collate", request.epoch, request.positions[0]), self.generators)
         return self._collate(items)
 
 

@@ -259,7 +259,7 @@ def make_evaluation(
         collate=workload.collate,
         workers=request.workers,
         micro_batch=micro_batch if is_coupled else size or micro_batch,
-        loss_batch=size or request.target_batch if is_coupled else None,
+        loss_batch=size or request.target_batch or micro_batch if is_coupled else None,
         loss_modules=components.loss_modules,
         seed=derive_seed(request.seed, "evaluation"),
         interruptible=interruptible,

@@ -29,23 +29,27 @@ class Started:
 
     Attributes:
         plan: The plan with the micro-batch; None if the micro-batch was given as a number.
-        micro_batch: The most samples of a micro-batch at the start.
+        micro_batch: The most samples of a micro-batch at the start; by tokens, what always fits of the longest.
         update: Updates already made by earlier runs in the same folder.
         updates: Total updates at the end; None if the data has no known length.
         epochs: Total epochs at the end; None if only updates count.
         resumed_from: The checkpoint that training resumes from; None for a new run.
+        target_tokens: The tokens of an update, in place of `target_batch` samples.
+        micro_tokens: The most tokens of a micro-batch at the start; None if samples are counted.
     """
 
     model: nn.Module
     optimizer: Optimizer
     plan: Plan | None
     micro_batch: int
-    target_batch: int
+    target_batch: int | None
     device: str
     update: int = 0
     updates: int | None = None
     epochs: int | None = None
     resumed_from: Path | None = None
+    target_tokens: int | None = None
+    micro_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,7 @@ class FitResult:
     Attributes:
         model: The trained model, on its device.
         plan: The plan it was trained by; None if `micro_batch` was given.
-        micro_batch: The most samples of a micro-batch at the end.
+        micro_batch: The most samples of a micro-batch at the end; by tokens, what always fits of the longest.
         updates: Updates so far, including earlier runs in the same folder.
         epochs: Whole epochs so far.
         samples: Samples trained on so far.
@@ -156,6 +160,7 @@ class FitResult:
         unsaved: The reason why the final state is not on disk although there is a folder; None if it is.
         resumed_from: The checkpoint that training resumed from.
         warnings: Problems that did not end the training.
+        micro_tokens: The most tokens of a micro-batch at the end; None if samples are counted.
     """
 
     model: nn.Module
@@ -180,6 +185,7 @@ class FitResult:
     unsaved: str | None = None
     resumed_from: Path | None = None
     warnings: tuple[Message, ...] = ()
+    micro_tokens: int | None = None
 
 
 class EventNotifier:

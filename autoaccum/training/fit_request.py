@@ -41,7 +41,8 @@ class FitRequest:
 
     model_or_workload: Any
     data: Any = None
-    target_batch: int
+    target_batch: int | None = None
+    target_tokens: int | None = None
     loss: Any = None
     criterion: Any = None
     outputs: Callable[[Any, Any], Any] | None = None
@@ -88,8 +89,8 @@ class FitRequest:
         return cls(model_or_workload=model_or_workload, options=options, **others)
 
     def __post_init__(self) -> None:
-        counts = {"target_batch": 1, "checkpoint_every": 1, "max_checkpoints": 1, "seed": 0, "workers": 0}
-        counts |= dict.fromkeys(("epochs", "steps", "micro_batch", "eval_every"), 1)
+        counts = {"checkpoint_every": 1, "max_checkpoints": 1, "seed": 0, "workers": 0}
+        counts |= dict.fromkeys(("target_batch", "target_tokens", "epochs", "steps", "micro_batch", "eval_every"), 1)
         for name, least in counts.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, read_count(getattr(self, name), name, least=least))
@@ -107,9 +108,18 @@ class FitRequest:
                 below = " and below 1" if name == "ema_decay" else ""
                 raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._make_paths_absolute()
+        if self.target_batch is None and self.target_tokens is None:
+            raise UsageError(
+                "neither target_batch nor target_tokens is given",
+                hint="give target_batch=256 (--target-batch 256), or target_tokens=65536",
+            )
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
-        for first, second in (("eval_every", "eval_due"), ("micro_batch", "plan")):
+        for first, second in (
+            ("target_batch", "target_tokens"),
+            ("eval_every", "eval_due"),
+            ("micro_batch", "plan"),
+        ):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise UsageError(
                     f"{first} is {getattr(self, first)}, and {second} is given too", hint="give one of them"

@@ -149,18 +149,18 @@ class RunFolder:
         self._ranks.by_first(lambda: write_file(path, portable(dict(weights), str(path))))
         return path
 
-    def write_ceiling(self, micro_batch: int) -> None:
-        """Note that micro-batches of more samples ran out of memory and ended the run, for the next start."""
+    def write_ceiling(self, most: int, unit: str = "micro_batch") -> None:
+        """Note that micro-batches of more samples, or tokens, ran out of memory and ended the run."""
         if self._ranks.is_first:  # The others may be gone.
             with suppress(OSError):
-                (self.path / _CEILING).write_text(json.dumps({"micro_batch": micro_batch}), encoding="utf-8")
+                (self.path / _CEILING).write_text(json.dumps({unit: most}), encoding="utf-8")
 
-    def read_ceiling(self) -> int | None:
-        """Return the largest micro-batch that an earlier run left to try; None if none did."""
+    def read_ceiling(self, unit: str = "micro_batch") -> int | None:
+        """Return the largest micro-batch, or `micro_tokens`, that an earlier run left to try; None if none did."""
 
         def read() -> int | None:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))["micro_batch"])
+                return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))[unit])
             return None
 
         return self._ranks.by_first(read)

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from autoaccum.accumulation.ranks.launch import launched_ranks
@@ -17,7 +18,7 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import MetricsLog, RunFolder, read_checkpoint
 from autoaccum.training.stopping import StopSignals, TrainingRanks
 from autoaccum.training.training_run import Run
-from autoaccum.training.training_setup import MicroBatchChoice, TrainingSetup
+from autoaccum.training.training_setup import TrainingSetup
 from autoaccum.training.training_state import seed_training
 from autoaccum.training.windows import DataSettings
 
@@ -48,6 +49,9 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             stack.enter_context(folder)
         settings = DataSettings(
             target_batch=request.target_batch,
+            target_tokens=request.target_tokens,
+            costs=setup.workload.token_costs,
+            lengths=None if callable(setup.workload.lengths) else setup.workload.lengths,
             seed=request.seed,
             workers=request.workers,
             collate=setup.workload.collate,
@@ -66,10 +70,10 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         seed_training(request.seed)  # All ranks build the same model.
         components = setup.build(choice.plan)
         # Ranks meet here, and one that waits for the others can still be stopped at once.
-        ceiling = None if folder is None else folder.read_ceiling()
-        if ceiling is not None and ceiling < choice.micro_batch:
-            notifier.notify(Notice(message("ceiling_known", size=ceiling), warns=False))
-            choice = MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
+        ceiling = None if folder is None else folder.read_ceiling(choice.unit)
+        if ceiling is not None and ceiling < choice.most:
+            notifier.notify(Notice(message("ceiling_known", size=ceiling, unit=choice.counted), warns=False))
+            choice = replace(choice, plan=None, **{choice.unit: ceiling})
         signals = stack.enter_context(StopSignals())
         stack.enter_context(ranks.ending(signals))
         stack.callback(reader.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.ranks.group import OtherRanksFailed
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
+from autoaccum.checks import counted
 from autoaccum.errors import CheckpointError, NonFiniteError, RankLostError, UpdateInterrupted, UsageError
 from autoaccum.messages import message
 from autoaccum.sources.batches import batch_size
@@ -74,15 +76,20 @@ class Run(StepObserver):
         self._request, self._reader, self._folder = setup.request, reader, folder
         self._signals, self._notifier, self._ranks = signals, notifier, ranks
         self._state = TrainingState(components, training_facts(setup.request, reader.fingerprint, components))
-        reader.part_size, reader.multiple_of = choice.micro_batch, choice.multiple_of
+        reader.part_size, reader.micro_tokens = choice.micro_batch, choice.micro_tokens
+        reader.multiple_of = choice.multiple_of
         reader.interruptible = signals.interruptible
-        self._ceiling = Ceiling(choice.micro_batch)
+        self._ceiling = Ceiling(choice.most)
+        costs = setup.workload.token_costs
+        limit: dict[str, Any] = {} if choice.plan is not None else {choice.unit: choice.most}
+        if choice.micro_tokens is not None:
+            limit |= {"padding": costs.padding, "lengths": costs.lengths, "trim": costs.trim}
         self._accumulator = Accumulator(
             components.model,
             components.optimizer,
             components.objective,
             plan=choice.plan,
-            micro_batch=choice.micro_batch if choice.plan is None else None,
+            **limit,
             clip_norm=_MEASURE_ONLY if setup.request.clip_norm is None else setup.request.clip_norm,
             spec=components.spec,
             add_savers=True,
@@ -154,10 +161,10 @@ class Run(StepObserver):
         if record["digest"] != workload.digest:
             notify(Notice(message("code_changed", name=workload.name)))
         vars(self.progress).update(record["progress"])
-        if record["micro_batch"] == self._choice.micro_batch:
+        if record["stepper"]["ceiling"]["planned"] == self._ceiling.planned:
             self._accumulator.restore_savers(record["stepper"]["savers"])
             vars(self._ceiling).update(record["stepper"]["ceiling"])
-            self._accumulator.micro_batch = self._ceiling.largest
+            self._limit(self._ceiling.largest)
         if self._evaluation is not None and record["evaluation"] is not None:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, record["evaluation"])
         if (notice := self._reader.load_state_dict(record["data"])) is not None:
@@ -181,8 +188,10 @@ class Run(StepObserver):
             model=self._components.model,
             optimizer=self._components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._ceiling.largest,
+            micro_batch=self._sizes.micro_batch,
+            micro_tokens=self._sizes.micro_tokens,
             target_batch=self._request.target_batch,
+            target_tokens=self._request.target_tokens,
             device=str(self._components.device),
             update=self.progress.update,
             updates=self._count_updates(),
@@ -206,7 +215,8 @@ class Run(StepObserver):
             model=components.model,
             optimizer=components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._ceiling.largest,
+            micro_batch=self._sizes.micro_batch,
+            micro_tokens=self._sizes.micro_tokens,
             updates=progress.update,
             epochs=progress.epoch,
             samples=progress.samples,
@@ -282,7 +292,7 @@ class Run(StepObserver):
         progress.loss = result.loss
         if components.averages is not None and result.updated:
             components.averages.update()
-        self._accumulator.micro_batch = self._ceiling.record(result.retries, self._accumulator.micro_batch)
+        self._limit(self._ceiling.record(result.retries, self._accumulator.micro_batch))
         if components.scheduler is not None and result.updated:
             components.scheduler.step()  # Before any event: a callback that raises ends the run here.
         if skip_reason is not None:
@@ -337,7 +347,7 @@ class Run(StepObserver):
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """See `StepObserver`: memory ran out, and the step is repeated."""
         # A step that ends without an update would not lower it.
-        self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
+        self._limit(min(self._accumulator.micro_batch, next_micro_batch))
         self._report_retry("retried_smaller", phase, micro_batch, lowered=next_micro_batch)
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
@@ -346,8 +356,19 @@ class Run(StepObserver):
 
     def _report_retry(self, code: str, phase: StepPhase, size: int, **facts: Any) -> None:
         self._retries += 1
-        retried = message(code, update=self.progress.update + 1, phase=phase, size=size, **facts)
+        facts |= {"phase": phase, "size": size, "unit": self._choice.counted if size > 1 else "sample"}
+        retried = message(code, update=self.progress.update + 1, **facts)
         self._notifier.notify(Notice(retried, warns="saver" in facts))
+
+    def _limit(self, most: int) -> None:
+        """Let micro-batches have at most so many samples, or tokens."""
+        setattr(self._accumulator, self._choice.unit, most)
+
+    @property
+    def _sizes(self) -> MicroBatchChoice:
+        """The choice with what micro-batches are limited to now."""
+        limit: dict[str, Any] = {self._choice.unit: self._ceiling.largest}
+        return dataclasses.replace(self._choice, **limit)
 
     @property
     def _added_savers(self) -> tuple[str, ...]:
@@ -427,6 +448,7 @@ class Run(StepObserver):
             "progress": dict(vars(self.progress)),
             "plan": None if plan is None else plan.to_json(),
             "micro_batch": self._choice.micro_batch,
+            "micro_tokens": self._choice.micro_tokens,
             "stepper": {"ceiling": dict(vars(self._ceiling)), "savers": list(self._added_savers)},
             "evaluation": None if self._evaluation is None else self._evaluation.micro_batch,
             "data": self._data_position,
@@ -434,9 +456,9 @@ class Run(StepObserver):
         }
 
     def _count_updates(self) -> int | None:
-        """Return the updates that there are at the end; None if the data has no known length."""
+        """Return the updates that there are at the end; None if the data has no known length, or tokens count."""
         epochs, steps, samples = self._request.epochs, self._request.steps, self._reader.samples_per_epoch
-        if epochs is None or samples is None:
+        if epochs is None or samples is None or self._request.target_batch is None:
             return steps if epochs is None else None
         whole, left = divmod(samples, self._request.target_batch)
         updates = epochs * (whole + (left > 0 and left % self._reader.multiple_of == 0))
@@ -446,9 +468,9 @@ class Run(StepObserver):
         """Return the error with what resumes the run, and leave a smaller micro-batch for the next start."""
         hint = f"the same command resumes from {checkpoint}"
         if error.next_micro_batch is not None:
-            hint += f", in micro-batches of at most {error.next_micro_batch}"
+            hint += f", in micro-batches of at most {counted(error.next_micro_batch, self._choice.counted)}"
             if self._folder is not None:
-                self._folder.write_ceiling(error.next_micro_batch)
+                self._folder.write_ceiling(error.next_micro_batch, self._choice.unit)
         return UpdateInterrupted(error.message, hint=hint)
 
 

@@ -9,8 +9,9 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -104,11 +105,30 @@ class TrainingComponents:
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of."""
+    """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of.
+
+    Where micro-batches are made by their tokens, `micro_tokens` is the most of them.
+    """
 
     micro_batch: int
     plan: Plan | None = None
     multiple_of: int = 1
+    micro_tokens: int | None = None
+
+    @property
+    def unit(self) -> Literal["micro_batch", "micro_tokens"]:
+        """The name of the number that limits micro-batches."""
+        return "micro_batch" if self.micro_tokens is None else "micro_tokens"
+
+    @property
+    def counted(self) -> Literal["sample", "token"]:
+        """What that number counts."""
+        return "sample" if self.micro_tokens is None else "token"
+
+    @property
+    def most(self) -> int:
+        """The number that limits micro-batches."""
+        return self.micro_batch if self.micro_tokens is None else self.micro_tokens
 
 
 class TrainingSetup:
@@ -158,13 +178,13 @@ class TrainingSetup:
             DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
         """
         request, micro_batch = self.request, self.request.micro_batch
-        saved, plan = None if checkpoint is None else checkpoint["plan"], None
+        saved, plan, micro_tokens = None if checkpoint is None else checkpoint["plan"], None, None
         earlier = None if saved is None else Plan.from_json(saved, source="the plan in the checkpoint")
         moved = [] if earlier is None else _place_differences(earlier, self.device)
         if micro_batch is None and request.plan is not None:
             plan = self._read_given_plan(request.plan)
         elif micro_batch is None and checkpoint is not None and not moved:
-            plan, micro_batch = earlier, int(checkpoint["micro_batch"])
+            plan, micro_batch, micro_tokens = earlier, int(checkpoint["micro_batch"]), checkpoint.get("micro_tokens")
         elif micro_batch is None:
             for there, here in moved[:1]:
                 notify(Notice(message("planned_elsewhere", there=there, here=here)))
@@ -174,8 +194,16 @@ class TrainingSetup:
         micro_batch = micro_batch if plan is None else plan.micro_batch
         assert micro_batch is not None
         multiple = max(self.workload.multiple_of or 1, 1 if plan is None else plan.multiple_of)
-        check_multiple(request.target_batch, multiple, "the target batch")
-        return MicroBatchChoice(micro_batch, plan, multiple)
+        if request.target_batch is not None:
+            check_multiple(request.target_batch, multiple, "the target batch")
+        elif multiple > 1:
+            raise UsageError(
+                f"updates of {request.target_tokens:,} tokens have any number of samples, not multiples of {multiple}",
+                hint="give target_batch (--target-batch)",
+            )
+        if plan is not None and plan.tokens is not None:
+            micro_tokens = plan.tokens.micro_tokens
+        return MicroBatchChoice(micro_batch, plan, multiple, micro_tokens)
 
     def build(self, plan: Plan | None) -> TrainingComponents:
         """Build the model and its components from the current random states.
@@ -246,8 +274,13 @@ class TrainingSetup:
                 "the plan shards the model, and fit shards those that it builds", hint="give it a workload"
             )
         different = _place_differences(plan, self.device)
-        if plan.target_batch != request.target_batch:
-            different.append((f"updates of {plan.target_batch} samples", f"updates of {request.target_batch}"))
+        target_tokens = None if plan.tokens is None else plan.tokens.target_tokens
+        planned, asked = (
+            _updates(plan.target_batch, target_tokens),
+            _updates(request.target_batch, request.target_tokens),
+        )
+        if planned != asked:
+            different.append((planned, asked))
         for name in ("parallel", "mesh"):
             planned, asked = getattr(plan, name), getattr(request.options, name)
             if None not in (planned, asked) and planned != asked:
@@ -281,22 +314,23 @@ class TrainingSetup:
                 hint=f"give the plan of a simulated card (autoaccum plan --gpu NAME --world-size {world_size()}); or"
                 f" {_GIVE_A_NUMBER}",
             )
+        asked = partial(PlanRequest, request.target_batch, target_tokens=request.target_tokens)
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(source, str | os.PathLike) and all(value is None for value in in_code)
         try:
             if is_file and isinstance(options.spec.get("optimizer"), str | None):
-                if longest_of is None and workload.batch is no_batch:
+                if longest_of is None and workload.batch is no_batch and not workload.counts_tokens:
                     longest_of = DEFAULT_LONGEST_OF
                 options = options.with_spec(longest_of=longest_of)
-                return make_plan(os.fspath(source), PlanRequest(request.target_batch, options), **listeners)
-            if self.is_live or workload.batch is no_batch or longest_of is not None:
+                return make_plan(os.fspath(source), asked(options), **listeners)
+            if self.is_live or workload.batch is no_batch or longest_of is not None or workload.counts_tokens:
                 workload = reader.with_planning_batches(workload, longest_of)
             if not self.is_live:
-                return make_plan(workload, PlanRequest(request.target_batch, options), **listeners)
+                return make_plan(workload, asked(options), **listeners)
             # Trials run where the model is; there is no batch of evaluation data.
             options = dataclasses.replace(options.with_spec(evaluation_batch=None), device="auto")
             live = _live_objects(request) | {"batch": workload.batch}
-            return make_plan(None, PlanRequest(request.target_batch, options), live=live, **listeners)
+            return make_plan(None, asked(options), live=live, **listeners)
         except (UsageError, NotMeasuredError) as error:
             hint = "" if error.hint is None else f"{error.hint}; or "
             raise type(error)(error.message, hint=f"{hint}{_GIVE_A_NUMBER}") from error.__cause__
@@ -404,6 +438,10 @@ def _read_workload(request: FitRequest) -> Workload:
 
 def _as_samples(dataset: Any) -> Any:
     return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset
+
+
+def _updates(samples: int | None, tokens: int | None) -> str:
+    return f"updates of {samples} samples" if tokens is None else f"updates of {tokens} tokens"
 
 
 def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

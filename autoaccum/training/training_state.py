@@ -50,7 +50,7 @@ class Progress:
 
 
 class Ceiling:
-    """The largest micro-batch, from update to update.
+    """The largest micro-batch, in samples or tokens, from update to update.
 
     The Accumulator lowers it when memory runs out. After `patience` updates without that, the planned size is tried
     again, and the patience doubles, up to 1,024 updates.
@@ -84,6 +84,7 @@ def training_facts(request: FitRequest, of_data: Mapping[str, Any], components: 
     objective, spec = components.objective, components.spec
     return {
         "target batch": request.target_batch,
+        "target tokens": request.target_tokens,
         "seed": request.seed,
         **{f"data: {name}": value for name, value in of_data.items()},
         "model": model_class(unwrap_model(components.model)).__name__,

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -18,16 +18,18 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
+from autoaccum.accumulation.packing import cut_windows, pack, share_by_length
 from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.checks import describe_type
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.messages import message
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
+from autoaccum.sources.token_costs import TokenCosts
 from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, PartFetcher, PartRequest, set_epoch, worker_options
 from autoaccum.training.fit_events import Notice
@@ -38,7 +40,7 @@ class DataSettings:
     """Settings for reading data of any kind.
 
     Attributes:
-        target_batch: Samples of a window.
+        target_batch: Samples of a window; None with `target_tokens`.
         seed: The seed of order and augmentation, together with the epoch.
         workers: Processes that read ahead, unless the data is a DataLoader with its own workers.
         collate: Builds a batch from a list of samples; None: torch's `default_collate`. A DataLoader has its own.
@@ -46,9 +48,12 @@ class DataSettings:
         card: The GPU for which parts are put into pinned memory; None: no pinned memory.
         rank: The number of this rank, whose share of each window is read.
         ranks: The number of ranks.
+        target_tokens: Tokens of a window: it has as many whole samples as reach them.
+        costs: How samples are measured in tokens.
+        lengths: The tokens of each sample of a map-style dataset; None: each is measured when it is first needed.
     """
 
-    target_batch: int
+    target_batch: int | None
     seed: int
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
@@ -56,6 +61,9 @@ class DataSettings:
     card: torch.device | None = None
     rank: int = 0
     ranks: int = 1
+    target_tokens: int | None = None
+    costs: TokenCosts = TokenCosts()
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class WindowReader(abc.ABC):
 
     Attributes:
         part_size: The largest part to make, in samples. Set this and the following before the first window.
+        micro_tokens: In place of it, the most tokens of a part; None: parts are made by their samples.
         multiple_of: Part sizes are multiples of this; what is left over in an epoch is a part of its own.
         interruptible: Context in which `next_window` waits or runs the user's code, and may be interrupted at any
             moment without loss. Random states are restored outside of it.
@@ -93,7 +102,8 @@ class WindowReader(abc.ABC):
     def __init__(
         self, settings: DataSettings, name: str, samples_per_epoch: int | None, fingerprint: dict[str, Any]
     ) -> None:
-        self.part_size, self.multiple_of = settings.target_batch, 1
+        self.part_size, self.multiple_of = settings.target_batch or 1, 1
+        self.micro_tokens: int | None = None
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.samples_per_epoch, self.fingerprint = samples_per_epoch, fingerprint
         self._settings, self._name = settings, name
@@ -118,9 +128,9 @@ class WindowReader(abc.ABC):
         with _on_card(self._settings.card), preserve_rng_state():
             self._open()  # Outside of `interruptible`, so that no process is left half started.
             with self.interruptible():
-                parts, samples = self._read_window()
+                parts, samples, reached = self._read_window()
         if self._windows == 0:
-            self._check_fills_window(samples, self._epoch)
+            self._check_fills_window(reached, self._epoch)
         self._windows += bool(samples)
         return Window(parts, samples, self._checksum) if samples else None
 
@@ -155,8 +165,11 @@ class WindowReader(abc.ABC):
         """Open the data if necessary, and seed for the next window."""
 
     @abc.abstractmethod
-    def _read_window(self) -> tuple[list[Any], int]:
-        """Read this rank's parts of a window; return them and the samples of the window, 0 at the end."""
+    def _read_window(self) -> tuple[list[Any], int, int]:
+        """Read this rank's parts of a window; return them, the window's samples, and what it has of the target.
+
+        The samples are 0 at the end.
+        """
 
     @abc.abstractmethod
     def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
@@ -177,20 +190,49 @@ class WindowReader(abc.ABC):
         shares[-1] += left
         return slices(shares)[self._settings.rank]
 
-    def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
+    def _cut(self, samples: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[tuple[Any, int]]]:
+        """Cut an epoch's samples into windows, each with what it adds to the target: its length, or 1."""
+        target_batch, target_tokens = self._settings.target_batch, self._settings.target_tokens
+        measured = ((sample, 1 if target_tokens is None else max(1, length(sample))) for sample in samples)
+        return cut_windows(measured, target_batch=target_batch, target_tokens=target_tokens)
+
+    def _places(self, window: list[tuple[Any, int]], length: Callable[[Any], int]) -> list[Sequence[int]]:
+        """Return which samples of a window each part of this rank has."""
+        if self.micro_tokens is None:
+            share = range(len(window))[self._share(len(window))]
+            sizes = split_evenly(len(share), self.part_size, self.multiple_of) if share else ()
+            return [share[part] for part in slices(sizes)]
+        is_measured = self._settings.target_tokens is not None
+        lengths = [added if is_measured else length(sample) for sample, added in window]
+        of_rank = share_by_length(lengths, self._settings.ranks)[self._settings.rank]
+        parts = pack([lengths[at] for at in of_rank], self.micro_tokens, self._settings.costs.padding)
+        return [[of_rank[at] for at in part] for part in parts]
+
+    def _measure(self, sample: Any, collate: Callable[[list[Any]], Any] | None) -> int:
+        """Return the tokens of a sample."""
+
+        def collated(samples: list[Any]) -> Any:
+            return read_batch((collate or default_collate)(samples), self._settings.batching, 1, "collate()")
+
+        return self._settings.costs.of_sample(sample, collated)
+
+    def _check_fills_window(self, reached: int, epoch: int = 0) -> None:
         """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""
-        if samples == 0 and epoch > 0:
+        if reached == 0 and epoch > 0:
             raise UsageError(
                 f"{self._name} yields nothing in epoch {epoch + 1}: it can be iterated only once",
                 hint="give data that starts again each time (a list, a DataLoader, an object with __iter__), or use"
                 " fewer epochs",
             )
-        if samples == 0:
+        if reached == 0:
             raise UsageError(f"{self._name} has no samples", hint="give data with at least one window of samples")
-        if samples < self._settings.target_batch:
+        target, unit, name = self._settings.target_batch, "samples", "batch"
+        if target is None:
+            target, unit, name = self._settings.target_tokens or 1, "tokens", "tokens"
+        if reached < target:
             raise UsageError(
-                f"{self._name} has {samples:,} samples, fewer than the target batch of {self._settings.target_batch:,}",
-                hint=f"use --target-batch {samples} or less (target_batch in code), or give more data",
+                f"{self._name} has {reached:,} {unit}, fewer than the target batch of {target:,}",
+                hint=f"use --target-{name} {reached} or less (target_{name} in code), or give more data",
             )
 
     def _with_longest(
@@ -217,7 +259,7 @@ class MapStyleReader(WindowReader):
 
     def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
         if loader is None:
-            sampler: Any = BatchSampler(RandomSampler(range(max(len(dataset), 1))), settings.target_batch, False)
+            sampler: Any = BatchSampler(RandomSampler(range(max(len(dataset), 1))), settings.target_batch or 1, False)
             order, collate = "shuffled", settings.collate
         else:
             sampler, collate = loader.batch_sampler, loader.collate_fn
@@ -235,9 +277,15 @@ class MapStyleReader(WindowReader):
             generator=torch.Generator(),
             **worker_options(settings.workers, loader, pin_memory=settings.card is not None),
         )
-        self._asked: deque[tuple[int, int, Sequence[int]]] = deque()
+        self._asked: deque[tuple[int, int, int, Sequence[int]]] = deque()
+        self._measured: dict[Any, int] = {}
         self._begin(0)
-        if samples is not None:
+        if settings.lengths is not None and len(settings.lengths) != len(dataset):
+            raise WorkloadError(
+                f"there are {len(settings.lengths):,} lengths, and the training data has {len(dataset):,} samples",
+                hint="give the tokens of each sample of the dataset, in order, or write length(sample)",
+            )
+        if samples is not None and (settings.target_batch is not None or samples == 0):
             self._check_fills_window(samples)
 
     def with_planning_batches(self, workload: Workload, longest_of: int | None) -> Workload:
@@ -256,16 +304,12 @@ class MapStyleReader(WindowReader):
 
     def __iter__(self) -> Iterator[PartRequest]:
         """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
-        position = self._windows * self._settings.target_batch
-        for window, checksum in self._order:
-            share = self._share(len(window))
-            indices = window[share]
-            # A rank without samples asks for a part of none.
-            sizes = split_evenly(len(indices), self.part_size, self.multiple_of) if indices else (0,)
-            self._asked.append((len(window), checksum, sizes))
-            for part in slices(sizes):
-                yield PartRequest(self._epoch, position + share.start + part.start, indices[part])
-            position += len(window)
+        for position, window, checksum in self._order:
+            parts = self._places(window, self._length) or [()]  # A rank without samples asks for a part of none.
+            reached = sum(added for _, added in window)
+            self._asked.append((len(window), reached, checksum, [len(part) for part in parts]))
+            for part in parts:
+                yield PartRequest(self._epoch, [position + at for at in part], [window[at][0] for at in part])
 
     def _begin(self, epoch: int) -> None:
         if self._loader.persistent_workers:
@@ -274,40 +318,56 @@ class MapStyleReader(WindowReader):
         self._asked.clear()
         self._order = self._windows_in_order(epoch)
 
-    def _windows_in_order(self, epoch: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield each window's indices and a checksum of all so far; leaves generators seeded."""
-        checksum, indices = 0, iter(())
+    def _windows_in_order(self, epoch: int) -> Iterator[tuple[int, list[tuple[Any, int]], int]]:
+        """Yield each window's position, its indices as `_cut` does, and a checksum of all so far.
+
+        Leaves generators seeded.
+        """
+        position, checksum, windows = 0, 0, self._cut([], self._length)
         for number in count():
             seed = derive_seed(self._settings.seed, "order", epoch, number)
             seed_generators(seed)
             if number == 0:
                 if self._user_loader is not None:
                     start_loader_epoch(self._user_loader, epoch, seed)
-                indices = chain.from_iterable(self._sampler)
-            window = list(islice(indices, self._settings.target_batch))
+                windows = self._cut(chain.from_iterable(self._sampler), self._length)
+            window = next(windows, [])
             if not window:
                 return
-            checksum = zlib.crc32(repr(window).encode(), checksum)
-            yield window, checksum
+            checksum = zlib.crc32(repr([index for index, _ in window]).encode(), checksum)
+            yield position, window, checksum
+            position += len(window)
+
+    def _length(self, index: Any) -> int:
+        """Return the tokens of a sample, which is read with a seed of its own if they are not known."""
+        if self._settings.lengths is not None:
+            return int(self._settings.lengths[index])
+        if index not in self._measured:
+            fetcher: Any = self._loader.dataset
+            with preserve_rng_state():
+                seed_generators(derive_seed(self._settings.seed, "length", repr(index)), fetcher.generators)
+                self._measured[index] = self._measure(self._dataset[index], self._collate)
+        return self._measured[index]
 
     def _open(self) -> None:
         if self._entries is None:
             self._loader.generator.manual_seed(derive_seed(self._settings.seed, "workers", self._epoch))
             self._entries = Entries(self._loader)
 
-    def _read_window(self) -> tuple[list[Any], int]:
+    def _read_window(self) -> tuple[list[Any], int, int]:
         assert self._entries is not None
         parts = [self._entries.read()]
         self._has_ended = parts[0] is END and not self._asked
         if self._has_ended:
-            return [], 0
-        samples, self._checksum, sizes = self._asked.popleft()
+            return [], 0, 0
+        samples, reached, self._checksum, sizes = self._asked.popleft()
         parts += [self._entries.read() for _ in sizes[1:]]
         if any(part is END for part in parts):
             what = f"{describe_type(self._dataset)} or its collate function"
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early")
         pairs = zip(parts, sizes, strict=True)
-        return [self._read_collated(part, size, self._collate_others) for part, size in pairs if size], samples
+        read = [self._read_collated(part, size, self._collate_others) for part, size in pairs if size]
+        return read, samples, reached
 
     def _collate_others(self, count: int) -> Any:
         with fixed_seeds():
@@ -315,7 +375,7 @@ class MapStyleReader(WindowReader):
 
     def _go_to(self, state: Mapping[str, Any]) -> Notice | None:
         with preserve_rng_state():
-            for _, checksum in islice(self._order, state["windows"]):
+            for *_, checksum in islice(self._order, state["windows"]):
                 self._checksum = checksum
         if self._checksum == state["checksum"]:
             return None

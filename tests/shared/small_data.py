@@ -126,7 +126,7 @@ def padding_collate(rows: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> WindowReader:
+def opened(data: Any, target: int | None = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> WindowReader:
     """Open data as a training does."""
     source = open_data(data, DataSettings(target_batch=target, seed=seed, **settings))
     source.part_size = part_size

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_ends_all_and_the_next_start_takes_smaller_parts(tm
     for text in on_ranks(2, run_out, str(tmp_path), patience=5):
         assert text.startswith("memory ran out on rank 1 (forward) with micro-batches of ")
         assert "the same command resumes from" in text
-        assert text.endswith(", in micro-batches of at most 2")
+        assert text.endswith(", in micro-batches of at most 2 samples")
     assert json.loads((tmp_path / "ceiling.json").read_text()) == {"micro_batch": 2}
     ends = on_ranks(2, train, str(tmp_path), 6)
     assert [end[0] for end in ends] == [6, 6]
