@@ -60,7 +60,7 @@ class SampleCuts:
 
 @dataclass
 class TokenCuts:
-    """Cuts batches into the fewest parts within a budget of tokens, each trimmed to its longest sample.
+    """Cuts batches into parts within a budget of tokens (`packing.pack`), each trimmed to its longest sample.
 
     A batch within the budget is one part, and keeps its order. So does a batch with a `split` of its own.
 

@@ -260,7 +260,7 @@ def test_a_sample_over_the_budget_is_told_once() -> None:
         warnings.simplefilter("always")
         results = [accumulator.step(padded()) for _ in range(2)]
     assert facts_of(caught, "sample_over_budget") == [{"length": 12, "micro_tokens": 10}]
-    assert {result.micro_batches for result in results} == {(1, 1, 1, 2, 3, 1)}
+    assert {result.micro_batches for result in results} == {(1, 1, 1, 2, 2, 2)}
 
 
 def test_a_loss_that_counts_the_padding_is_found() -> None:
@@ -300,7 +300,7 @@ def test_out_of_memory_lowers_the_budget(name: str, phase: str, number: int) -> 
     assert facts_of(caught, "repeated_smaller") == told
     assert accumulator.micro_tokens == 15
     accumulator.micro_tokens = BUDGET
-    assert accumulator.step(padded()).micro_batches == (1, 2, 3, 3)
+    assert accumulator.step(padded()).micro_batches == (1, 2, 2, 2, 2)
 
 
 def test_the_observer_is_told_of_tokens() -> None:
@@ -323,7 +323,7 @@ def test_single_samples_cannot_be_made_smaller() -> None:
         pytest.raises(DoesNotFitError, match="not even one sample at a time fits"),
     ):
         accumulator.step(padded())
-    assert [facts["size"] for facts in facts_of(caught, "repeated_smaller")] == [18, 15, 10, 6, 2]
+    assert [facts["size"] for facts in facts_of(caught, "repeated_smaller")] == [18, 10, 6, 2]
     assert accumulator.micro_tokens == BUDGET, "memory may come back"
     assert_exact(model, Reader().double())
 
@@ -348,9 +348,9 @@ def steps_on_rank(*given: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("rank_samples", "fails", "parts"),
     [
-        ([2, 7], False, [(2,), (1, 2, 4)]),
-        ([6, 0, 3], False, [(2, 4), (), (1, 2)]),
-        ([2, 7], True, [(1, 1), (1, 1, 3, 2)]),
+        ([2, 7], False, [(2,), (1, 1, 2, 3)]),
+        ([6, 0, 3], False, [(2, 2, 2), (), (1, 1, 1)]),
+        ([2, 7], True, [(1, 1), (1, 1, 1, 1, 1, 2)]),
     ],
     ids=["2 ranks", "3 ranks, one without samples", "2 ranks, out of memory on one"],
 )
@@ -362,7 +362,7 @@ def test_an_update_over_ranks_is_the_full_batch_s(rank_samples: list[int], fails
             model.load_state_dict(state)
             assert_exact(model, full_update(loss, padded()))
         assert [rank[1] for rank in of_ranks] == parts, name
-        assert {rank[2:] for rank in of_ranks} == {(1, 15) if fails else (0, BUDGET)}, name
+        assert {rank[2:] for rank in of_ranks} == {(1, 8) if fails else (0, BUDGET)}, name
 
 
 def set_apart() -> str:
@@ -383,7 +383,7 @@ def test_a_plan_with_a_budget_goes_by_tokens() -> None:
     assert (accumulator.micro_tokens, accumulator.micro_batch) == (BUDGET, BUDGET)
     assert accumulator.step(padded()).micro_batches == (3, 2, 4), "by the sum of lengths, without padding"
     given, _ = make(None, plan=plan, padding="longest", **LOSSES["token mean"])
-    assert given.step(padded()).micro_batches == (1, 2, 3, 3)
+    assert given.step(padded()).micro_batches == (1, 2, 2, 2, 2)
 
 
 def test_a_workload_says_what_samples_cost() -> None:
@@ -398,7 +398,7 @@ def test_a_workload_says_what_samples_cost() -> None:
         model=Reader, batch=padded, loss=token_mean, weight=count_labels, lengths=lengths, trim=trim, precision="fp32"
     )
     accumulator, model = make(spec=workload, loss=workload.objective)
-    assert accumulator.step(padded()).micro_batches == (1, 2, 3, 3)
+    assert accumulator.step(padded()).micro_batches == (1, 2, 2, 2, 2)
     assert_exact(model, full_update(LOSSES["token mean"], padded()))
     assert all(width <= max(LENGTHS) for _, width in model.ran)
 
