@@ -58,7 +58,7 @@ class _Search:
 
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
-        if self._runs.is_trimmed and self._runs.with_padding().pair().equal:
+        if self._runs.micro_tokens is not None and self._runs.with_padding().pair().equal:
             return (self._padding_cause(),)
         if not self._runs.is_repeatable():
             change = message("keep_state_in_model")

@@ -84,7 +84,7 @@ class PairedRuns:
         sizes: The parts, in samples.
         method: What accumulates: the Accumulator, or the workload's own loop.
         team: The ranks that share the parts; None: this process runs all.
-        is_trimmed: Whether each part is cut to its longest sample.
+        micro_tokens: The budget that no part exceeds, if each is to be cut to its longest sample.
 
     Attributes:
         batch: The whole batch as it is passed to runs.
@@ -100,9 +100,9 @@ class PairedRuns:
         *,
         method: Method = "accumulator",
         team: RankTeam | None = None,
-        is_trimmed: bool = False,
+        micro_tokens: int | None = None,
     ) -> None:
-        self.is_trimmed = is_trimmed
+        self.micro_tokens = micro_tokens
         self.fixture, self.sizes, self.method, self._team = fixture, tuple(sizes), method, team
         self.batch = fixture.prepare_batch(batch)
         self.parts: list[Any] = split_batch(self.batch, self.sizes)
@@ -233,7 +233,7 @@ class PairedRuns:
     def _run_once(self, ablation: Ablation, neutral: bool, *, sequential: bool) -> Pair:
         fixture = self.fixture
         draws = RngRecording(self.sizes, fixture.generators, sequential=sequential)
-        update = AccumulatedUpdate(fixture, ablation, self.method, self.batch, self.sizes, self.is_trimmed)
+        update = AccumulatedUpdate(fixture, ablation, self.method, self.batch, self.sizes, self.micro_tokens)
         sites: dict[str, None] = {}
         seed_everything()
         with neutral_rng() if neutral else draws.record():

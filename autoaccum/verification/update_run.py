@@ -84,7 +84,7 @@ class AccumulatedUpdate:
         method: By the Accumulator, or by the workload's own loop.
         batch: The whole batch.
         sizes: Its parts, in samples.
-        is_trimmed: Whether each part is cut to its longest sample.
+        micro_tokens: The budget that no part exceeds, if each is to be cut to its longest sample.
     """
 
     fixture: Fixture
@@ -92,7 +92,7 @@ class AccumulatedUpdate:
     method: Method
     batch: Any
     sizes: tuple[int, ...]
-    is_trimmed: bool = False
+    micro_tokens: int | None = None
 
     def make(self, draws: RngRecording, *, rank: int = 0, world_size: int = 1) -> UpdateResult:
         """Make the update with the parts of `rank`; `draws` are told which part the Accumulator runs."""
@@ -100,11 +100,8 @@ class AccumulatedUpdate:
         run = UpdateRun(self.fixture, self.ablation)
         if self.method == "accumulate":
             return run.user_loop(parts)
-        if self.is_trimmed:
-            with user_code("trim(batch)"):
-                parts = [self.fixture.workload.token_costs.cut(part) for part in parts]
-        batch = self.batch if world_size == 1 and not self.is_trimmed else None
-        return run.accumulated(parts, draws, micro_batch=max(self.sizes), batch=batch)
+        batch = self.batch if world_size == 1 and self.micro_tokens is None else None
+        return run.accumulated(parts, draws, micro_batch=max(self.sizes), micro_tokens=self.micro_tokens, batch=batch)
 
 
 class UpdateRun:
@@ -148,10 +145,17 @@ class UpdateRun:
             return self._result(loss, values)
 
     def accumulated(
-        self, parts: Sequence[Any], draws: RngRecording, *, micro_batch: int, batch: Any = None
+        self,
+        parts: Sequence[Any],
+        draws: RngRecording,
+        *,
+        micro_batch: int,
+        micro_tokens: int | None = None,
+        batch: Any = None,
     ) -> UpdateResult:
         """Make one update by the Accumulator in `parts` of at most `micro_batch`, and return its gradient.
 
+        With `micro_tokens`, the Accumulator counts tokens and cuts padding.
         `draws` are told which part runs. If the Accumulator splits `batch` into the same parts, it is given that. Of
         several ranks each has parts of its own, maybe none, and no batch.
         """
@@ -161,6 +165,11 @@ class UpdateRun:
             index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
         ]
         generators = module_generators(module for root in self._roots.values() for module in root.modules())
+        limit: dict[str, Any] = {"micro_batch": micro_batch}
+        if micro_tokens is not None:
+            costs = fixture.workload.token_costs
+            limit = {name: getattr(costs, name) for name in ("padding", "lengths", "trim")}
+            limit["micro_tokens"] = micro_tokens
         optimizer, gradients = make_optimizer("SGD", self.model), dict[str, Tensor]()
         optimizer.register_step_pre_hook(lambda *_: gradients.update(self._gradients()))
         with self.running(f"an update in parts of {micro_batch}"):
@@ -168,7 +177,7 @@ class UpdateRun:
                 self.model,
                 optimizer,
                 objective,
-                micro_batch=micro_batch,
+                **limit,
                 batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 savers=fixture.workload.savers,

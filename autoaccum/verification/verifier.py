@@ -307,8 +307,8 @@ class _Verifier:
         It is left out with a note where the samples of the batch are equally long, or their lengths are not known.
         """
         workload, costs = self._workload, self._workload.token_costs
-        whole = workload.coupled or workload.batchnorm == "exact" or self._multiple_of > 1  # Never cut by tokens.
-        if whole or self._unequal or not workload.counts_tokens:
+        is_joint = workload.coupled or workload.batchnorm in ("exact", "running") or self._multiple_of > 1
+        if is_joint or self._unequal or not workload.counts_tokens:
             return
         try:
             with user_code("lengths(batch)"):
@@ -323,8 +323,8 @@ class _Verifier:
         if workload.split is None:
             order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
             (batch,), lengths = select_samples(batch, [order]), sorted(lengths, reverse=True)
-        sizes = cut_unevenly(lengths, self._micro_batch, costs.padding)
-        self._compare_runs(PairedRuns(fixture, batch, sizes, team=self._team, is_trimmed=True), "tokens")
+        sizes, budget = cut_unevenly(lengths, self._micro_batch, costs.padding)
+        self._compare_runs(PairedRuns(fixture, batch, sizes, team=self._team, micro_tokens=budget), "tokens")
 
     def _compare(self, runs: PairedRuns, window: Window) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
@@ -413,19 +413,20 @@ class _Verifier:
         )
 
 
-def cut_unevenly(lengths: list[int], most: int, padding: Padding) -> list[int]:
-    """Return the sizes of micro-batches by a budget, that of up to `most` of the longest samples, which are not alike.
+def cut_unevenly(lengths: list[int], most: int, padding: Padding) -> tuple[list[int], int]:
+    """Return the sizes of micro-batches by a budget, that of up to `most` of the longest samples, and the budget.
 
-    In one at least all samples are shorter than the longest, so that padding is cut.
+    In one at least all samples are shorter than the longest, so that padding is cut; `lengths` are not all alike.
 
     >>> cut_unevenly([9, 9, 8, 3, 3], 2, "longest"), cut_unevenly([9, 9, 9, 3], 2, "longest")
-    ([2, 2, 1], [1, 1, 1, 1])
+    (([2, 2, 1], 18), ([1, 1, 1, 1], 9))
     """
     for count in range(most, 0, -1):
-        sizes = pack_in_order(lengths, count * max(lengths), padding)
+        budget = count * max(lengths)
+        sizes = pack_in_order(lengths, budget, padding)
         if any(max(lengths[part]) < max(lengths) for part in slices(sizes)):
             break
-    return sizes
+    return sizes, budget
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
