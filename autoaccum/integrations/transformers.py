@@ -22,7 +22,10 @@ from autoaccum.spec import RECOMPUTE
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""
-_UNDIVIDED: Any = {"size": lambda batch: 1, "split": lambda batch, sizes: [batch]}
+_UNDIVIDED: Any = {
+    **{"size": lambda batch: 1, "split": lambda batch, sizes: [batch]},
+    **{"micro_batch": 1, "micro_tokens": None, "padding": None},
+}
 """How packed sequences are counted: the Trainer collated them, so that they are not split further."""
 
 
@@ -126,7 +129,9 @@ def _settings_of(plan: Plan) -> dict[str, Any]:
             f"the plan has {' and '.join(taken)}, and the update is the Trainer's",
             hint=f"plan with --savers {RECOMPUTE}, or train by autoaccum.fit",
         )
-    known = {"micro_batch": plan.micro_batch, "multiple_of": plan.multiple_of, "savers": savers}
+    known: dict[str, Any] = {"micro_batch": plan.micro_batch, "multiple_of": plan.multiple_of, "savers": savers}
+    if plan.tokens is not None:
+        known |= {"micro_batch": None, "micro_tokens": plan.tokens.micro_tokens, "padding": plan.tokens.padding}
     return {**known, "accumulate_in": plan.spec.accumulate_in}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Command, environment
-from factories import make_plan
+from factories import make_plan, make_token_budget
 from quiet_frameworks import largest_difference
 from small_trainers import LONGEST, Texts, make_trainer, wide_loss
 from state_digests import state_digest
@@ -200,11 +200,13 @@ def test_the_exact_trainer_has_the_full_batchs_gradient_and_resumes(tmp_path: Pa
     whole, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1)
     parts, found = train(tmp_path / "parts", AccumulatorTrainer, size=4, steps=2, micro_batch=3)
     uneven, others = train(tmp_path / "uneven", AccumulatorTrainer, size=8, steps=1, micro_batch=3)
-    assert len(truth) == len(found) == len(others) == 3
-    for gradients in (found, others):
+    by_tokens = make_plan(8, 2, tokens=make_token_budget(24))
+    tokens, packed = train(tmp_path / "tokens", AccumulatorTrainer, size=8, steps=1, plan=by_tokens)
+    assert len(truth) == len(found) == len(others) == len(packed) == 3
+    for gradients in (found, others, packed):
         assert max(map(largest_difference, gradients, truth)) <= 1e-10
     expected = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in whole.state.log_history[:3]]
-    for trainer in (parts, uneven):
+    for trainer in (parts, uneven, tokens):
         logged = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history[:3]]
         assert logged == [pytest.approx(each, rel=1e-6) for each in expected]
         assert largest_difference(trainer.model.state_dict(), whole.model.state_dict()) < 1e-10
