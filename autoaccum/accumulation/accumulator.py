@@ -30,7 +30,7 @@ from autoaccum.accumulation.argument_checks import (
 from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, check_batchnorm
-from autoaccum.accumulation.cuts import Cuts, SampleCuts, TokenCuts
+from autoaccum.accumulation.cuts import Cuts
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
@@ -235,7 +235,7 @@ class Accumulator:
         check_batchnorm(spec.batchnorm, model, objective.criterion_module)
         if by_tokens:
             check_token_limit(costs, spec, self._multiple_of)
-        self._cuts: Cuts = TokenCuts(costs, objective.wrap_batch) if by_tokens else SampleCuts(self._multiple_of)
+        self._cuts = Cuts(self._multiple_of, costs if by_tokens else None, objective.wrap_batch)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
         summed = grad_sync or getattr(plan, "grad_sync", None) or "each"
@@ -265,7 +265,7 @@ class Accumulator:
             self._updater,
             self._savers,
             self._progress,
-            FirstSteps(check, objective, self._multiple_of, getattr(self._cuts, "trim", None)),
+            FirstSteps(check, objective, self._multiple_of, self._cuts.trim),
             self._cuts,
             spec,
             clip_norm=clip_norm,
@@ -302,7 +302,7 @@ class Accumulator:
     @property
     def micro_tokens(self) -> int | None:
         """The most tokens run at once, lowered and set as `micro_batch`; None if samples are counted."""
-        return self._most if isinstance(self._cuts, TokenCuts) else None
+        return None if self._cuts.costs is None else self._most
 
     @micro_tokens.setter
     def micro_tokens(self, value: int) -> None:

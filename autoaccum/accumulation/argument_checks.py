@@ -232,12 +232,7 @@ def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: i
 def choose_token_costs(
     plan: PlanLike | None, spec: TrainingSpec | None, by_name: Mapping[str, Any], *, by_tokens: bool
 ) -> TokenCosts:
-    """Return how tokens are counted and padding is cut: as given `by_name`, or else as the plan or a Workload says.
-
-    Raises:
-        UsageError: `padding` is not one that is known, or one is given, and samples are counted.
-        WorkloadError: `lengths` or `trim` is no function of a batch.
-    """
+    """Return how tokens are counted and padding is cut: as given `by_name`, or else as the plan or a Workload says."""
     given = {name: value for name, value in by_name.items() if value is not None}
     if given and not by_tokens:
         raise UsageError(

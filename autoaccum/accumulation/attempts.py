@@ -25,7 +25,7 @@ from autoaccum.accumulation.backpropagation import (
     total_loss,
 )
 from autoaccum.accumulation.batchnorm import check_synchronised
-from autoaccum.accumulation.cuts import Cut, Cuts, TokenCuts
+from autoaccum.accumulation.cuts import Cut, Cuts
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.out_of_memory import (
@@ -88,12 +88,12 @@ class Attempts:
         if backpropagation.objective.coupled or spec.batchnorm == "exact":
             self._give_whole_batch(in_lockstep=spec.batchnorm == "exact")
 
-    def make_update(self, batches: Sequence[Any], measures: Sequence[Any], most: int) -> tuple[StepResult, int]:
+    def make_update(self, batches: Sequence[Any], measures: Sequence[list[int]], most: int) -> tuple[StepResult, int]:
         """Make one update of `batches`, in parts of at most `most` samples or tokens, alike on all ranks.
 
         Args:
             batches: The batches.
-            measures: What the cuts have measured of each.
+            measures: The lengths of the samples of each (`Cuts.measure`).
             most: The micro-batch, or the budget of tokens.
 
         Returns:
@@ -163,9 +163,9 @@ class Attempts:
             return result
         factors_by_rank = [all_factors[rank] for rank in slices(map(len, weights_by_rank))]
         if objective.coupled:
-            batches = [self._cuts.in_order(*pair) for pair in pairs]
+            batches = [cut.sort(batch) for batch, cut in pairs]
         update = UpdateParts(batches, parts, factors_by_rank[ranks.rank])
-        compared = parts if isinstance(self._cuts, TokenCuts) else batches
+        compared = batches if self._cuts.costs is None else parts
         if sharded is not None:
             sharded.deal(ranks, update, factors_by_rank, trained)
         runs_all = backpropagation.run_parts is not None
@@ -271,7 +271,7 @@ class Attempts:
     def _tell(self, largest: int, lowered: int, saver: str | None, *, is_own: bool) -> None:
         """Call the observer, or else warn if it was this rank that ran out of memory."""
         failed_in, observer = self._failed_in[-1], self._progress.observer
-        unit = "token" if largest and isinstance(self._cuts, TokenCuts) else "sample"
+        unit = "token" if largest and self._cuts.costs is not None else "sample"
         largest = max(largest, 1)  # By tokens, parts of one sample count as none.
         if observer is not None and saver is None:
             observer.out_of_memory(failed_in, largest, lowered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 from autoaccum.accumulation.packing import pack, pack_in_order, part_cost
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
@@ -30,52 +30,38 @@ class Cut:
     largest: int
     indices: list[list[int]] | None = None
 
-
-@dataclass(frozen=True)
-class SampleCuts:
-    """Cuts batches evenly into parts of at most so many samples, multiples of `multiple_of`."""
-
-    multiple_of: int
-    unit: ClassVar[str] = "micro_batch"
-
-    def measure(self, batch: Any, _most: int) -> int:
-        """Return the samples of a batch."""
-        size = batch_size(batch)
-        check_multiple(size, self.multiple_of, "a batch's size")
-        return size
-
-    def cut(self, _batch: Any, size: int, most: int) -> Cut:
-        """Return the cut of a batch of this size into parts of at most `most` samples."""
-        sizes = split_evenly(size, most, self.multiple_of)
-        return Cut(sizes, max(sizes))
-
-    def parts(self, batch: Any, cut: Cut) -> list[Any]:
-        """Return the parts, which are views."""
-        return split_batch(batch, cut.sizes)
-
-    def in_order(self, batch: Any, _cut: Cut) -> Any:
+    def sort(self, batch: Any) -> Any:
         """Return the batch in the order of its parts."""
-        return batch
+        return batch if self.indices is None else select_samples(batch, [[*chain(*self.indices)]])[0]
 
 
 @dataclass
-class TokenCuts:
-    """Cuts batches into parts within a budget of tokens (`packing.pack`), each trimmed to its longest sample.
+class Cuts:
+    """Cuts batches evenly by samples, or by `costs` into the fewest parts within a budget of tokens, each trimmed.
 
     A batch within the budget is one part, and keeps its order. So does a batch with a `split` of its own.
 
     Attributes:
-        costs: How samples are measured and batches trimmed.
+        multiple_of: The number that the samples of each part are a multiple of.
+        costs: How tokens are counted and parts are trimmed; None if samples are counted.
         wrap_batch: Reads what the user's `trim` returns.
     """
 
-    costs: TokenCosts
+    multiple_of: int
+    costs: TokenCosts | None
     wrap_batch: Callable[[Any], Any]
-    unit: ClassVar[str] = "micro_tokens"
     _has_warned: bool = False
 
+    @property
+    def unit(self) -> str:
+        """The Accumulator's argument for the most that a part counts."""
+        return "micro_batch" if self.costs is None else "micro_tokens"
+
     def measure(self, batch: Any, most: int) -> list[int]:
-        """Return the length of each sample; warn once of one that costs more than `most` tokens."""
+        """Return the length of each sample, or 1; warn once of one that costs more than the `most` of a part."""
+        if self.costs is None:
+            check_multiple(size := batch_size(batch), self.multiple_of, "a batch's size")
+            return [1] * size
         lengths = self.costs.of_batch(batch)
         if max(lengths) > most and not self._has_warned:
             self._has_warned = True
@@ -83,11 +69,13 @@ class TokenCuts:
         return lengths
 
     def cut(self, batch: Any, lengths: list[int], most: int) -> Cut:
-        """Return the cut of a batch of samples of these lengths into parts of at most `most` tokens."""
+        """Return the cut of a batch of samples of these lengths into parts that count at most `most`."""
+        if self.costs is None:
+            sizes = split_evenly(len(lengths), most, self.multiple_of)
+            return Cut(sizes, max(sizes))
         padding, indices = self.costs.padding, None
         if isinstance(batch, CustomBatch) or part_cost(lengths, padding) <= most:
-            sizes = pack_in_order(lengths, most, padding)
-            parts = [lengths[part] for part in slices(sizes)]
+            parts = [lengths[part] for part in slices(pack_in_order(lengths, most, padding))]
         else:
             indices = pack(lengths, most, padding)
             parts = [[lengths[index] for index in part] for part in indices]
@@ -95,18 +83,11 @@ class TokenCuts:
         return Cut(tuple(map(len, parts)), largest, indices)
 
     def parts(self, batch: Any, cut: Cut) -> list[Any]:
-        """Return the parts, trimmed; they are copies, unless they are in the order of the batch."""
-        split = split_batch(batch, cut.sizes) if cut.indices is None else select_samples(batch, cut.indices)
-        return [self.trim(part) for part in split]
+        """Return the parts; they are copies unless they are in the order of the batch."""
+        parts = split_batch(batch, cut.sizes) if cut.indices is None else select_samples(batch, cut.indices)
+        return [self.trim(part) for part in parts]
 
     def trim(self, part: Any) -> Any:
         """Return a part without the padding that none of its samples needs."""
-        trimmed = self.costs.cut(part)
-        return trimmed if self.costs.trim is None else self.wrap_batch(trimmed)
-
-    def in_order(self, batch: Any, cut: Cut) -> Any:
-        """Return the batch in the order of its parts."""
-        return batch if cut.indices is None else select_samples(batch, [[*chain(*cut.indices)]])[0]
-
-
-Cuts: TypeAlias = SampleCuts | TokenCuts
+        trimmed = part if self.costs is None else self.costs.cut(part)
+        return trimmed if self.costs is None or self.costs.trim is None else self.wrap_batch(trimmed)

@@ -42,7 +42,7 @@ class FirstSteps:
         trim: Cuts the padding of the parts, which a loss may count by mistake.
     """
 
-    def __init__(self, check: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any] | None) -> None:
+    def __init__(self, check: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any]) -> None:
         self._weighting = WeightingCheck(check, objective, multiple_of, trim)
         self._is_first, self._has_warned, self._has_accumulated = True, False, False
 
@@ -130,13 +130,11 @@ class WeightingCheck:
     or waits for other ranks is the last.
     """
 
-    def __init__(
-        self, mode: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, mode: str, objective: Objective, multiple_of: int, trim: Callable[[Any], Any]) -> None:
         criterion = objective.criterion
         has_divisor = criterion is not None and criterion.divisor is not None and objective.weight_function is None
         self._is_over = mode == "off" or has_divisor or objective.coupled
-        self._updates, self._multiple_of, self._trim = 0, multiple_of, trim or (lambda part: part)
+        self._updates, self._multiple_of, self._trim = 0, multiple_of, trim
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
         self._mistakes: list[Message] = []
 
