@@ -62,9 +62,10 @@ class Accumulator:
     A step is all or nothing. If it raises before the optimizer starts to write, or during the first update,
     everything is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If
     memory ran out, the batch is then repeated in smaller micro-batches (`out_of_memory.shrink`) with a warning, and
-    `micro_batch` stays at the smaller size. The first update is protected by a copy in host memory; later ones
-    allocate their temporary memory in advance instead. Should one of those still fail half-way, UpdateInterrupted
-    ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
+    `micro_batch` (or `micro_tokens`) stays at the smaller number. The first update is protected by a copy in host
+    memory; later ones allocate their temporary memory in advance instead. Should one of those still fail half-way,
+    UpdateInterrupted ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes
+    effect at once.
 
     Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
     all together are the effective batch, however many a rank has, even none. Weights are summed over ranks before the
@@ -208,7 +209,7 @@ class Accumulator:
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
         planned = planned if spec is None else spec.multiple_of or planned
         self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
-        most, by_tokens = choose_limit(plan, micro_batch, micro_tokens)
+        most, by_tokens = choose_limit(plan, micro_batch, micro_tokens, self._multiple_of)
         tokens = {"padding": padding, "lengths": lengths, "trim": trim}
         costs = choose_token_costs(plan, spec, tokens, by_tokens=by_tokens)
         objective = choose_objective(
@@ -275,7 +276,7 @@ class Accumulator:
             multiple_of=self._multiple_of,
             wrappers=[module for module in in_reach if isinstance(module, DistributedDataParallel)],
         )
-        self._most = min(self._ranks.gather(read_micro_batch(most, self._multiple_of)))
+        self._most = min(self._ranks.gather(most))
         roots = [root for root in (model, objective.criterion_module) if root is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
         names = {tensor: f"{name} in the optimizer" for name, tensor in named}

@@ -209,7 +209,9 @@ class PlanLike(Protocol):
         """The kind of device, and the name of a GPU."""
 
 
-def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: int | None) -> tuple[int, bool]:
+def choose_limit(
+    plan: PlanLike | None, micro_batch: int | None, micro_tokens: int | None, multiple_of: int
+) -> tuple[int, bool]:
     """Return the micro-batch that is given, or the plan's, and whether it is counted in tokens, not in samples.
 
     Raises:
@@ -225,7 +227,7 @@ def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: i
     if plan is not None:
         micro_batch, micro_tokens = plan.micro_batch, None if plan.tokens is None else plan.tokens.micro_tokens
     if micro_tokens is None:
-        return read_micro_batch(micro_batch), False
+        return read_micro_batch(micro_batch, multiple_of), False
     return read_count(micro_tokens, "micro_tokens"), True
 
 

@@ -15,11 +15,12 @@ from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import Accumulator
+from autoaccum import Accumulator, whole_batch
 from autoaccum.accumulation.packing import part_cost
 from autoaccum.accumulation.step_result import AccumulationWarning, StepObserver
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.sources.workload import Workload
+from autoaccum.spec import Padding
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a sample of"),
@@ -107,12 +108,18 @@ def contrastive(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(outputs @ outputs.T / 0.3, targets)
 
 
+def near_all(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    own = embeddings(model, batch)
+    return torch.as_tensor((own @ whole_batch(own).T / 0.3).logsumexp(1).mean())
+
+
 LOSSES: dict[str, dict[str, Any]] = {
     "token mean": {"loss": token_mean, "weight": count_labels},
     "sum": {"loss": token_sum, "reduction": "sum"},
     "sample mean": {"loss": sample_mean},
     "terms": {"loss": both, "weight": count_both},
     "contrastive": {"outputs": embeddings, "coupled_loss": contrastive},
+    "whole batch": {"loss": near_all},
 }
 
 
@@ -401,6 +408,21 @@ def test_a_workload_says_what_samples_cost() -> None:
     assert accumulator.step(padded()).micro_batches == (1, 2, 2, 2, 2)
     assert_exact(model, full_update(LOSSES["token mean"], padded()))
     assert all(width <= max(LENGTHS) for _, width in model.ran)
+
+
+@pytest.mark.parametrize("padding", ["longest", "none"])
+def test_batchnorm_by_micro_batch_is_told_as_always(padding: Padding) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(14), nn.Linear(14, 1)).double()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return torch.as_tensor(
+            model(functional.pad(batch["input_ids"], (0, 14 - batch["input_ids"].shape[1])).double()).mean()
+        )
+
+    options: dict[str, Any] = {"micro_tokens": 30, "padding": padding, "check": "off"}
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), loss, **options)
+    with pytest.warns(AccumulationWarning, match="BatchNorm normalises by the micro-batch"):
+        accumulator.step(padded((5, 5, 5, 5, 5, 5, 5, 5)))
 
 
 @pytest.mark.parametrize(
