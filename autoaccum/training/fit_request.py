@@ -34,6 +34,8 @@ class FitRequest:
         eval_due: A function used in place of `eval_every`, and not an argument of `fit`. It is called after each update
             with the samples trained on so far; if it returns True, an evaluation follows. There is always one at the
             end.
+        micro_tokens: The budget of tokens of a micro-batch beside `micro_batch`, in place of a plan's, and not an
+            argument of `fit`.
 
     Raises:
         UsageError: An argument is invalid, or two contradict each other.
@@ -55,6 +57,7 @@ class FitRequest:
     steps: int | None = None
     plan: Plan | str | Path | None = None
     micro_batch: int | None = None
+    micro_tokens: int | None = None
     options: Options = Options()
     ema_decay: float | None = None
     clip_norm: float | None = None

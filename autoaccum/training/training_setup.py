@@ -178,7 +178,8 @@ class TrainingSetup:
             DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
         """
         request, micro_batch = self.request, self.request.micro_batch
-        saved, plan, micro_tokens = None if checkpoint is None else checkpoint["plan"], None, None
+        saved, plan = None if checkpoint is None else checkpoint["plan"], None
+        micro_tokens = request.micro_tokens
         earlier = None if saved is None else Plan.from_json(saved, source="the plan in the checkpoint")
         moved = [] if earlier is None else _place_differences(earlier, self.device)
         if micro_batch is None and request.plan is not None:

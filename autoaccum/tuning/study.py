@@ -221,7 +221,9 @@ class Search:
             _MICRO: _choose(trial, _MICRO, self.space.micro_batches),
         }
         self.notify(Row(number=trial.number, state="running", **setting))
-        common = {"budget": self.budget, "seed": self.processes.request.seed}
+        common: dict[str, Any] = {"budget": self.budget, "seed": self.processes.request.seed}
+        if self.plan.tokens is not None:
+            common["micro_tokens"] = self.plan.tokens.micro_tokens
 
         def should_continue(percent: int, loss: float) -> bool:
             trial.report(loss, percent)

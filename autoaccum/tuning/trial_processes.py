@@ -54,6 +54,7 @@ class Train(Request[TrainingProgress]):
     learning_rate: float
     target_batch: int
     micro_batch: int
+    micro_tokens: int | None = None
     evaluation_batch: int
     budget: int
     seed: int

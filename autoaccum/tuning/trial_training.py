@@ -25,6 +25,7 @@ from autoaccum.options import Options, make_options
 from autoaccum.sources.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.sources.samples import replace_fields
 from autoaccum.sources.source import find_source
+from autoaccum.sources.token_costs import is_length_sequence
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.tracebacks import blame_exit
 from autoaccum.training.data import is_map_style
@@ -48,10 +49,14 @@ def train_setting(workload: Workload, training: Train, device: str, should_conti
     try:
         samples, held_out, _, _ = split_data(workload)
         data: dict[str, Any] = {"dataset": samples, "evaluation_dataset": held_out, "evaluate": None}
+        lengths: Any = workload.lengths
+        if samples is not workload.dataset and is_length_sequence(lengths):
+            data["lengths"] = [lengths[index] for index in samples.indices]
         request = FitRequest(
             model_or_workload=dataclasses.replace(workload, **data, evaluation_batch=training.evaluation_batch),
             target_batch=training.target_batch,
             micro_batch=training.micro_batch,
+            micro_tokens=training.micro_tokens,
             learning_rate=training.learning_rate,
             steps=_UNLIMITED,
             seed=training.seed,
@@ -147,7 +152,7 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
         optimizer=type_name(optimizer),
         learning_rate=get_learning_rate(optimizer),
         schedule=None if schedule is None else type_name(schedule),
-        has_batch=workload.batch is not no_batch,
+        has_batch=workload.batch is not no_batch or workload.counts_tokens,
         training_samples=samples,
         held_out=held_out,
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),

@@ -141,9 +141,9 @@ def _micro_batches(plan: Plan) -> tuple[int, ...]:
     """Return the micro-batches to search: those that were timed, where their samples depend on each other.
 
     Without such coupling the gradient is the full batch's whatever the micro-batch is, so that the plan's is best. A
-    BatchNorm normalises no single sample.
+    BatchNorm normalises no single sample. A budget of tokens is the plan's in all trials, and decides alone.
     """
-    if not plan.coupling or plan.throughput is None:
+    if not plan.coupling or plan.throughput is None or plan.tokens is not None:
         return (plan.micro_batch,)
     sizes = {speed.micro_batch for speed in plan.throughput.speeds if speed.micro_batch > 1}
     return tuple(sorted(sizes | {plan.micro_batch}))

@@ -112,6 +112,7 @@ class WorkloadFacts:
         digest: The digest of its source files.
         learning_rate: The default rate of the first parameter group.
         schedule: The class of its scheduler.
+        has_batch: Whether it makes batches for trials itself, or by the lengths of its samples.
         training_samples: Samples without the held-out ones; None if the data has no known length.
         held_out: The held-out data, as a phrase.
         device: `cpu`, or the name of the GPU.

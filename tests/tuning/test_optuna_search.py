@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import noisy_quadratic as quadratic
 import optuna
 import pytest
 import torch
+from factories import make_token_budget
 from small_studies import FEATURES, OWN_RATE, Greedy, line_workload, plan_of, request_of, search_in, study_in
 from torch import nn
 
@@ -18,7 +20,8 @@ from autoaccum.errors import StudyError, UsageError, WorkloadError
 from autoaccum.messages import message
 from autoaccum.tuning import study as studies
 from autoaccum.tuning.study import open_storage
-from autoaccum.tuning.tuning_records import LearningRateRange
+from autoaccum.tuning.trial_processes import Train
+from autoaccum.tuning.tuning_records import LearningRateRange, Outcome
 
 
 @pytest.fixture
@@ -184,6 +187,19 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
     best = min((row for row in rows if row.state == "complete"), key=lambda row: row.loss)
     expected = quadratic.expected_loss(best.learning_rate)
     assert expected <= 1.1 * quadratic.expected_loss(quadratic.best_rate())
+
+
+def test_every_trial_has_the_plans_budget_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def train(workload: Workload, training: Train, *_: Any) -> Outcome:
+        seen.append(training.micro_tokens)
+        return Outcome(state="complete", loss=1.0)
+
+    monkeypatch.setattr("small_studies.train_setting", train)
+    plan = dataclasses.replace(plan_of(), tokens=make_token_budget(48))
+    search_in(tmp_path / "tune.db", request_of(trials=2), plan=plan)
+    assert seen == [48, 48]
 
 
 @pytest.mark.slow

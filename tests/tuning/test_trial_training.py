@@ -30,10 +30,19 @@ def run(
     *,
     rate: float = OWN_RATE,
     micro: int = 8,
+    tokens: int | None = None,
     seed: int = 0,
     should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
-    training = Train(learning_rate=rate, target_batch=16, micro_batch=micro, evaluation_batch=8, budget=64, seed=seed)
+    training = Train(
+        learning_rate=rate,
+        target_batch=16,
+        micro_batch=micro,
+        micro_tokens=tokens,
+        evaluation_batch=8,
+        budget=64,
+        seed=seed,
+    )
     return train_setting(workload, training, "cpu", should_continue)
 
 
@@ -67,6 +76,48 @@ def test_exact_and_coupled_trainings_are_the_same_in_micro_batches_of_any_size()
     workload = line_workload(**given, batchnorm="exact", coupled=True)
     losses = [run(workload, micro=micro).loss for micro in (16, 5, 1)]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
+
+
+class Reading(nn.Module):
+    """Reads the mean of each text; `shapes` are those of the micro-batches that it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.shapes = nn.Linear(1, 1), list[torch.Size]()
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.shapes.append(ids.shape)
+        means = (ids * mask).sum(1) / mask.sum(1)
+        return torch.as_tensor(self.line(means[:, None]))
+
+
+def collate(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).float()}
+
+
+def test_a_budget_of_tokens_is_kept_and_the_training_is_that_by_count() -> None:
+    lengths = [1 + 7 * index % 19 for index in range(80)]
+    models: list[Reading] = []
+
+    def model() -> Reading:
+        models.append(Reading())
+        return models[-1]
+
+    workload = line_workload(
+        model=model,
+        criterion=None,
+        loss=lambda model, batch: (model(batch["input_ids"], batch["attention_mask"]) - 1).square().mean(),
+        dataset=[torch.rand(length) + 0.1 for length in lengths],
+        collate=collate,
+        lengths=lengths,
+    )
+    by_count, by_tokens = run(workload, micro=2), run(workload, micro=2, tokens=40)
+    assert by_tokens.loss == pytest.approx(by_count.loss, rel=1e-5), by_tokens.reason
+    shapes = models[-1].shapes
+    assert max(shape.numel() for shape in shapes) <= 40
+    assert max(shape[0] for shape in shapes) > 2
 
 
 def test_out_of_memory_leads_to_smaller_parts_or_ends_the_trial() -> None:
