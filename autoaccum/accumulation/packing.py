@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -61,19 +61,25 @@ def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest"
 
 def _cut_sorted(lengths: Sequence[int], micro_tokens: int) -> list[int]:
     """Return where the parts of samples end, which are sorted from the longest on (dynamic programming)."""
-    least, starts = [0], list[int]()
-    """By the number of samples, the price of the first ones, and where the last part of them starts."""
-    for end in range(1, len(lengths) + 1):
-        best = least[-1] + lengths[end - 1], end - 1
-        start = end - 2
-        while start >= 0 and (tokens := lengths[start] * (end - start)) <= micro_tokens:
-            best = min(best, (least[start] + tokens, start))
-            start -= 1
-        least.append(best[0] + math.ceil(micro_tokens / _PRICE))
-        starts.append(best[1])
-    ends = [len(lengths)] if lengths else []
-    while ends and starts[ends[-1] - 1]:
-        ends.append(starts[ends[-1] - 1])
+    price, last = math.ceil(micro_tokens / _PRICE), len(lengths)
+    least, starts = [0, *[-1] * last], [0] * (last + 1)
+    """By the number of samples, the price of the first ones (-1: not known), and where the last part of them starts."""
+    shorter = [at for at in range(1, last) if lengths[at] < lengths[at - 1]]  # Cuts between equal samples save nothing.
+    for start, length in enumerate(lengths):
+        if least[start] < 0:
+            continue
+        most = min(last, start + max(1, micro_tokens // length))
+        for end in (*shorter[bisect_right(shorter, start) : bisect_left(shorter, most)], most):
+            middle = (start + end) // 2
+            if middle > start and (length - lengths[middle]) * (end - middle) > price:
+                break  # Two parts cost less than this one, and than any larger one from here.
+            total = least[start] + length * (end - start) + price
+            if not 0 <= least[end] <= total:
+                least[end], starts[end] = total, start
+    ends = []
+    while last:
+        ends.append(last)
+        last = starts[last]
     return ends[::-1]
 
 
