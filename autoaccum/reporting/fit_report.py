@@ -65,10 +65,7 @@ def _rows(result: FitResult) -> Iterator[tuple[str, str | Text]]:
     if result.micro_tokens is not None:
         size, unit = result.micro_tokens, " tokens"
         planned = size if plan is None or plan.tokens is None else plan.tokens.micro_tokens
-    yield (
-        "micro-batch",
-        Text(f"{size}{unit}" if size == planned else f"{size}{unit} at the end, planned were {planned}"),
-    )
+    yield "micro-batch", Text(f"{size}{unit}" + ("" if size == planned else f" at the end, planned were {planned}"))
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}")
     if result.added_savers:
@@ -176,12 +173,10 @@ def headline(event: Started) -> str:
     """Say what is trained on which device, and from which update it continues."""
     from autoaccum.sharded_tensors import model_class  # Later: it imports torch.
 
-    updates, parts = f"{event.target_tokens} tokens", f"in micro-batches of up to {event.micro_batch} samples"
-    if event.target_batch is not None:
-        updates = f"{event.target_batch} samples"
-        parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
-    if event.micro_tokens is not None:
-        parts = f"in micro-batches of up to {event.micro_tokens} tokens"
+    most = str(event.micro_batch) if event.micro_tokens is None else f"{event.micro_tokens} tokens"
+    is_whole = event.micro_tokens is None and event.micro_batch >= (event.target_batch or math.inf)
+    parts = "whole" if is_whole else f"in micro-batches of up to {most}"
+    updates = f"{event.target_batch} samples" if event.target_tokens is None else f"{event.target_tokens} tokens"
     name = model_class(event.model).__name__
     text = f"training {name} on {event.device}: {updates} per update, {parts}"
     if event.resumed_from is not None:

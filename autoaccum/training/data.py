@@ -25,7 +25,6 @@ from autoaccum.checks import describe_type, type_name
 from autoaccum.devices.live_objects import make_batches
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.messages import message
-from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import batch_size, join_batches, split_batch, wrap_batch
 from autoaccum.sources.readings import is_samples
@@ -34,7 +33,7 @@ from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, set_epoch
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.run_folder import NotPortableError, portable
-from autoaccum.training.windows import DataSettings, MapStyleReader, WindowReader, start_loader_epoch
+from autoaccum.training.windows import DataSettings, MapStyleReader, WindowReader, samples_to_read, start_loader_epoch
 
 
 class IterableReader(WindowReader):
@@ -77,7 +76,7 @@ class IterableReader(WindowReader):
             UsageError: `longest_of` is given, and batches have no single samples to compare.
         """
         if self._has_samples:
-            number = longest_of or DEFAULT_LONGEST_OF
+            number = longest_of or samples_to_read(workload)
             return self._with_longest(workload, self._peek(number), self._settings.collate, number)
         if longest_of is not None:
             raise UsageError(

@@ -107,7 +107,7 @@ class TrainingComponents:
 class MicroBatchChoice:
     """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of.
 
-    Where micro-batches are made by their tokens, `micro_tokens` is the most of them.
+    `micro_tokens` is the budget of micro-batches that are made by their tokens; None: they are made by their samples.
     """
 
     micro_batch: int
@@ -316,6 +316,7 @@ class TrainingSetup:
                 f" {_GIVE_A_NUMBER}",
             )
         asked = partial(PlanRequest, request.target_batch, target_tokens=request.target_tokens)
+        has_lengths = workload.counts_tokens and request.data is not None
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(source, str | os.PathLike) and all(value is None for value in in_code)
         try:
@@ -324,7 +325,7 @@ class TrainingSetup:
                     longest_of = DEFAULT_LONGEST_OF
                 options = options.with_spec(longest_of=longest_of)
                 return make_plan(os.fspath(source), asked(options), **listeners)
-            if self.is_live or workload.batch is no_batch or longest_of is not None or workload.counts_tokens:
+            if self.is_live or workload.batch is no_batch or longest_of is not None or has_lengths:
                 workload = reader.with_planning_batches(workload, longest_of)
             if not self.is_live:
                 return make_plan(workload, asked(options), **listeners)

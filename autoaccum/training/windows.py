@@ -28,7 +28,7 @@ from autoaccum.messages import message
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
-from autoaccum.sources.samples import LongestBatches, some_samples, take_longest
+from autoaccum.sources.samples import TOKEN_SAMPLES, LongestBatches, some_samples, take_longest
 from autoaccum.sources.token_costs import TokenCosts
 from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, PartFetcher, PartRequest, set_epoch, worker_options
@@ -240,7 +240,8 @@ class WindowReader(abc.ABC):
     ) -> Workload:
         """Return the workload with batches of the longest of so many samples, and without the dataset itself."""
         of_data = dataclasses.replace(workload, dataset=dataset, collate=collate)
-        return dataclasses.replace(take_longest(of_data, number, self._settings.target_batch), dataset=None)
+        kept = self._settings.target_batch or DEFAULT_LONGEST_OF
+        return dataclasses.replace(take_longest(of_data, number, kept), dataset=None)
 
     def _read_collated(self, part: Any, size: int, again: Callable[[int], Any]) -> Any:
         return read_batch(part, self._settings.batching, size, "collate()", again)
@@ -285,12 +286,12 @@ class MapStyleReader(WindowReader):
                 f"there are {len(settings.lengths):,} lengths, and the training data has {len(dataset):,} samples",
                 hint="give the tokens of each sample of the dataset, in order, or write length(sample)",
             )
-        if samples is not None and (settings.target_batch is not None or samples == 0):
+        if samples is not None and not (samples and settings.target_tokens):
             self._check_fills_window(samples)
 
     def with_planning_batches(self, workload: Workload, longest_of: int | None) -> Workload:
         """Return the workload with batches of the longest among samples spread over the dataset."""
-        number, dataset = longest_of or DEFAULT_LONGEST_OF, self._dataset
+        number, dataset = longest_of or samples_to_read(workload), self._dataset
         if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):  # Samples are not numbered.
             dataset = [dataset[index] for index in islice(chain.from_iterable(self._sampler), number)]
         return self._with_longest(workload, dataset, self._collate, number)
@@ -380,6 +381,11 @@ class MapStyleReader(WindowReader):
         if self._checksum == state["checksum"]:
             return None
         return Notice(message("order_changed"))
+
+
+def samples_to_read(workload: Workload) -> int:
+    """Return how many samples are read for batches of the longest, unless `longest_of` says."""
+    return TOKEN_SAMPLES if workload.counts_tokens else DEFAULT_LONGEST_OF
 
 
 def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
