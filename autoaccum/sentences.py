@@ -373,8 +373,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "that change",
     "parts_count": _parts_count,
     "divide_parts": _divide_parts,
-    "padding_counts": "the gradient depends on padding: it is another one where micro-batches of {parts:parts} are cut "
-    "to their longest sample",
+    "padding_counts": "the gradient depends on padding: cutting micro-batches of {parts:parts} to their longest sample "
+    "changes it",
     "mask_padding": "mask padding in the model (pass its attention mask) and in the loss, or leave out length and "
     "lengths: micro-batches by count keep the padding",
     "trim_cuts_tokens": "trim(batch) cuts tokens that count: a sample of {before} tokens has {after} afterwards",

@@ -128,7 +128,8 @@ def _verdict_blocks(verdict: Verdict) -> Iterator[Block]:
             yield _growths(verdict)
     elif now is not None:
         sizes = f"peak {precise_bytes(now.peak_bytes)}, smallest budget {precise_bytes(now.min_budget_bytes)}"
-        yield Text(f"  {sizes}, largest fit {_largest(now)}, parts {format_parts(now.micro_batches)}")
+        tokens = "" if now.micro_tokens is None else f", micro_tokens {now.micro_tokens:,}"
+        yield Text(f"  {sizes}, largest fit {_largest(now)}, parts {format_parts(now.micro_batches)}{tokens}")
     rows: list[tuple[str, str | Text]] = [("  why", str(reason)) for reason in verdict.reasons]
     rows += [(f"  {kind}", text) for kind, text in Facts.of_messages(verdict.warnings, ()).rows]
     if verdict.hint is not None:
