@@ -27,9 +27,7 @@ _SIGNALLED = (129, 143)
 @click.command("fit", cls=HelpWithHeadings, short_help="Train by the plan; resume an interrupted run.")
 @click.argument("workload")
 @click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).")
-@click.option(
-    "--target-tokens", type=count, metavar="N", help="Tokens per update, as many whole samples as reach N, instead."
-)
+@click.option("--target-tokens", type=count, metavar="N", help="Instead: tokens per update, in whole samples.")
 @click.option(
     "--run-dir", metavar="FOLDER", required=True, help="Folder for checkpoints, metrics and the trained model."
 )

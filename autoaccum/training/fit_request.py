@@ -111,18 +111,14 @@ class FitRequest:
                 below = " and below 1" if name == "ema_decay" else ""
                 raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._make_paths_absolute()
-        if self.target_batch is None and self.target_tokens is None:
+        if (self.target_batch is None) == (self.target_tokens is None):
             raise UsageError(
-                "neither target_batch nor target_tokens is given",
-                hint="give target_batch=256 (--target-batch 256), or target_tokens=65536",
+                f"target_batch is {self.target_batch}, and target_tokens is {self.target_tokens}",
+                hint="give one of them: target_batch=256 (--target-batch 256)",
             )
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
-        for first, second in (
-            ("target_batch", "target_tokens"),
-            ("eval_every", "eval_due"),
-            ("micro_batch", "plan"),
-        ):
+        for first, second in (("eval_every", "eval_due"), ("micro_batch", "plan")):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise UsageError(
                     f"{first} is {getattr(self, first)}, and {second} is given too", hint="give one of them"

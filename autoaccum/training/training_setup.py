@@ -275,13 +275,9 @@ class TrainingSetup:
                 "the plan shards the model, and fit shards those that it builds", hint="give it a workload"
             )
         different = _place_differences(plan, self.device)
-        target_tokens = None if plan.tokens is None else plan.tokens.target_tokens
-        planned, asked = (
-            _updates(plan.target_batch, target_tokens),
-            _updates(request.target_batch, request.target_tokens),
-        )
-        if planned != asked:
-            different.append((planned, asked))
+        updates = _updates(plan.target_batch, getattr(plan.tokens, "target_tokens", None))
+        if updates != (wanted := _updates(request.target_batch, request.target_tokens)):
+            different.append((updates, wanted))
         for name in ("parallel", "mesh"):
             planned, asked = getattr(plan, name), getattr(request.options, name)
             if None not in (planned, asked) and planned != asked:

@@ -16,7 +16,7 @@ from on_ranks import on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from autoaccum import TokenBudgetSampler
+from autoaccum import Accumulator, TokenBudgetSampler
 from autoaccum.accumulation.packing import part_cost
 from autoaccum.errors import UsageError
 
@@ -185,3 +185,36 @@ def test_ranks_are_those_of_the_process_group() -> None:
         for rank in range(2)
     ]
     assert on_ranks(2, share_of_group) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_updates_of_its_windows_are_those_of_whole_batches(workers: int) -> None:
+    class Costs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(len(LENGTHS), 4, padding_idx=0, dtype=torch.float64)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            summed: Tensor = self.table(rows).sum(1)
+            return summed
+
+    def pad(samples: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def train(step: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = Costs()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sampler = TokenBudgetSampler(LENGTHS, micro_tokens=20, target_batch=4)
+        loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=pad, num_workers=workers)
+        accumulator = Accumulator(model, optimizer, lambda model, rows: model(rows).tanh().mean(), micro_batch=100)
+        for _ in range(2):
+            for window in sampler.windows(loader):
+                step(accumulator, window)
+        return model.table.weight.detach()
+
+    def whole(accumulator: Accumulator, window: list[Tensor]) -> None:
+        accumulator.step(pad([row for part in window for row in part]))
+
+    parts = train(lambda accumulator, window: accumulator.step_parts(window))
+    torch.testing.assert_close(parts, train(whole), rtol=1e-10, atol=1e-10)

@@ -340,8 +340,8 @@ def test_ranks_share_updates_by_tokens(kind: str, target: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_tokens": 60}, "target_batch is 8, and target_tokens is given too"),
-        ({"target_batch": None}, "neither target_batch nor target_tokens is given"),
+        ({"target_tokens": 60}, "target_batch is 8, and target_tokens is 60: give one of them"),
+        ({"target_batch": None}, "target_batch is None, and target_tokens is None"),
         ({"target_tokens": 60, "target_batch": None}, "for updates of 8 samples; here is updates of 60 tokens"),
         (
             {"target_tokens": 1000, "target_batch": None, "plan": plan_of(target_tokens=1000)},
