@@ -244,7 +244,7 @@ def weight(batch):
 
 
 @pytest.mark.parametrize(
-    "where", [["--memory", "14MiB"], ["--gpu", "1GiB", "--memory", "50MiB"]], ids=["cpu", "simulated"]
+    "where", [["--memory", "14MiB", "--max-trials", "3"], ["--gpu", "1GiB", "--memory", "50MiB"]], ids=["cpu", "simulated"]
 )
 def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
     file = tmp_path / "texts.py"
