@@ -59,6 +59,11 @@ class Solved:
     stopped: Literal["time", "trials"] | None = None
 
     @property
+    def proof(self) -> Trial:
+        """The trial that confirmed the answer."""
+        return next(tried.trial for tried in reversed(self.tried) if tried.value == self.value)
+
+    @property
     def next_fail(self) -> ValueTrial | None:
         """The smallest larger value that did not fit; None if none was tried."""
         above = [tried for tried in self.tried if tried.value > self.value and tried.trial.outcome != "ok"]

@@ -54,8 +54,7 @@ def solve_plan(
     with ExitStack() as devices:
         trials = _ValueTrials(request, workload, make, limits, on_event or (lambda event: None), devices)
         solved = trials.find_largest()
-        proof = next(tried.trial for tried in reversed(solved.tried) if tried.value == solved.value)
-        how: dict[str, Any] = {"on_event": on_event, "started": limits.started, "known": (proof,)}
+        how: dict[str, Any] = {"on_event": on_event, "started": limits.started, "known": (solved.proof,)}
         plan = plan_on_device(trials.turn_to(solved.value), trials.request, **how)
     return dataclasses.replace(plan, solved=solved, warnings=(*plan.warnings, *check_order(solved)))
 

@@ -193,9 +193,11 @@ def _solved(solved: Solved, *, predicted: bool) -> Text:
 
 def _token_rows(tokens: TokenBudget, *, predicted: bool) -> Iterator[tuple[str, str | Text]]:
     """Yield the rows of a budget of tokens: what it is, and what it is worth."""
-    yield "micro_tokens", _solved(tokens.search, predicted=predicted)
-    samples, lengths = tokens.samples, tokens.lengths
-    yield "samples", f"{_in_words(samples)} in a micro-batch, of {_in_words(lengths)} tokens"
+    peak = peak_bytes(tokens.search.proof)
+    held = "" if peak is None else f", peak {format_bytes(peak)}"
+    yield "micro_tokens", _solved(tokens.search, predicted=predicted).append(held)
+    yield "samples", f"{_in_words(tokens.samples)} per micro-batch"
+    yield "tokens", f"{_in_words(tokens.lengths)} per sample, {_in_words(tokens.costs)} per micro-batch"
     if tokens.padding_saved > 0:
         saved = f"{tokens.padding_saved:.0%} fewer tokens than by count, in the same memory"
         yield "padding", f"{saved}: about {tokens.speed_up:.1f} times as fast"

@@ -152,7 +152,7 @@ def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
         padding=costs.padding,
         is_whole=has_indices(workload.dataset) and len(lengths) == len(dataset),
     )
-    return dataclasses.replace(workload, batch=batches, longest_of=number, sample_lengths=found)
+    return dataclasses.replace(workload, batch=batches, longest_of=len(lengths), sample_lengths=found)
 
 
 def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:

@@ -134,7 +134,7 @@ def test_the_largest_budget_is_found_of_which_every_shape_fits(rule: Callable[[i
     assert expected * 0.95 - tokens.search.step <= tokens.micro_tokens <= expected + 8
     assert tokens.micro_tokens == tokens.search.value
     assert len(tokens.search.tried) <= 12
-    proof = [tried.trial for tried in tokens.search.tried if tried.value == tokens.micro_tokens][-1]
+    proof = tokens.search.proof
     assert proof.fresh
     assert [*zip(proof.parts, proof.lengths, strict=True)][0][1] == LENGTHS[0]
     assert proof.parts[0] == proof.parts[-1], "memory peaks where the gradients of others exist"
@@ -244,7 +244,9 @@ def weight(batch):
 
 
 @pytest.mark.parametrize(
-    "where", [["--memory", "14MiB", "--max-trials", "3"], ["--gpu", "1GiB", "--memory", "50MiB"]], ids=["cpu", "simulated"]
+    "where",
+    [["--memory", "14MiB", "--max-trials", "3"], ["--gpu", "1GiB", "--memory", "50MiB"]],
+    ids=["cpu", "simulated"],
 )
 def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
     file = tmp_path / "texts.py"
@@ -257,7 +259,7 @@ def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
     assert (tokens.target_tokens, tokens.padding) == (2048, "longest")
     assert plan.target_batch * 45 == pytest.approx(2048, rel=0.3), "the median of the lengths is about 33"
     assert (tokens.lengths.most, plan.iter_size > 1) == (256, True)
-    proof = next(tried.trial for tried in reversed(tokens.search.tried) if tried.value == tokens.micro_tokens)
+    proof = tokens.search.proof
     assert (proof.ran, proof.fresh) == (True, True)
     assert {256} < {*proof.lengths}
 
