@@ -330,7 +330,6 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "verified_in_float32": "verified in float32: the workload does not run in float64 ({error})",
     "samples_shortened": "all samples are equally long: also compared with {paths:names} shortened",
     "window_left_out": "the shorter window of {parts:parts} was left out: {error}",
-    "tokens_left_out": "micro-batches by a budget of tokens were not compared: {error}",
     "tokens_alike": "micro-batches by a budget of tokens were not compared: all samples have {tokens} tokens",
     "loop_left_out": "accumulate() was not called with {parts:parts}: a rank with fewer micro-batches would keep the "
     "others waiting",
@@ -375,10 +374,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "divide_parts": _divide_parts,
     "padding_counts": "the gradient depends on padding: cutting micro-batches of {parts:parts} to their longest sample "
     "changes it",
-    "mask_padding": "mask padding in the model (pass its attention mask) and in the loss, or leave out length and "
-    "lengths: micro-batches by count keep the padding",
-    "trim_cuts_tokens": "trim(batch) cuts tokens that count: a sample of {before} tokens has {after} afterwards",
-    "trim_padding": "cut only what no sample of the batch needs",
+    "mask_padding": "mask padding in the model (pass its attention mask) and in the loss, and let trim(batch) keep all "
+    "tokens that count; or leave out length and lengths: micro-batches by count keep the padding",
     "unexplained": lambda tensor, reason: (
         f"no experiment makes both updates equal{f' ({reason})' if reason else ''}; the first tensor that differs is "
         f"{tensor}"

@@ -40,10 +40,8 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "verified_in_float32": [{"error": "this kernel takes float32"}],
     "samples_shortened": [{"paths": ['batch["attention_mask"]', 'batch["labels"]']}],
     "window_left_out": [{"parts": [2, 1], "error": "expected more than one sample"}],
-    "tokens_left_out": [{"error": "the tokens of a batch's samples are not known"}],
     "tokens_alike": [{"tokens": 512}],
     "padding_counts": [{"parts": [4, 4, 8]}],
-    "trim_cuts_tokens": [{"before": 12, "after": 11}],
     "framework_counts_samples": [
         {"name": "transformers", "trainer": True, "balances": True, "micro_batch": 4, "target_tokens": None},
         {"name": "Lightning", "trainer": False, "balances": False, "micro_batch": 1, "target_tokens": 65536},

@@ -67,10 +67,6 @@ class LongestBatches:
         with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
             return read_batch(self.collate(size), self._batching, size, "collate()", self.collate)
 
-    def mixed(self, size: int) -> list[Any]:
-        """Return samples of unequal length: as many of the longest as of the shortest; all if they are too few."""
-        return [*self._samples[: size // 2], *self._samples[max(size // 2, len(self._samples) - (size - size // 2)) :]]
-
     def collate(self, size: int) -> Any:
         """Return a batch as `collate` makes it of `size` samples."""
         samples = list(itertools.islice(itertools.cycle(self._samples), size))
@@ -226,10 +222,7 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     has_batch, hint = workload.batch is not no_batch, "write def batch(size)"
     with user_code(f"batch({size})"):
         batch = workload.build_batch(size) if has_batch else None
-    if isinstance(workload.batch, LongestBatches) and workload.sample_lengths is not None:
-        samples = workload.batch.mixed(size)
-    else:
-        samples = _mixed_samples(workload.dataset, size)
+    samples = _mixed_samples(workload.dataset, size)
     if len(samples) < size:
         if not has_batch:
             raise WorkloadError(f"the dataset has {len(samples)} samples, {size} are needed", hint=hint)

@@ -22,7 +22,6 @@ from autoaccum.errors import AutoaccumError
 from autoaccum.messages import message
 from autoaccum.sources.objective import match_weights
 from autoaccum.sources.weight_check import LossComparison, advise, find_weights
-from autoaccum.tracebacks import user_code
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateRun
 from autoaccum.verification.verification_result import Cause, Window
@@ -59,7 +58,8 @@ class _Search:
     def run(self) -> tuple[Cause, ...]:
         """Return the causes that are proved, else those that were seen and an unknown one."""
         if self._runs.micro_tokens is not None and self._runs.with_padding().pair().equal:
-            return (self._padding_cause(),)
+            found = message("padding_counts", parts=list(self._runs.sizes))
+            return (Cause(kind="padding", found=found, change=message("mask_padding"), proved=True),)
         if not self._runs.is_repeatable():
             change = message("keep_state_in_model")
             return (Cause(kind="non-determinism", found=message("not_repeatable"), change=change),)
@@ -146,19 +146,6 @@ class _Search:
             found, change = message("draws_mix_samples", sites=list(sites)), message("draw_for_each_sample")
             causes.append(Cause(kind="randomness", found=found, change=change, where=sites, proved=True))
         return tuple(causes)
-
-    def _padding_cause(self) -> Cause:
-        """Return the cause where the same parts are equal as long as they keep their padding."""
-        costs = self._runs.fixture.workload.token_costs
-        for part in self._runs.parts:
-            with user_code("lengths(batch)"):
-                lengths = zip(costs.of_batch(part), costs.of_batch(costs.cut(part)), strict=True)
-            for before, after in lengths:
-                if after < before:
-                    found = message("trim_cuts_tokens", before=before, after=after)
-                    return Cause(kind="padding", found=found, change=message("trim_padding"), proved=True)
-        found = message("padding_counts", parts=list(self._runs.sizes))
-        return Cause(kind="padding", found=found, change=message("mask_padding"), proved=True)
 
     def _batchnorm_cause(self, mode: str, *, proved: bool) -> Cause:
         """Return the cause for BatchNorm, which `mode` takes away."""

@@ -100,8 +100,13 @@ class AccumulatedUpdate:
         run = UpdateRun(self.fixture, self.ablation)
         if self.method == "accumulate":
             return run.user_loop(parts)
-        batch = self.batch if world_size == 1 and self.micro_tokens is None else None
-        return run.accumulated(parts, draws, micro_batch=max(self.sizes), micro_tokens=self.micro_tokens, batch=batch)
+        if self.micro_tokens is not None:
+            costs = self.fixture.workload.token_costs
+            limit = {"padding": costs.padding, "lengths": costs.lengths, "trim": costs.trim}
+            return run.accumulated(parts, draws, {"micro_tokens": self.micro_tokens, **limit})
+        return run.accumulated(
+            parts, draws, {"micro_batch": max(self.sizes)}, batch=self.batch if world_size == 1 else None
+        )
 
 
 class UpdateRun:
@@ -145,17 +150,10 @@ class UpdateRun:
             return self._result(loss, values)
 
     def accumulated(
-        self,
-        parts: Sequence[Any],
-        draws: RngRecording,
-        *,
-        micro_batch: int,
-        micro_tokens: int | None = None,
-        batch: Any = None,
+        self, parts: Sequence[Any], draws: RngRecording, limit: Mapping[str, Any], batch: Any = None
     ) -> UpdateResult:
-        """Make one update by the Accumulator in `parts` of at most `micro_batch`, and return its gradient.
+        """Make one update by an Accumulator with this `limit` in `parts` within it, and return its gradient.
 
-        With `micro_tokens`, the Accumulator counts tokens and cuts padding.
         `draws` are told which part runs. If the Accumulator splits `batch` into the same parts, it is given that. Of
         several ranks each has parts of its own, maybe none, and no batch.
         """
@@ -165,14 +163,9 @@ class UpdateRun:
             index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
         ]
         generators = module_generators(module for root in self._roots.values() for module in root.modules())
-        limit: dict[str, Any] = {"micro_batch": micro_batch}
-        if micro_tokens is not None:
-            costs = fixture.workload.token_costs
-            limit = {name: getattr(costs, name) for name in ("padding", "lengths", "trim")}
-            limit["micro_tokens"] = micro_tokens
         optimizer, gradients = make_optimizer("SGD", self.model), dict[str, Tensor]()
         optimizer.register_step_pre_hook(lambda *_: gradients.update(self._gradients()))
-        with self.running(f"an update in parts of {micro_batch}"):
+        with self.running(f"an update in parts of {max(sizes, default=0)}"):
             accumulator = Accumulator(
                 self.model,
                 optimizer,
@@ -185,7 +178,7 @@ class UpdateRun:
                 recover=False,
                 observer=_PartObserver(draws, generators, counting),
             )
-            if batch is not None and list(split_evenly(sum(sizes), micro_batch)) == sizes:
+            if batch is not None and list(split_evenly(sum(sizes), limit["micro_batch"])) == sizes:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))

@@ -32,7 +32,6 @@ from autoaccum.sources.samples import apply_spec, replace_fields, take_small_bat
 from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
 from autoaccum.sources.workload import Workload, no_batch
-from autoaccum.spec import Padding
 from autoaccum.tracebacks import blame_exit, user_code
 from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
@@ -302,29 +301,30 @@ class _Verifier:
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
     def _compare_tokens(self, fixture: Fixture) -> None:
-        """Compare micro-batches by a budget of tokens, each cut to its longest sample, with the whole padded batch.
+        """Compare micro-batches by a budget of tokens, one at least cut to shorter samples, with the padded batch.
 
-        It is left out with a note where the samples of the batch are equally long, or their lengths are not known.
+        Raises:
+            WorkloadError: The lengths of the batch's samples are not known.
         """
-        workload, costs = self._workload, self._workload.token_costs
+        workload, costs, batch = self._workload, self._workload.token_costs, self._batch
         is_joint = workload.coupled or workload.batchnorm in ("exact", "running") or self._multiple_of > 1
         if is_joint or self._unequal or not workload.counts_tokens:
             return
-        try:
-            with user_code("lengths(batch)"):
-                lengths = costs.of_batch(self._batch)
-        except WorkloadError as error:
-            self._note("tokens_left_out", error=first_line(error.message))
+        with user_code("lengths(batch)"):
+            lengths = costs.of_batch(batch)
+        longest = max(lengths)
+        if min(lengths) == longest:
+            self._note("tokens_alike", tokens=longest)
             return
-        if len(set(lengths)) == 1:
-            self._note("tokens_alike", tokens=lengths[0])
-            return
-        batch = self._batch
         if workload.split is None:
             order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
             (batch,), lengths = select_samples(batch, [order]), sorted(lengths, reverse=True)
-        sizes, budget = cut_unevenly(lengths, self._micro_batch, costs.padding)
-        self._compare_runs(PairedRuns(fixture, batch, sizes, team=self._team, micro_tokens=budget), "tokens")
+        for count in range(self._micro_batch, 0, -1):
+            sizes = pack_in_order(lengths, count * longest, costs.padding)
+            if any(max(lengths[part]) < longest for part in slices(sizes)):
+                break
+        runs = PairedRuns(fixture, batch, sizes, team=self._team, micro_tokens=count * longest)
+        self._compare_runs(runs, "tokens")
 
     def _compare(self, runs: PairedRuns, window: Window) -> None:
         """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
@@ -411,22 +411,6 @@ class _Verifier:
             neutral_random=any(note.code == "random_neutral" for note in self._notes),
             seconds=time.monotonic() - began,
         )
-
-
-def cut_unevenly(lengths: list[int], most: int, padding: Padding) -> tuple[list[int], int]:
-    """Return the sizes of micro-batches by a budget, that of up to `most` of the longest samples, and the budget.
-
-    In one at least all samples are shorter than the longest, so that padding is cut; `lengths` are not all alike.
-
-    >>> cut_unevenly([9, 9, 8, 3, 3], 2, "longest"), cut_unevenly([9, 9, 9, 3], 2, "longest")
-    (([2, 2, 1], 18), ([1, 1, 1, 1], 9))
-    """
-    for count in range(most, 0, -1):
-        budget = count * max(lengths)
-        sizes = pack_in_order(lengths, budget, padding)
-        if any(max(lengths[part]) < max(lengths) for part in slices(sizes)):
-            break
-    return sizes, budget
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
