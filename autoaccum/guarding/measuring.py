@@ -150,17 +150,14 @@ def measure_simulated(
 
 
 def _token_peak(device: Device, request: PlanRequest, inspection: Inspection, micro_tokens: int) -> int | None:
-    """Return the most that tensors hold in an update by the extreme shapes of a budget; raise the error of its trial.
-
-    What the allocator reserves for so many shapes depends on the limit.
-    """
+    """Return the most that tensors hold in an update by the extreme shapes of a budget, or raise its trial's error."""
     assert inspection.sample_lengths is not None
     shapes = extreme_shapes(inspection.sample_lengths, micro_tokens, request.rank_samples)
     parts, lengths = zip(*shapes, *shapes[:1], strict=True)
     trial = device.trial(parts, lengths=lengths, fresh=True)
     if trial.outcome == "error":
         raise trial_error(trial)
-    return trial.peak_allocated_bytes
+    return trial.peak_allocated_bytes  # What is reserved for so many shapes depends on the limit.
 
 
 def _trial_parts(request: PlanRequest, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:

@@ -301,11 +301,7 @@ class _Verifier:
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
     def _compare_tokens(self, fixture: Fixture) -> None:
-        """Compare micro-batches by a budget of tokens, one at least cut to shorter samples, with the padded batch.
-
-        Raises:
-            WorkloadError: The lengths of the batch's samples are not known.
-        """
+        """Compare micro-batches by a budget of tokens, one at least cut to shorter samples, with the padded batch."""
         workload, costs, batch = self._workload, self._workload.token_costs, self._batch
         is_joint = workload.coupled or workload.batchnorm in ("exact", "running") or self._multiple_of > 1
         if is_joint or self._unequal or not workload.counts_tokens:
