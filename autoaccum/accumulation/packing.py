@@ -134,6 +134,19 @@ def share_by_length(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
+def pack_share(
+    lengths: Sequence[int], ranks: int, micro_tokens: int, padding: Padding = "longest"
+) -> list[list[list[int]]]:
+    """Return the indices of the samples of each rank's micro-batches: `share_by_length`, and `pack` of each share.
+
+    >>> pack_share([9, 4, 3, 2], 2, 9)
+    [[[0]], [[1], [2, 3]]]
+    """
+    shares = share_by_length(lengths, ranks)
+    packed = [pack([lengths[index] for index in share], micro_tokens, padding) for share in shares]
+    return [[[share[at] for at in part] for part in parts] for share, parts in zip(shares, packed, strict=True)]
+
+
 def cut_windows(
     samples: Iterable[tuple[Sample, int]], *, target_batch: int | None = None, target_tokens: int | None = None
 ) -> Iterator[list[tuple[Sample, int]]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
-from autoaccum.accumulation.packing import cut_windows, pack, share_by_length
+from autoaccum.accumulation.packing import cut_windows, pack_share
 from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
@@ -196,7 +196,7 @@ class WindowReader(abc.ABC):
         measured = ((sample, 1 if target_tokens is None else max(1, length(sample))) for sample in samples)
         return cut_windows(measured, target_batch=target_batch, target_tokens=target_tokens)
 
-    def _places(self, window: list[tuple[Any, int]], length: Callable[[Any], int]) -> list[Sequence[int]]:
+    def _places(self, window: list[tuple[Any, int]], length: Callable[[Any], int]) -> Sequence[Sequence[int]]:
         """Return which samples of a window each part of this rank has."""
         if self.micro_tokens is None:
             share = range(len(window))[self._share(len(window))]
@@ -204,9 +204,8 @@ class WindowReader(abc.ABC):
             return [share[part] for part in slices(sizes)]
         is_measured = self._settings.target_tokens is not None
         lengths = [added if is_measured else length(sample) for sample, added in window]
-        of_rank = share_by_length(lengths, self._settings.ranks)[self._settings.rank]
-        parts = pack([lengths[at] for at in of_rank], self.micro_tokens, self._settings.costs.padding)
-        return [[of_rank[at] for at in part] for part in parts]
+        parts = pack_share(lengths, self._settings.ranks, self.micro_tokens, self._settings.costs.padding)
+        return parts[self._settings.rank]
 
     def _measure(self, sample: Any, collate: Callable[[list[Any]], Any] | None) -> int:
         """Return the tokens of a sample."""
