@@ -10,6 +10,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from operator import neg
 from typing import Any
 
@@ -23,7 +24,7 @@ from autoaccum.sources import pytree
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.workload import Workload, no_batch
-from autoaccum.spec import SampleLengths
+from autoaccum.spec import Padding, SampleLengths
 from autoaccum.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
@@ -44,6 +45,7 @@ class LongestBatches:
         collate: Makes a batch of a list of samples; None: PyTorch's `default_collate`.
         batching: The workload's functions to count and split batches.
         lengths: The lengths of the samples, in tokens, if batches of a given length are to be made.
+        padding: How these are laid out.
     """
 
     def __init__(
@@ -52,20 +54,39 @@ class LongestBatches:
         collate: Callable[[list[Any]], Any] | None,
         batching: BatchReader = None,
         lengths: Sequence[int] = (),
+        padding: Padding = "longest",
     ) -> None:
         self._samples, self._collate, self._batching, self._lengths = samples, collate, batching, lengths
+        self._padding = padding
 
     def __call__(self, size: int, length: int | None = None) -> Any:
         """Return a batch of `size` samples: the longest, or the shortest one of at least `length` tokens, repeated.
+
+        That one is joined by those of no more tokens that have the most of anything, such as labels, since they are
+        padded to the longest labels.
 
         Raises:
             WorkloadError: `collate` fails, or returns another number of samples.
         """
         if length is not None:
             at = max(0, bisect_right(self._lengths, -length, key=neg) - 1)
-            return LongestBatches(self._samples[at : at + 1], self._collate, self._batching)(size)
+            others = self._widest(at) if self._padding == "longest" else []
+            samples = [self._samples[at]] * max(1, size - len(others)) + others
+            return LongestBatches(samples, self._collate, self._batching)(size)
         with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
             return read_batch(self.collate(size), self._batching, size, "collate()", self.collate)
+
+    @cached_property
+    def _amounts(self) -> list[dict[str, int]]:
+        """The number of elements of each part of each sample."""
+        parts = [() if isinstance(sample, list) else pytree.children(sample) or () for sample in self._samples]
+        return [{name: _length(part) for name, part in named} for named in parts]
+
+    def _widest(self, at: int) -> list[Any]:
+        """Return those samples behind one that have the most of a part."""
+        rest = range(at, len(self._samples))
+        most = {max(rest, key=lambda index: self._amounts[index].get(name, 0)) for name in self._amounts[at]}
+        return [self._samples[index] for index in sorted(most - {at})]
 
     def collate(self, size: int) -> Any:
         """Return a batch as `collate` makes it of `size` samples."""
@@ -141,7 +162,9 @@ def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
             if lengths[at] * _LENGTH_RATIO <= lengths[chosen[-1]] or at == order[-1]:
                 chosen.append(at)
         samples, buildable = [dataset[indices[at]] for at in chosen], tuple(lengths[at] for at in chosen)
-    batches = LongestBatches(samples, workload.collate, workload.batching, buildable)
+    batches = LongestBatches(samples, workload.collate, workload.batching, buildable, costs.padding)
+    with user_code("lengths(batch)"):
+        costs.of_batch(batches(1))  # As in training, which has no single samples.
     found = SampleLengths(
         read=tuple(sorted(lengths, reverse=True)),
         buildable=buildable,

@@ -142,6 +142,26 @@ def test_without_batch_there_must_be_a_dataset_and_worst_of() -> None:
         workload.build_batch(4)
 
 
+def longest_part(sample: dict[str, Tensor]) -> int:
+    return max(map(len, sample.values()))
+
+
+def test_a_batch_of_one_length_has_the_most_labels_of_any_shorter_sample() -> None:
+    sizes = [(9, 1), (8, 2), (5, 5), (3, 7), (2, 1)]
+    dataset = [{"ids": torch.zeros(ids), "labels": torch.zeros(labels)} for ids, labels in sizes]
+    workload = make(dataset, length=longest_part, lengths=lambda batch: [*map(longest_part, batch)], collate=list)
+    workload = apply_spec(workload, {"longest_of": 5})
+    shapes = [(len(sample["ids"]), len(sample["labels"])) for sample in workload.build_batch(3, 8)]
+    assert shapes == [(8, 2), (8, 2), (3, 7)]
+    assert [len(sample["ids"]) for sample in workload.build_batch(2, 2)] == [2, 2]
+
+
+def test_samples_that_cannot_be_measured_in_batches_are_refused() -> None:
+    workload = make([torch.zeros(2), torch.zeros(5)], length=len, collate=padded)
+    with pytest.raises(WorkloadError, match="tokens of a batch's samples are not known: write def lengths"):
+        take_longest(workload, 2)
+
+
 TEXTS = [torch.arange(length) for length in (5, 2, 3, 4)]
 
 
