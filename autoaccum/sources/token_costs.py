@@ -24,6 +24,8 @@ from autoaccum.sources.pytree import CustomBatch, unwrap_batch
 from autoaccum.spec import Padding
 
 _MASKS: Final = ("attention_mask", "decoder_attention_mask")
+_OUTPUTS: Final = {"labels", "decoder_input_ids", "decoder_inputs_embeds"}
+"""What is predicted, where the inputs are other tensors."""
 _IGNORED: Final = -100
 """The label that PyTorch's cross-entropy ignores, which collators pad labels with."""
 _DIMENSIONS: Final = {
@@ -158,7 +160,7 @@ def _columns(record: Mapping[str, Tensor]) -> dict[int, Tensor]:
     for width in {tensor.shape[1] for tensor in record.values()}:
         alike = {name: tensor for name, tensor in record.items() if tensor.shape[1] == width}
         counts = [alike[name] != 0 for name in _MASKS if name in alike]
-        if "labels" in alike and (counts or "input_ids" not in alike):  # Without a mask, padding is attended to.
+        if "labels" in alike and (counts or alike.keys() <= _OUTPUTS):  # Without a mask, padding is attended to.
             counts.append(alike["labels"] != _IGNORED)
         if counts and width:
             last = [(one * torch.arange(1, width + 1, device=one.device)).amax(1).cpu() for one in counts]

@@ -66,6 +66,11 @@ CASES: dict[str, tuple[Any, list[int], list[tuple[int, ...]]]] = {
         [2, 4],
         [(2, 4), (2, 4), (2, 4)],
     ),
+    "labels as wide as features": (
+        {"input_features": torch.ones(2, 6, 9), "labels": labels(2, 4, width=6)},
+        [6, 6],
+        [(2, 6, 9), (2, 6)],
+    ),
     "labels of samples": (encoded(2, 4, width=6, labels=torch.tensor([0, 1])), [2, 4], [(2, 4), (2, 4), (2,)]),
     "scores of several classes": (encoded(2, 4, width=6, labels=torch.ones(2, 9)), [2, 4], [(2, 4), (2, 4), (2, 9)]),
     "scores of as many classes as columns": (encoded(6, 4, width=6, labels=torch.ones(2, 6)), [6, 4], [(2, 6)] * 3),
