@@ -92,7 +92,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         next(cut_windows([], **self._targets), None)  # It raises unless one is given.
         self._shuffle, self._seed = shuffle, read_count(seed, "seed", least=0)
         self._ranks = count_ranks() if world_size is None else read_count(world_size, "world_size")
-        self._rank = rank if rank is not None else 0 if self._ranks == 1 else torch.distributed.get_rank()
+        own = 0 if self._ranks == 1 else torch.distributed.get_rank() if count_ranks() > 1 else -1
+        self._rank = own if rank is None else rank
         if self._rank not in range(self._ranks):
             raise UsageError(f"rank is {rank}, and world_size is {self._ranks}", hint="give both, or neither")
         self.epoch, self._position = 0, 0

@@ -152,6 +152,7 @@ def test_a_plan_says_the_budget_and_the_target_and_what_is_given_wins() -> None:
         ({"lengths": torch.tensor([4.5])}, "a length is 4.5"),
         ({"lengths": [4, -1]}, "a length is -1"),
         ({"rank": 2, "world_size": 2}, "rank is 2, and world_size is 2"),
+        ({"world_size": 2}, "rank is None, and world_size is 2"),
     ],
 )
 def test_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
