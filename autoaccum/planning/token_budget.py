@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SHARES = [(one / 16, two / 16, (16 - one - two) / 16) for one in range(17) for two in range(17 - one)]
 """How much of the memory may grow with the samples, with the tokens, and with the square of the length."""
 _BUDGETS = 32
-"""About so many budgets can be found: they are multiples of a power of 2."""
+"""About so many budgets can be found: a power of 2 lies between each two."""
 _NAME = "micro_tokens"
 
 
@@ -105,7 +105,7 @@ def find_budget(
     else:
         high = fails * longest - 1
     step = 1 << max(0, (high // _BUDGETS).bit_length() - 1)
-    budgets = range(step, high + 1, step)
+    budgets = range(high % step or step, high + 1, step)
 
     def try_budget(size: int, *, fresh: bool, unlimited: bool) -> Trial:
         left = None

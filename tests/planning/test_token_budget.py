@@ -194,6 +194,12 @@ def test_a_limit_on_trials_ends_the_search_with_the_largest_that_ran() -> None:
     assert part_cost([LENGTHS[0]]) >= tokens.search.low
 
 
+def test_a_budget_that_is_the_whole_update_has_room_for_its_longest_sample() -> None:
+    tokens = plan_on(TokenDevice(lambda *_: 1, known((199, 1))), 1).tokens
+    assert tokens is not None
+    assert tokens.micro_tokens == 199
+
+
 def test_an_update_of_tokens_has_as_many_samples_as_reach_them_on_average() -> None:
     assert expected_batch(known((30, 20, 10)), 100) == 5
     assert expected_batch(known((30, 20, 10)), 101) == 6
