@@ -18,7 +18,7 @@ from autoaccum.errors import UsageError
 from autoaccum.spec import Padding
 
 Sample = TypeVar("Sample")
-_PRICE = 16
+PRICE_SHARE = 16
 """A micro-batch counts as the budget divided by this, whatever its tokens: it takes some time, too. With as few
 micro-batches as there may be, an update could have more tokens than one that is cut by count."""
 
@@ -61,7 +61,7 @@ def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest"
 
 def _cut_sorted(lengths: Sequence[int], micro_tokens: int) -> list[int]:
     """Return where the parts of samples end, which are sorted from the longest on (dynamic programming)."""
-    price, last = math.ceil(micro_tokens / _PRICE), len(lengths)
+    price, last = math.ceil(micro_tokens / PRICE_SHARE), len(lengths)
     least, starts = [0, *[-1] * last], [0] * (last + 1)
     """By the number of samples, the price of the first ones (-1: not known), and where the last part of them starts."""
     shorter = [at for at in range(1, last) if lengths[at] < lengths[at - 1]]  # Cuts between equal samples save nothing.

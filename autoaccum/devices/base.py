@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.failures import Failure, Outcome
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from autoaccum.devices.explanation import MemoryReport
+
+Sizes: TypeAlias = tuple[int, ...]
+"""A number for each part."""
+Seconds: TypeAlias = float | None
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""
@@ -275,14 +279,7 @@ class Device(ABC):
         return dataclasses.replace(trial, limit_bytes=limit_bytes, lengths=lengths)
 
     @abstractmethod
-    def _run_trial(
-        self,
-        parts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        fresh: bool,
-        limit_bytes: int,
-        limit_seconds: float | None,
-    ) -> Trial:
+    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         """Run a trial as `trial` does; the record needs no `limit_bytes`."""
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:

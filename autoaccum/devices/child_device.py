@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Seconds, Sizes, Trial, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.devices.child.failures import ChildDied
 from autoaccum.devices.child.process import ChildProcess
@@ -78,14 +78,7 @@ class ChildDevice(Device):
         self._end_child()
         self._settings = settings
 
-    def _run_trial(
-        self,
-        parts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        fresh: bool,
-        limit_bytes: int,
-        limit_seconds: float | None,
-    ) -> Trial:
+    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         child = self._use_child(fresh=fresh)
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()

@@ -60,8 +60,9 @@ class Solved:
 
     @property
     def proof(self) -> Trial:
-        """The trial that confirmed the answer."""
-        return next(tried.trial for tried in reversed(self.tried) if tried.value == self.value)
+        """The trial that confirmed the answer; where ranks took a smaller one than this, that of the next larger."""
+        ran = (tried for tried in reversed(self.tried) if tried.value >= self.value and tried.trial.ran)
+        return min(ran, key=lambda tried: tried.value).trial
 
     @property
     def next_fail(self) -> ValueTrial | None:
@@ -84,17 +85,19 @@ class TokenBudget:
     """How micro-batches are made by what they cost in tokens, and what that is worth on the lengths of the data.
 
     Attributes:
-        micro_tokens: The most that a micro-batch may cost: its longest sample times its samples, or their sum.
+        micro_tokens: The most padded tokens of a micro-batch: the length of its longest sample times the number of its
+            samples; without padding, the sum of the lengths.
         padding: How micro-batches are laid out (`spec.Padding`), which decides between the two.
         target_tokens: The tokens that an update has at least, in place of `Plan.target_batch` samples, which then is
             the number to expect; None: updates are counted in samples.
         search: The trials of budgets: of each, an update by the extreme shapes that it allows.
         lengths: Tokens of a sample, of those that were read.
         samples: Samples of a micro-batch.
-        costs: Tokens of a micro-batch, as the budget counts them.
-        padding_saved: The share of these tokens that is saved against micro-batches of `Plan.micro_batch` samples in
-            the order of the data, which fit into the same memory.
-        speed_up: How much faster updates are than those, by the tokens.
+        costs: Padded tokens of a micro-batch.
+        iter_sizes: Micro-batches of an update, on each rank.
+        padding_saved: The share of the padded tokens that is saved against micro-batches of `Plan.micro_batch` samples
+            in the order of the data, which fit into the same memory.
+        speed_up: How much faster updates are than those, estimated by padded tokens and the number of micro-batches.
     """
 
     micro_tokens: int
@@ -104,6 +107,7 @@ class TokenBudget:
     lengths: Spread
     samples: Spread
     costs: Spread
+    iter_sizes: Spread
     padding_saved: float
     speed_up: float
 

@@ -107,11 +107,6 @@ class PlanRequest:
         return even_parts(self.target_batch // self.multiple_of, self.options.world_size)[0] * self.multiple_of
 
     @property
-    def least_batch(self) -> int:
-        """The samples of the smallest update that shows what a workload is: two of each rank."""
-        return 2 * self.multiple_of * self.options.world_size
-
-    @property
     def multiple_of(self) -> int:
         """The number that every micro-batch is a multiple of, as far as it is known."""
         return self.options.spec.get("multiple_of") or 1

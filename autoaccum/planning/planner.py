@@ -37,10 +37,10 @@ from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, estimate_throughput
 from autoaccum.planning.token_budget import expected_batch, find_budget
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
+from autoaccum.sources.command import CommandSource
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
-    from autoaccum.sources.command import CommandSource
     from autoaccum.sources.workload import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
@@ -75,20 +75,32 @@ def make_plan(
     ) -> Plan:
         make = partial(make_setup, workload, live=live, on_output=printed)
         if request.target_tokens is not None:
-            with make(
-                dataclasses.replace(request, target_tokens=None, target_batch=request.least_batch)
-            ).running() as device:
-                lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
-            request = dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
+            request = _expect_batch(request, make)
         setup = make(request)
         with setup.running():
             return plan_on_device(setup, request, on_event=heard, started=started, ranks=ranks)
 
+    if request.target_tokens is not None and isinstance(workload, CommandSource):
+        raise UsageError(
+            "--target-tokens is given, and a command counts samples", hint="give --target-batch, or plan a workload"
+        )
     if not is_one_of_ranks():
         return plan_here(None, request, on_event, on_output)
     from autoaccum.planning.ranks_plan import plan_with_ranks
 
     return plan_with_ranks(plan_here, request, on_event, on_output)
+
+
+def _expect_batch(request: PlanRequest, make: Callable[[PlanRequest], PlanSetup]) -> PlanRequest:
+    """Return the request with the samples to expect of an update, by the lengths that a process of its own reads.
+
+    The trials of a device hold the whole update, so that its samples are known before it is made.
+    """
+    assert request.target_tokens is not None
+    least = 2 * request.multiple_of * request.options.world_size
+    with make(dataclasses.replace(request, target_tokens=None, target_batch=least)).running() as device:
+        lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
+    return dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
 
 
 def plan_on_device(
@@ -250,6 +262,8 @@ class _Planner:
                 self.setup.device, self.request, self.inspection, result, self.limits, self.notify, ranks
             )
         except (UsageError, NotMeasuredError, DoesNotFitError) as error:
+            if self.request.target_tokens is not None:
+                raise
             return None, (message("no_token_budget", error=first_line(error.message)),)
         return budget, ()
 

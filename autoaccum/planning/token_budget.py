@@ -6,11 +6,12 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import mul, truediv
 from typing import TYPE_CHECKING
 
-from autoaccum.accumulation.packing import cut_windows, pack, part_cost, share_by_length
+from autoaccum.accumulation.packing import PRICE_SHARE, cut_windows, pack, part_cost, share_by_length
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import counted
 from autoaccum.devices.base import Device, Inspection, Trial
@@ -92,11 +93,13 @@ def find_budget(
         WorkloadError, NotMeasuredError, DoesNotFitError: As `search`.
     """
     lengths = inspection.sample_lengths
+    if lengths is None and inspection.workload.token_functions:
+        raise UsageError("there is no dataset of which lengths could be read", hint="define dataset in the workload")
     if lengths is None:
         return None
     if inspection.workload.whole_batch is not None or inspection.multiple_of > 1:
         why = "need each other" if inspection.multiple_of == 1 else f"are multiples of {inspection.multiple_of} samples"
-        raise UsageError(f"the micro-batches of an update {why}")
+        raise UsageError(f"the micro-batches of an update {why}", hint="count samples (--target-batch)")
     predicted, tried = device.predictor is not None, list[ValueTrial]()
     most = request.rank_samples if request.target_tokens is None else request.target_tokens
     longest, fails = lengths.read[0], by_count.first_fail
@@ -117,6 +120,8 @@ def find_budget(
         shapes += shapes[:1]  # Memory peaks where the gradients of others exist.
         parts, of = zip(*shapes, strict=True)
         trial = device.trial(parts, lengths=of, fresh=fresh, limit_seconds=left)
+        if predicted:  # What is reserved for so many shapes without a limit says little.
+            trial = dataclasses.replace(trial, peak_reserved_bytes=None)
         tried.append(ValueTrial(value=size, trial=trial))
         notify(ValueTried(_NAME, size, predicted, trial))
         return dataclasses.replace(trial, parts=(size,), fresh=fresh and trial.fresh)
@@ -143,26 +148,27 @@ def describe_budget(solved: Solved, lengths: SampleLengths, request: PlanRequest
     targets = {"target_tokens": request.target_tokens}
     if request.target_tokens is None:
         targets = {"target_batch": request.target_batch}
-    samples, costs, by_count = list[int](), list[int](), 0
+    updates, by_count = list[list[Sequence[int]]](), list[Sequence[int]]()
     for window in cut_windows(zip(order, order, strict=True), **targets):
         of_window = [length for length, _ in window]
         for share in share_by_length(of_window, world_size):
-            own = [of_window[index] for index in share]
-            parts = [[own[index] for index in part] for part in pack(own, solved.value, padding)]
-            samples += map(len, parts)
-            costs += [part_cost(part, padding) for part in parts]
-        sizes = split_evenly(len(of_window), solved.micro_batch)
-        by_count += sum(part_cost(of_window[part], padding) for part in slices(sizes))
+            own = [of_window[index] for index in sorted(share)]  # In the order of the data.
+            updates.append([[own[index] for index in part] for part in pack(own, solved.value, padding)])
+            by_count += (own[part] for part in slices(split_evenly(len(own), solved.micro_batch) if own else ()))
+    parts = [*chain.from_iterable(updates)]
+    costs, costs_by_count = ([part_cost(part, padding) for part in some] for some in (parts, by_count))
+    price = solved.value / PRICE_SHARE
     return TokenBudget(
         micro_tokens=solved.value,
         padding=padding,
         target_tokens=request.target_tokens,
         search=solved,
         lengths=_spread(lengths.read),
-        samples=_spread(samples),
+        samples=_spread(map(len, parts)),
         costs=_spread(costs),
-        padding_saved=1 - sum(costs) / by_count,
-        speed_up=by_count / sum(costs),
+        iter_sizes=_spread(map(len, updates)),
+        padding_saved=1 - sum(costs) / sum(costs_by_count),
+        speed_up=(sum(costs_by_count) + price * len(by_count)) / (sum(costs) + price * len(parts)),
     )
 
 

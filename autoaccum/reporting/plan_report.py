@@ -80,11 +80,12 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
         yield f"{plan.solved.name} ", _solved(plan.solved, predicted=plan.kind == "predicted")
     if plan.workload.overrides and not plan.workload.command:
         yield "set", format_overrides(plan.workload.overrides)
-    yield "micro-batch", Text(str(plan.micro_batch), "bold green")
-    yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
-    yield "parts", _parts(plan)
     if plan.tokens is not None:
-        yield from _token_rows(plan.tokens, predicted=plan.kind == "predicted")
+        yield from _token_rows(plan, plan.tokens)
+    else:
+        yield "micro-batch", Text(str(plan.micro_batch), "bold green")
+        yield "iter_size", f"{plan.iter_size}{_ranks(plan)}"
+        yield "parts", _parts(plan)
     if plan.grad_sync is not None and plan.iter_size > 1:
         yield "grad_sync", _grad_sync(plan)
     yield "peak", _peak(plan)
@@ -191,16 +192,16 @@ def _solved(solved: Solved, *, predicted: bool) -> Text:
     return Text.assemble((f"{solved.value:,}", "bold green"), f" ({why})")
 
 
-def _token_rows(tokens: TokenBudget, *, predicted: bool) -> Iterator[tuple[str, str | Text]]:
-    """Yield the rows of a budget of tokens: what it is, and what it is worth."""
-    peak = peak_bytes(tokens.search.proof)
-    held = "" if peak is None else f", peak {format_bytes(peak)}"
-    yield "micro_tokens", _solved(tokens.search, predicted=predicted).append(held)
+def _token_rows(plan: Plan, tokens: TokenBudget) -> Iterator[tuple[str, str | Text]]:
+    """Yield the rows of micro-batches that are made by their tokens, and what they are worth."""
+    yield "micro_tokens", _solved(tokens.search, predicted=False)
+    yield "iter_size", f"{_in_words(tokens.iter_sizes)}{_ranks(plan)}"
     yield "samples", f"{_in_words(tokens.samples)} per micro-batch"
-    yield "tokens", f"{_in_words(tokens.lengths)} per sample, {_in_words(tokens.costs)} per micro-batch"
-    if tokens.padding_saved > 0:
-        saved = f"{tokens.padding_saved:.0%} fewer tokens than by count, in the same memory"
-        yield "padding", f"{saved}: about {tokens.speed_up:.1f} times as fast"
+    yield "tokens", f"{_in_words(tokens.lengths)} per sample; {_in_words(tokens.costs)} per micro-batch, padded"
+    by_count = counted(plan.micro_batch, "sample")
+    saved = f"{tokens.padding_saved:.0%} fewer padded tokens than micro-batches of {by_count}"
+    yield "saved", f"{saved}; about {tokens.speed_up:.1f} times as fast (estimated)"
+    yield "by count", f"{by_count} of any length, {counted(plan.iter_size, 'micro-batch')} per update"
 
 
 def _in_words(spread: Spread) -> str:
@@ -262,6 +263,10 @@ def _device(plan: Plan) -> str:
 
 def _peak(plan: Plan) -> str:
     limit = format_bytes(plan.limit_bytes)
+    if plan.tokens is not None and (held := peak_bytes(plan.tokens.search.proof)) is not None:
+        return f"{format_bytes(held)} of {limit}" + (
+            " (predicted, held by tensors)" if plan.kind == "predicted" else ""
+        )
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return f"not measured, the budget is {limit}"
     peak, label = format_bytes(plan.peak_bytes), "" if plan.kind == "measured" else " (predicted)"

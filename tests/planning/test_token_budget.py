@@ -17,7 +17,7 @@ from planned import plan_on
 from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.packing import pack, part_cost
-from autoaccum.devices.base import Trial
+from autoaccum.devices.base import Seconds, Sizes, Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_events import ValueTried
 from autoaccum.planning.plan_record import Plan, TokenBudget
@@ -42,14 +42,7 @@ class TokenDevice(ScriptedDevice):
         self.rule, self.longest = rule, 1 if lengths is None else lengths.read[0]
         self.shapes: list[list[tuple[int, int]]] = []
 
-    def _run_trial(
-        self,
-        parts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        fresh: bool,
-        limit_bytes: int,
-        limit_seconds: float | None,
-    ) -> Trial:
+    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         trial = super()._run_trial(parts, lengths, fresh, limit_bytes, limit_seconds)
         shapes = [*zip(parts, lengths or [self.longest] * len(parts), strict=True)]
         if lengths:
@@ -149,7 +142,8 @@ def test_what_a_budget_is_worth_is_counted_on_the_data() -> None:
     assert (tokens.lengths.least, tokens.lengths.most) == (LENGTHS[-1], LENGTHS[0])
     assert 1 <= tokens.samples.least <= tokens.samples.median <= tokens.samples.most <= 64
     assert tokens.costs.most <= tokens.micro_tokens
-    assert tokens.speed_up == pytest.approx(1 / (1 - tokens.padding_saved))
+    assert 1 <= tokens.iter_sizes.least <= tokens.iter_sizes.most
+    assert tokens.padding_saved > 0.3
     assert tokens.speed_up > 1.5
     packed = dataclasses.replace(known(LENGTHS), padding="none")
     dense = plan_on(TokenDevice(by_tokens, packed), 64).tokens

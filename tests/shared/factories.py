@@ -13,7 +13,7 @@ from torch.nn import functional
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.messages import Message
-from autoaccum.planning.plan_record import Plan, Solved, Spread, TokenBudget
+from autoaccum.planning.plan_record import Plan, Solved, Spread, TokenBudget, ValueTrial
 from autoaccum.spec import SPEC_FIELDS, DeviceFacts, TrainingSpec, WorkloadFacts
 from autoaccum.units import GIB, MIB
 
@@ -196,10 +196,11 @@ def make_plan(
 
 
 def make_token_budget(micro_tokens: int = 64, **fields: Any) -> TokenBudget:
-    """Return a budget of tokens, found without a trial."""
+    """Return a budget of tokens, found by one trial."""
+    tried = (ValueTrial(value=micro_tokens, trial=Trial(parts=(1,), lengths=(9,), outcome="ok")),)
     found = {"name": "micro_tokens", "value": micro_tokens, "low": 1, "high": micro_tokens, "step": 1}
-    spreads = dict.fromkeys(("lengths", "samples", "costs"), Spread(least=1, median=3, most=9))
-    given = {"search": Solved(**found, micro_batch=1, tried=()), "padding": "longest", **spreads}  # type: ignore[arg-type]
+    spreads = dict.fromkeys(("lengths", "samples", "costs", "iter_sizes"), Spread(least=1, median=3, most=9))
+    given = {"search": Solved(**found, micro_batch=1, tried=tried), "padding": "longest", **spreads}  # type: ignore[arg-type]
     return TokenBudget(micro_tokens=micro_tokens, **{"padding_saved": 0.5, "speed_up": 2.0, **given, **fields})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from factories import make_inspection
 
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Seconds, Sizes, Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
@@ -67,14 +67,7 @@ class ScriptedDevice(Device):
             raise self._fails
         return self._inspection
 
-    def _run_trial(
-        self,
-        parts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        fresh: bool,
-        limit_bytes: int,
-        limit_seconds: float | None,
-    ) -> Trial:
+    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append(limit_seconds)
         time.sleep(self._seconds)

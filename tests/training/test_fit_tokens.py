@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_plan
+from factories import make_plan, make_token_budget
 from on_ranks import on_ranks
 from small_data import drawn_row, opened, windows_of
 from small_fit import Interrupted, after_update, fit, interrupt_after, of_kind
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import autoaccum
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan_record import Plan, Solved, Spread, TokenBudget, ValueTrial
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.fit_report import fit_blocks, headline
 from autoaccum.sources.token_costs import TokenCosts
 from autoaccum.training.fit_events import Started, Updated
@@ -120,23 +119,7 @@ def workload(**fields: Any) -> autoaccum.Workload:
 
 
 def plan_of(micro_tokens: int = MICRO_TOKENS, target_tokens: int | None = None, target: int = TARGET) -> Plan:
-    trial = Trial(parts=(1,), outcome="ok", seconds=1.0)
-    tried = (ValueTrial(value=micro_tokens, trial=trial),)
-    search = Solved(
-        name="micro_tokens", value=micro_tokens, low=1, high=micro_tokens, step=1, micro_batch=2, tried=tried
-    )
-    spread = Spread(least=1, median=1, most=1)
-    budget = TokenBudget(
-        micro_tokens=micro_tokens,
-        padding="longest",
-        target_tokens=target_tokens,
-        search=search,
-        lengths=spread,
-        samples=spread,
-        costs=spread,
-        padding_saved=0.5,
-        speed_up=2.0,
-    )
+    budget = make_token_budget(micro_tokens, target_tokens=target_tokens)
     return dataclasses.replace(make_plan(target, 2, workload={}), tokens=budget)
 
 

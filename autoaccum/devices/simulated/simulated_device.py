@@ -16,6 +16,8 @@ from autoaccum.devices.base import (
     Inspection,
     Prediction,
     Predictor,
+    Seconds,
+    Sizes,
     Trial,
 )
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
@@ -154,14 +156,7 @@ class SimulatedDevice(Predictor):
         """
         return self.traces.count_cost(Deadline(limit_seconds))
 
-    def _run_trial(
-        self,
-        parts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        fresh: bool,
-        limit_bytes: int,
-        limit_seconds: float | None,
-    ) -> Trial:
+    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
