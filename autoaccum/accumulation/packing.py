@@ -1,7 +1,8 @@
-"""Pack samples of unequal length into few micro-batches within a budget of tokens, in pure integers.
+"""Pack samples of unequal length into few micro-batches within a token budget, in pure integers.
 
 A micro-batch that is padded to its longest sample costs that length times its samples; one that is packed without
-padding costs the sum of its lengths. A sample is never split: one that costs more than the budget runs alone.
+padding costs the sum of its lengths. A sample is never split: one that costs more than the budget runs alone. Every
+length is at least 1.
 """
 
 from __future__ import annotations
@@ -19,31 +20,25 @@ from autoaccum.spec import Padding
 
 Sample = TypeVar("Sample")
 PRICE_SHARE = 16
-"""A micro-batch counts as the budget divided by this, whatever its tokens: it takes some time, too. With as few
-micro-batches as there may be, an update could have more tokens than one that is cut by count."""
+"""The fixed cost of a micro-batch, as a share of the budget (1/16): without it, packing would trade many tiny
+micro-batches for a little padding."""
 
 
 def part_cost(lengths: Sequence[int], padding: Padding = "longest") -> int:
-    """Return what a micro-batch of samples with these lengths costs, in tokens; an empty sample costs as one token.
+    """Return what a micro-batch of samples with these lengths costs, in tokens.
 
-    >>> part_cost([5, 3, 0]), part_cost([5, 3, 0], "none")
+    >>> part_cost([5, 3, 1]), part_cost([5, 3, 1], "none")
     (15, 9)
     """
-    costs = [max(1, length) for length in lengths]
-    return sum(costs) if padding == "none" else max(costs, default=0) * len(costs)
+    return sum(lengths) if padding == "none" else max(lengths, default=0) * len(lengths)
 
 
 def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest") -> list[list[int]]:
     """Return the indices of the samples of each micro-batch, the longest first.
 
-    With padding, samples that are next to each other by length go together: of all such ways, that with the fewest
-    tokens, where each micro-batch counts as a sixteenth of the budget more. Without, each sample goes where the least
-    room is left that takes it (best-fit decreasing, which takes at most 11/9 of the fewest, and one more).
-
-    Args:
-        lengths: The length of each sample, in tokens.
-        micro_tokens: The most that a micro-batch may cost.
-        padding: How micro-batches are padded.
+    With padding, samples of similar length go together, so that padded tokens and a fixed cost of each micro-batch
+    (`PRICE_SHARE`) are least in sum. Without, each sample goes where the least room is left that takes it (best-fit
+    decreasing: at most 11/9 of the fewest micro-batches, and one more).
 
     Raises:
         UsageError: `micro_tokens` is not a whole number of at least 1.
@@ -55,7 +50,7 @@ def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest"
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if padding == "none":
         return _fill_best(order, lengths, micro_tokens)
-    ends = _cut_sorted([max(1, lengths[index]) for index in order], micro_tokens)
+    ends = _cut_sorted([lengths[index] for index in order], micro_tokens)
     return [order[start:end] for start, end in pairwise([0, *ends])]
 
 
@@ -88,7 +83,7 @@ def _fill_best(order: Sequence[int], lengths: Sequence[int], micro_tokens: int) 
     rooms: list[tuple[int, int]] = []
     """The tokens that are left of each part and the part, ascending."""
     for index in order:
-        length = max(1, lengths[index])
+        length = lengths[index]
         at = bisect_left(rooms, (length, -1))
         if at == len(rooms):
             room, part = micro_tokens, len(parts)
@@ -109,11 +104,10 @@ def pack_in_order(lengths: Sequence[int], micro_tokens: int, padding: Padding = 
     sizes: list[int] = []
     size = longest = total = 0
     for length in lengths:
-        tokens = max(1, length)
-        size, longest, total = size + 1, max(longest, tokens), total + tokens
+        size, longest, total = size + 1, max(longest, length), total + length
         if size > 1 and (total if padding == "none" else longest * size) > micro_tokens:
             sizes.append(size - 1)
-            size, longest, total = 1, tokens, tokens
+            size, longest, total = 1, length, length
     return [*sizes, size] if size else sizes
 
 
@@ -130,7 +124,7 @@ def share_by_length(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         load, rank = loads[0]
         shares[rank].append(index)
-        heapq.heapreplace(loads, (load + max(1, lengths[index]), rank))
+        heapq.heapreplace(loads, (load + lengths[index], rank))
     return shares
 
 
@@ -147,31 +141,29 @@ def pack_share(
     return [[[share[at] for at in part] for part in parts] for share, parts in zip(shares, packed, strict=True)]
 
 
+def check_target(target_batch: int | None, target_tokens: int | None) -> None:
+    """Raise UsageError unless either the samples or the tokens of an update are given."""
+    if target_batch is None and target_tokens is None:
+        raise UsageError("no target", hint="give target_batch (--target-batch) or target_tokens (--target-tokens)")
+    if target_batch is not None and target_tokens is not None:
+        raise UsageError("both target_batch and target_tokens are given", hint="give one")
+
+
 def cut_windows(
     samples: Iterable[tuple[Sample, int]], *, target_batch: int | None = None, target_tokens: int | None = None
 ) -> Iterator[list[tuple[Sample, int]]]:
     """Cut samples with their lengths into windows, each of which is one update; the last one may be smaller.
 
-    Args:
-        samples: Anything that stands for a sample, and its length in tokens.
-        target_batch: The samples of a window.
-        target_tokens: In place of `target_batch`: as many whole samples as reach so many tokens.
-
-    Raises:
-        UsageError: Neither target or both are given.
+    A window has `target_batch` samples, or as many whole samples as reach `target_tokens`.
 
     >>> [len(window) for window in cut_windows([("a", 3), ("b", 9), ("c", 4)], target_tokens=4)]
     [2, 1]
     """
-    if (target_batch is None) == (target_tokens is None):
-        raise UsageError(
-            f"target_batch is {target_batch}, and target_tokens is {target_tokens}", hint="give one of them"
-        )
     window: list[tuple[Sample, int]] = []
     tokens = 0
     for sample, length in samples:
         window.append((sample, length))
-        tokens += max(1, length)
+        tokens += length
         if len(window) == target_batch or (target_tokens is not None and tokens >= target_tokens):
             yield window
             window, tokens = [], 0

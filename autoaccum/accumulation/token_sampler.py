@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from autoaccum.accumulation.argument_checks import PlanLike
-from autoaccum.accumulation.packing import cut_windows, pack_share
+from autoaccum.accumulation.packing import check_target, cut_windows, pack_share
 from autoaccum.accumulation.ranks.group import world_size as count_ranks
 from autoaccum.accumulation.rng_state import derive_seed
 from autoaccum.checks import check_word, describe_type, read_count
@@ -86,10 +86,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         check_word(padding or "longest", "padding", get_args(Padding))
         self._micro_tokens, self._padding = read_count(micro_tokens, "micro_tokens"), padding or "longest"
         values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
-        self._lengths = [read_count(value, "a length", least=0) for value in values]
+        self._lengths = [max(1, read_count(value, "a length", least=0)) for value in values]
         targets = {"target_batch": target_batch, "target_tokens": target_tokens}
         self._targets = {name: None if value is None else read_count(value, name) for name, value in targets.items()}
-        next(cut_windows([], **self._targets), None)  # It raises unless one is given.
+        check_target(target_batch, target_tokens)
         self._shuffle, self._seed = shuffle, read_count(seed, "seed", least=0)
         self._ranks = count_ranks() if world_size is None else read_count(world_size, "world_size")
         own = 0 if self._ranks == 1 else torch.distributed.get_rank() if count_ranks() > 1 else -1

@@ -23,6 +23,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
+from autoaccum.sources.token_costs import read_lengths
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.spec import Padding, SampleLengths
 from autoaccum.tracebacks import user_code
@@ -30,7 +31,7 @@ from autoaccum.tracebacks import user_code
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
 _SEED = 0
 TOKEN_SAMPLES = 10_000
-"""Samples of the dataset whose lengths are read for a budget of tokens, unless `longest_of` says otherwise."""
+"""Samples of the dataset whose lengths are read for a token budget, unless `longest_of` says otherwise."""
 _LENGTH_RATIO = 1.02
 """Of lengths that differ by less than this factor, one sample is kept."""
 _READ_PER_SAMPLE = 4
@@ -139,23 +140,11 @@ def _take_by_tokens(workload: Workload, number: int, kept: int) -> Workload:
             dataset = [*some_samples(dataset, number)]
         indices: Sequence[int] = spread_indices(len(dataset), number)
         if workload.lengths is not None and not callable(workload.lengths):
-            if len(workload.lengths) != len(dataset):
-                raise WorkloadError(
-                    f"there are {len(workload.lengths):,} lengths, and the dataset has {len(dataset):,} samples",
-                    hint="give the tokens of each sample of the dataset, in order",
-                )
-            indices, lengths = range(len(dataset)), [int(length) for length in workload.lengths]
+            indices, lengths = range(len(dataset)), read_lengths(workload.lengths, len(dataset))
         else:
-            collate = workload.collate or default_collate
-            lengths = [
-                costs.of_sample(
-                    dataset[index], lambda samples: read_batch(collate(samples), workload.batching, 1, "collate()")
-                )
-                for index in indices
-            ]
+            lengths = [costs.of_sample(dataset[index], workload.collate, workload.batching) for index in indices]
         if not lengths:
             raise WorkloadError("the dataset has no samples", hint="give one with samples")
-        lengths = [max(1, length) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
         chosen = order[:kept]
         for at in order[kept:]:

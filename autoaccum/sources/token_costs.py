@@ -15,11 +15,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from autoaccum.checks import check_function, read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.sources import pytree
-from autoaccum.sources.batches import batch_size
+from autoaccum.sources.batches import BatchReader, batch_size, read_batch
 from autoaccum.sources.pytree import CustomBatch, unwrap_batch
 from autoaccum.spec import Padding
 
@@ -65,7 +66,7 @@ class TokenCosts:
                 check_function(function, name, arguments)
 
     def of_batch(self, batch: Any) -> list[int]:
-        """Return the tokens of each sample of a batch.
+        """Return the tokens of each sample of a batch, at least 1.
 
         Raises:
             WorkloadError: They are not known, or `lengths` returns something else.
@@ -81,11 +82,13 @@ class TokenCosts:
             )
         return [_read_length(value, "lengths(batch)") for value in values]
 
-    def of_sample(self, sample: Any, collate: Callable[[list[Any]], Any]) -> int:
-        """Return the tokens of a sample of a dataset, of which `collate` makes a batch; raises as `of_batch`."""
+    def of_sample(
+        self, sample: Any, collate: Callable[[list[Any]], Any] | None = None, batching: BatchReader = None
+    ) -> int:
+        """Return the tokens of a sample of a dataset whose batches `collate` makes; raises as `of_batch`."""
         if self.length is not None:
             return _read_length(self.length(sample), "length(sample)")
-        return self.of_batch(collate([sample]))[0]
+        return self.of_batch(read_batch((collate or default_collate)([sample]), batching, 1, "collate()"))[0]
 
     def cut(self, batch: Any) -> Any:
         """Return the batch cut to its longest sample, if it is padded; what is not cut is not copied.
@@ -119,8 +122,19 @@ def is_length_sequence(value: Any) -> bool:
     return first is not None and not isinstance(value, str | bytes) and isinstance(first[0], int | np.integer | Tensor)
 
 
+def read_lengths(lengths: Any, samples: int) -> list[int]:
+    """Return the lengths of a dataset's samples; raise WorkloadError if they are those of another dataset."""
+    if len(lengths) != samples:
+        raise WorkloadError(
+            f"there are {len(lengths):,} lengths, and the dataset has {samples:,} samples",
+            hint="give the tokens of each sample of the dataset, in order, or write length(sample)",
+        )
+    return [_read_length(value, "a length") for value in lengths]
+
+
 def _read_length(value: Any, source: str) -> int:
-    return read_count(int(value) if isinstance(value, Tensor) else value, source, least=0, error=WorkloadError)
+    number = int(value) if isinstance(value, Tensor) else value
+    return max(1, read_count(number, source, least=0, error=WorkloadError))
 
 
 def _row_lengths(batch: Any) -> list[int]:
@@ -128,7 +142,7 @@ def _row_lengths(batch: Any) -> list[int]:
     rows = [columns for record in _records(batch) for columns in _columns(record).values()]
     if not rows or {len(columns) for columns in rows} != {batch_size(batch)}:
         raise WorkloadError("the tokens of a batch's samples are not known", hint=_WRITE)
-    return torch.stack(rows).amax(0).tolist()
+    return torch.stack(rows).amax(0).clamp(min=1).tolist()
 
 
 def _cut_columns(batch: Any) -> Any:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ class IterableReader(WindowReader):
         has_samples: Whether the data yields samples.
 
     Raises:
-        UsageError: Workers are requested for samples.
+        UsageError: Workers are requested for samples, or `target_tokens` of batches.
     """
 
     def __init__(
@@ -62,6 +61,11 @@ class IterableReader(WindowReader):
             raise UsageError(
                 f"workers is {settings.workers}, but an IterableDataset divides itself among workers in its own way",
                 hint="give a DataLoader over it with num_workers",
+            )
+        if settings.target_tokens is not None and not has_samples:
+            raise UsageError(
+                f"target_tokens is {settings.target_tokens}, and {self._name} has no single samples",
+                hint="give target_batch (--target-batch), or a Dataset or a DataLoader over one",
             )
         self._data, self._has_samples = data, has_samples
         self._is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
@@ -157,13 +161,13 @@ class IterableReader(WindowReader):
         return self._has_samples and (self.micro_tokens or self._settings.target_tokens) is not None
 
     def _length(self, sample: Any) -> int:
-        return self._measure(sample, self._settings.collate)
+        return self._settings.costs.of_sample(sample, self._settings.collate, self._settings.batching)
 
     def _read_window(self) -> tuple[list[Any], int, int]:
         if self._has_whole_windows:
             entry = self._next_entry()
             return ([], 0, 0) if entry is END else entry
-        batches, reached = self._read_entries()
+        batches = self._read_entries()
         sizes = [batch_size(batch) for batch in batches]
         if sizes:
             self._checksum = zlib.crc32(repr(sizes).encode())
@@ -173,27 +177,23 @@ class IterableReader(WindowReader):
             if first < last:
                 cut = [first - bounds.start, last - first, bounds.stop - last]
                 parts.append(batch if cut[0] == cut[2] == 0 else split_batch(batch, cut)[1])
-        return self._join_alike(parts), sum(sizes), reached
+        return self._join_alike(parts), sum(sizes), sum(sizes)
 
-    def _read_entries(self) -> tuple[list[Any], int]:
-        """Read up to a window; return its batches, and what they have of the target."""
-        batches, target_tokens = [], self._settings.target_tokens
-        target = room = target_tokens or self._settings.target_batch or 1
+    def _read_entries(self) -> list[Any]:
+        """Read up to a window; return its batches."""
+        batches, room = [], self._settings.target_batch or 1
         while room > 0:
             entry = self._next_entry() if self._remainder is None else self._remainder
             if entry is END:
                 break
             batch, size = self._batch(entry)
             self._remainder = None
-            lengths = [1] * size if target_tokens is None else self._settings.costs.of_batch(batch)
-            added = [*accumulate(max(1, length) for length in lengths)]
-            taken = min(size, bisect_left(added, room) + 1)
-            if taken < size:
-                batch, self._remainder = split_batch(batch, [taken, size - taken])
+            if size > room:
+                batch, self._remainder = split_batch(batch, [room, size - room])
             if size:
                 batches.append(batch)
-                room -= added[taken - 1]
-        return batches, target - room
+            room -= size
+        return batches
 
     def _next_entry(self) -> Any:
         assert self._entries is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.accumulation.packing import check_target
 from autoaccum.checks import check_flag, check_word, is_positive, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import CHECKS, Options
@@ -111,11 +112,7 @@ class FitRequest:
                 below = " and below 1" if name == "ema_decay" else ""
                 raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._make_paths_absolute()
-        if (self.target_batch is None) == (self.target_tokens is None):
-            raise UsageError(
-                f"target_batch is {self.target_batch}, and target_tokens is {self.target_tokens}",
-                hint="give one of them: target_batch=256 (--target-batch 256)",
-            )
+        check_target(self.target_batch, self.target_tokens)
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
         for first, second in (("eval_every", "eval_due"), ("micro_batch", "plan")):

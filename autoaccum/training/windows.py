@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
@@ -23,13 +23,13 @@ from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.checks import describe_type
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import UsageError
 from autoaccum.messages import message
 from autoaccum.planning.plan_request import DEFAULT_LONGEST_OF
 from autoaccum.sources.batches import BatchReader, read_batch
 from autoaccum.sources.model_copies import fixed_seeds
 from autoaccum.sources.samples import TOKEN_SAMPLES, LongestBatches, some_samples, take_longest
-from autoaccum.sources.token_costs import TokenCosts
+from autoaccum.sources.token_costs import TokenCosts, read_lengths
 from autoaccum.sources.workload import Workload
 from autoaccum.training.data_workers import END, Entries, PartFetcher, PartRequest, set_epoch, worker_options
 from autoaccum.training.fit_events import Notice
@@ -193,7 +193,7 @@ class WindowReader(abc.ABC):
     def _cut(self, samples: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[tuple[Any, int]]]:
         """Cut an epoch's samples into windows, each with what it adds to the target: its length, or 1."""
         target_batch, target_tokens = self._settings.target_batch, self._settings.target_tokens
-        measured = ((sample, 1 if target_tokens is None else max(1, length(sample))) for sample in samples)
+        measured = ((sample, 1 if target_tokens is None else length(sample)) for sample in samples)
         return cut_windows(measured, target_batch=target_batch, target_tokens=target_tokens)
 
     def _places(self, window: list[tuple[Any, int]], length: Callable[[Any], int]) -> Sequence[Sequence[int]]:
@@ -206,14 +206,6 @@ class WindowReader(abc.ABC):
         lengths = [added if is_measured else length(sample) for sample, added in window]
         parts = pack_share(lengths, self._settings.ranks, self.micro_tokens, self._settings.costs.padding)
         return parts[self._settings.rank]
-
-    def _measure(self, sample: Any, collate: Callable[[list[Any]], Any] | None) -> int:
-        """Return the tokens of a sample."""
-
-        def collated(samples: list[Any]) -> Any:
-            return read_batch((collate or default_collate)(samples), self._settings.batching, 1, "collate()")
-
-        return self._settings.costs.of_sample(sample, collated)
 
     def _check_fills_window(self, reached: int, epoch: int = 0) -> None:
         """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""
@@ -278,13 +270,9 @@ class MapStyleReader(WindowReader):
             **worker_options(settings.workers, loader, pin_memory=settings.card is not None),
         )
         self._asked: deque[tuple[int, int, int, Sequence[int]]] = deque()
+        self._lengths = None if settings.lengths is None else read_lengths(settings.lengths, len(dataset))
         self._measured: dict[Any, int] = {}
         self._begin(0)
-        if settings.lengths is not None and len(settings.lengths) != len(dataset):
-            raise WorkloadError(
-                f"there are {len(settings.lengths):,} lengths, and the training data has {len(dataset):,} samples",
-                hint="give the tokens of each sample of the dataset, in order, or write length(sample)",
-            )
         if samples is not None and not (samples and settings.target_tokens):
             self._check_fills_window(samples)
 
@@ -340,13 +328,14 @@ class MapStyleReader(WindowReader):
 
     def _length(self, index: Any) -> int:
         """Return the tokens of a sample, which is read with a seed of its own if they are not known."""
-        if self._settings.lengths is not None:
-            return int(self._settings.lengths[index])
+        if self._lengths is not None:
+            return int(self._lengths[index])
         if index not in self._measured:
-            fetcher: Any = self._loader.dataset
+            settings, fetcher = self._settings, cast(PartFetcher, self._loader.dataset)
             with preserve_rng_state():
-                seed_generators(derive_seed(self._settings.seed, "length", repr(index)), fetcher.generators)
-                self._measured[index] = self._measure(self._dataset[index], self._collate)
+                seed_generators(derive_seed(settings.seed, "length", repr(index)), fetcher.generators)
+                sample = self._dataset[index]
+                self._measured[index] = settings.costs.of_sample(sample, self._collate, settings.batching)
         return self._measured[index]
 
     def _open(self) -> None:

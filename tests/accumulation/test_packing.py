@@ -11,14 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.accumulation.packing import cut_windows, pack, pack_in_order, part_cost, share_by_length
+from autoaccum.accumulation.packing import (
+    check_target,
+    cut_windows,
+    pack,
+    pack_in_order,
+    pack_share,
+    part_cost,
+    share_by_length,
+)
 from autoaccum.accumulation.schedule import slices
 from autoaccum.errors import UsageError
 from autoaccum.spec import Padding
 
 PADDINGS = st.sampled_from(["longest", "none"])
-FEW = st.lists(st.integers(0, 12), max_size=7)
-MANY = st.lists(st.integers(0, 9000), max_size=60)
+FEW = st.lists(st.integers(1, 12), max_size=7)
+MANY = st.lists(st.integers(1, 9000), max_size=60)
 
 
 def is_allowed(lengths: list[int], budget: int, padding: Padding) -> bool:
@@ -83,7 +91,7 @@ def test_micro_batches_without_padding_are_nearly_the_fewest(lengths: list[int],
     assert len(pack(lengths, budget, "none")) <= 11 / 9 * fewest + 1
 
 
-@given(st.lists(st.integers(0, 12), max_size=15), st.integers(1, 40), PADDINGS)
+@given(st.lists(st.integers(1, 12), max_size=15), st.integers(1, 40), PADDINGS)
 def test_micro_batches_in_order_are_the_fewest(lengths: list[int], budget: int, padding: Padding) -> None:
     assert len(pack_in_order(lengths, budget, padding)) == fewest_in_order(lengths, budget, padding)
 
@@ -93,7 +101,9 @@ def test_ranks_differ_by_less_than_a_sample(lengths: list[int], ranks: int) -> N
     shares = share_by_length(lengths, ranks)
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
     loads = [part_cost([lengths[index] for index in share], "none") for share in shares]
-    assert max(loads) - min(loads) <= max((max(1, length) for length in lengths), default=0)
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    for share, parts in zip(shares, pack_share(lengths, ranks, 9000), strict=True):
+        assert sorted(index for part in parts for index in part) == sorted(share)
 
 
 @given(MANY, st.integers(1, 9), st.integers(1, 20000))
@@ -112,5 +122,7 @@ def test_windows_are_as_small_as_their_target_allows(lengths: list[int], samples
 def test_unusable_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match="micro_tokens is 0: give a whole number"):
         pack([1], 0)
-    with pytest.raises(UsageError, match="target_batch is None, and target_tokens is None: give one of them"):
-        next(cut_windows([]))
+    with pytest.raises(UsageError, match="no target: give target_batch .--target-batch. or target_tokens"):
+        check_target(None, None)
+    with pytest.raises(UsageError, match="both target_batch and target_tokens are given: give one"):
+        check_target(8, 60)

@@ -49,10 +49,10 @@ class Encoding(UserDict):  # type: ignore[type-arg]
 
 
 CASES: dict[str, tuple[Any, list[int], list[tuple[int, ...]]]] = {
-    "mask": (encoded(2, 0, 4, width=6), [2, 0, 4], [(3, 4), (3, 4)]),
+    "mask": (encoded(2, 0, 4, width=6), [2, 1, 4], [(3, 4), (3, 4)]),
     "nothing to cut": (encoded(6, 2, width=6), [6, 2], [(2, 6), (2, 6)]),
-    "all empty": (encoded(0, 0, width=6), [0, 0], [(2, 1), (2, 1)]),
-    "no column": (encoded(0, 0, width=0), [0, 0], [(2, 0), (2, 0)]),
+    "all empty": (encoded(0, 0, width=6), [1, 1], [(2, 1), (2, 1)]),
+    "no column": (encoded(0, 0, width=0), [1, 1], [(2, 0), (2, 0)]),
     "mask of booleans": ({"input_ids": ids(1, 4), "attention_mask": mask(3, width=4).bool()}, [3], [(1, 3), (1, 3)]),
     "left padding": (
         {"input_ids": ids(2, 5), "attention_mask": mask(2, 3, width=5, left=True)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,13 @@ def train(kind: str = "dataset", **options: Any) -> tuple[autoaccum.FitResult, l
     return fit(workload(**fields), data, **{"epochs": EPOCHS, "target_batch": TARGET} | options)
 
 
+def cases(kinds: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each kind of data with each kind of target that it may have."""
+    of_samples = [kind for kind in kinds if not isinstance(KINDS[kind].get("dataset"), list)]
+    by_tokens: dict[str, Any] = {"target_batch": None, "target_tokens": 60}
+    return [*((kind, {"target_batch": TARGET}) for kind in kinds), *((kind, by_tokens) for kind in of_samples)]
+
+
 def shapes_of(result: autoaccum.FitResult) -> list[tuple[int, ...]]:
     """Return the shapes of all micro-batches that were run."""
     model: Any = result.model
@@ -157,8 +164,7 @@ def assert_close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("target", [{"target_batch": TARGET}, {"target_batch": None, "target_tokens": 60}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "target"), cases(KINDS))
 def test_it_trains_as_by_count_in_other_micro_batches_within_the_budget(kind: str, target: dict[str, Any]) -> None:
     by_count, counted = train(kind, **target, micro_batch=2)
     plan = plan_of(target_tokens=target.get("target_tokens"))
@@ -221,7 +227,7 @@ def test_samples_without_known_lengths_are_measured_once() -> None:
         ("measured in batches", {"target_tokens": 60}),
         ("kept", {}),
         ("stream", {"target_tokens": 60}),
-        ("batches", {"target_tokens": 60}),
+        ("batches", {}),
     ],
 )
 def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(
@@ -305,8 +311,7 @@ def on_rank(kind: str, target: dict[str, Any], plan: Plan) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dataset", "stream", "batches"])
-@pytest.mark.parametrize("target", [{"target_batch": TARGET}, {"target_batch": None, "target_tokens": 60}])
+@pytest.mark.parametrize(("kind", "target"), cases(["dataset", "stream", "batches"]))
 def test_ranks_share_updates_by_tokens(kind: str, target: dict[str, Any]) -> None:
     target_tokens = target.get("target_tokens")
     alone, _ = train(kind, **target, plan=plan_of(target_tokens=target_tokens))
@@ -323,8 +328,8 @@ def test_ranks_share_updates_by_tokens(kind: str, target: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_tokens": 60}, "target_batch is 8, and target_tokens is 60: give one of them"),
-        ({"target_batch": None}, "target_batch is None, and target_tokens is None"),
+        ({"target_tokens": 60}, "both target_batch and target_tokens are given"),
+        ({"target_batch": None}, "no target"),
         ({"target_tokens": 60, "target_batch": None}, "for updates of 8 samples; here is updates of 60 tokens"),
         (
             {"target_tokens": 1000, "target_batch": None, "plan": plan_of(target_tokens=1000)},
@@ -337,13 +342,20 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
         train(**{"plan": plan_of(), **options})
 
 
+def test_updates_of_tokens_are_not_cut_from_batches() -> None:
+    with pytest.raises(
+        UsageError, match="target_tokens is 60, and a list of batches has no single samples: give target"
+    ):
+        train("batches", target_batch=None, target_tokens=60, micro_batch=2)
+
+
 def test_updates_of_tokens_cannot_be_multiples() -> None:
     with pytest.raises(UsageError, match="updates of 60 tokens have any number of samples, not multiples of 2"):
         fit(workload(multiple_of=2), target_batch=None, target_tokens=60, steps=1, micro_batch=2)
 
 
 def test_lengths_of_other_samples_are_refused() -> None:
-    with pytest.raises(WorkloadError, match="there are 5 lengths, and the training data has 23 samples"):
+    with pytest.raises(WorkloadError, match="there are 5 lengths, and the dataset has 23 samples"):
         fit(workload(lengths=[1] * 5), target_batch=TARGET, steps=1, plan=plan_of())
 
 
