@@ -267,7 +267,7 @@ _BATCHNORM_MODES = {
 
 def _counts_samples(name: str, micro_batch: int, balances: bool, trainer: bool, target_tokens: int | None) -> str:
     of = "of any length" if target_tokens is None else f"of any length, and no target of {target_tokens:,} tokens"
-    text = f"{name} has no budget of tokens: it takes {counted(micro_batch, 'sample')} {of}"
+    text = f"{name} has no token budget: it takes {counted(micro_batch, 'sample')} {of}"
     if balances:
         text += '; "batch_rebalance" sorts an update by length, and limits no micro-batch'
     if trainer:
@@ -500,7 +500,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "tracing_each_size": "every size is traced separately, since memory is not affine in the batch ({error}): to stop "
     "earlier with the best size so far, use --time-limit",
     "not_simulated": "the search began without a simulation of the card ({error})",
-    "no_token_budget": "no budget of tokens was found ({error}): micro-batches are counted in samples",
+    "no_token_budget": "no token budget was found ({error}): micro-batches are counted in samples",
     "not_explained": "where the memory goes is not known ({error})",
     "not_explained_in_time": "where the memory goes was not traced: {limit} was used up",
     "changes_vary": "what would change the peak is not known: two traces of the same micro-batches took different "

@@ -231,7 +231,8 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
     "target_tokens": {
         "type": count,
         "metavar": "N",
-        "help": "Instead of --target-batch: tokens per update, as many whole samples as reach N.",
+        "help": "Tokens per update, without padding, instead of --target-batch: whole samples are added until N is "
+        "reached.",
     },
     "max_micro_batch": {"type": count, "metavar": "N", "help": "Try no larger micro-batch."},
     "fit_micro_batch": {

@@ -108,7 +108,7 @@ def command(workload: str | tuple[str, ...], framework: str | None, help_model: 
     torchvision:vit_b_16. No weights are downloaded. A file defines `model`, `batch(size)`, and
     `loss(model, batch)` or `criterion`. It may also define `optimizer(params)`, `precision`, `weight(batch)` (for a
     mean that is not over samples), and most of the flags below by name. With a `dataset` and `length(sample)`,
-    micro-batches are made by a budget of tokens.
+    the tokens of a sample, plan also finds micro_tokens: the most padded tokens per micro-batch.
 
     Each trial of a workload makes two updates in a child process, with the Accumulator that will train. Under torchrun
     every rank plans on its own card: omit --world-size. With --gpu, trials are predicted from traces.

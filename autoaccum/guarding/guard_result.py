@@ -60,7 +60,7 @@ class Measurement:
         limit_bytes: The budget.
         peak_bytes: As `Plan.peak_bytes`.
         min_budget_bytes: As `Plan.min_budget_bytes`.
-        micro_tokens: The budget of tokens that was measured; None for a workload that does not count them.
+        micro_tokens: The token budget that was measured; None for a workload that does not count them.
         token_peak_bytes: The most that tensors hold in an update by its extreme shapes (`extreme_shapes`).
         phase: The phase of the moment at which most is held, as in `Explanation`.
         holdings: The bytes held at that moment, by module.

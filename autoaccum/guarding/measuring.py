@@ -46,7 +46,7 @@ def measure(
     Args:
         case: The case. Its `micro_batch` is both the measured size and the largest that is tried.
         paths: Where the workload and its modules are, and the command runs.
-        locked: Has the schedule and the budget of tokens, whether they fit or not; None: the planned ones, which must.
+        locked: Has the schedule and the token budget, whether they fit or not; None: the planned ones, which must.
         time_limit: Seconds that the search may take.
         on_output: Called with each line that the workload prints; None: they go to stderr.
 

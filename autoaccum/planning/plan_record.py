@@ -159,7 +159,7 @@ class Plan:
         arguments: By the name of a framework, the arguments that make it train by this plan (`autoaccum plan --for`);
             None where none was named.
         solved: How a value in `workload.overrides` (of a command: in its words) was found, if that was asked for.
-        tokens: The budget of tokens of a micro-batch, for a workload that says what its samples cost; else None.
+        tokens: The token budget of its micro-batches, for a workload that says what its samples cost; else None.
             `micro_batch` and `iter_size` are then what always fits, of the longest samples.
         schema: Version of the record.
 

@@ -256,7 +256,7 @@ class _Planner:
         return _GradSyncChoice("each", dataclasses.replace(result, notes=notes), peaks)
 
     def find_budget(self, result: SearchResult, ranks: Ranks | None) -> tuple[TokenBudget | None, tuple[Message, ...]]:
-        """Find the budget of tokens of a workload that counts them; without it, a warning says why."""
+        """Find the token budget of a workload that counts tokens; without it, a warning says why."""
         try:
             budget = find_budget(
                 self.setup.device, self.request, self.inspection, result, self.limits, self.notify, ranks

@@ -67,7 +67,7 @@ class Workload(TrainingSpec):
         split: `split(batch, sizes)` returns parts with these numbers of samples, if samples are not rows; needs `size`.
         size: `size(batch)` returns the number of samples.
         length: `length(sample)` returns what a sample of the dataset costs, in tokens (or frames, nodes ...). With it
-            or `lengths`, micro-batches are made by a budget of tokens (see `token_costs`).
+            or `lengths`, and a dataset, micro-batches are made by a token budget (`token_costs`).
         lengths: `lengths(batch)` returns the tokens of each sample of a batch; or the tokens of each sample of the
             dataset, as a sequence of numbers.
         padding: `longest` if micro-batches are padded to their longest sample (the default), `none` if they are packed
@@ -169,7 +169,7 @@ class Workload(TrainingSpec):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it says what its samples cost, so that its micro-batches are made by a budget of tokens."""
+        """Whether it says what its samples cost, so that its micro-batches are made by a token budget."""
         return self.length is not None or self.lengths is not None
 
     def build_model(self) -> nn.Module:

@@ -141,7 +141,7 @@ def _micro_batches(plan: Plan) -> tuple[int, ...]:
     """Return the micro-batches to search: those that were timed, where their samples depend on each other.
 
     Without such coupling the gradient is the full batch's whatever the micro-batch is, so that the plan's is best. A
-    BatchNorm normalises no single sample. A budget of tokens is the plan's in all trials, and decides alone.
+    BatchNorm normalises no single sample. The token budget is the plan's in all trials, and decides alone.
     """
     if not plan.coupling or plan.throughput is None or plan.tokens is not None:
         return (plan.micro_batch,)
