@@ -30,7 +30,7 @@ from autoaccum.accumulation.argument_checks import (
 from autoaccum.accumulation.attempts import Attempts
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import BACKPROPAGATIONS, check_batchnorm
-from autoaccum.accumulation.cuts import Cuts
+from autoaccum.accumulation.cuts import Cuts, Limit
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
@@ -94,16 +94,17 @@ class Accumulator:
         loss: `loss(model, batch)`, a criterion or an `Objective`; see `sources.objective.resolve_objective`. Without
             `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
         micro_batch: The most samples to run at once; omit it when `plan` is given.
-        micro_tokens: In place of it, the most tokens (or frames, nodes) to run at once: samples are packed into the
-            fewest micro-batches within this budget. A micro-batch costs its longest sample times its samples, or the
-            sum of its lengths (`padding`). A sample that costs more runs alone, with a warning.
+        micro_tokens: The most padded tokens (or frames, nodes) to run at once, instead of `micro_batch`: samples are
+            packed so that padding and the number of micro-batches are both small. A micro-batch costs the length of its
+            longest sample times the number of samples, or the sum of its lengths (`padding`). A sample that costs more
+            runs alone, with a warning.
         plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, or its
-            budget of tokens if it has one, and its precision, reduction, batchnorm, accumulate_in, savers and
+            token budget if it has one, and its precision, reduction, batchnorm, accumulate_in, savers and
             multiple_of where they are not given here.
         spec: All options of how an update is run at once, such as a Workload; in place of the plan's. Those that are
             given by name win.
         padding: With `micro_tokens`: `longest` (default) if a micro-batch is padded to its longest sample, `none` if it
-            is packed without padding (give `split` and `size`).
+            is packed without padding (usually with `split` and `size`).
         lengths: With `micro_tokens`: `lengths(batch)` returns the tokens of each sample. Default: counted in the
             tensors of the names that transformers uses, such as `attention_mask`.
         trim: With `micro_tokens`: `trim(batch)` returns a batch without the padding that none of its samples needs.
@@ -209,9 +210,8 @@ class Accumulator:
         planned = getattr(plan, "multiple_of", 1)  # Planning may find one that the spec does not have.
         planned = planned if spec is None else spec.multiple_of or planned
         self._multiple_of = read_micro_batch(planned if multiple_of is None else multiple_of, what="multiple_of")
-        most, by_tokens = choose_limit(plan, micro_batch, micro_tokens, self._multiple_of)
-        tokens = {"padding": padding, "lengths": lengths, "trim": trim}
-        costs = choose_token_costs(plan, spec, tokens, by_tokens=by_tokens)
+        limit = choose_limit(plan, micro_batch, micro_tokens, self._multiple_of)
+        costs = choose_token_costs(plan, spec, {"padding": padding, "lengths": lengths, "trim": trim}, limit)
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
             criterion=criterion,
@@ -234,9 +234,9 @@ class Accumulator:
             expected = getattr(plan, "target_batch", None)
             objective = dataclasses.replace(objective, batching=read_batching(split, size, expected))
         check_batchnorm(spec.batchnorm, model, objective.criterion_module)
-        if by_tokens:
+        if costs is not None:
             check_token_limit(costs, spec, self._multiple_of)
-        self._cuts = Cuts(self._multiple_of, costs if by_tokens else None, objective.wrap_batch)
+        self._cuts = Cuts(self._multiple_of, costs, objective.wrap_batch)
         if plan is not None:
             check_plan(plan, current_facts(model, optimizer, objective, spec))
         summed = grad_sync or getattr(plan, "grad_sync", None) or "each"
@@ -276,7 +276,7 @@ class Accumulator:
             multiple_of=self._multiple_of,
             wrappers=[module for module in in_reach if isinstance(module, DistributedDataParallel)],
         )
-        self._most = min(self._ranks.gather(most))
+        self.limit = dataclasses.replace(limit, number=min(self._ranks.gather(limit.number)))
         roots = [root for root in (model, objective.criterion_module) if root is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
         names = {tensor: f"{name} in the optimizer" for name, tensor in named}
@@ -289,30 +289,31 @@ class Accumulator:
         return self._progress.phase
 
     @property
-    def micro_batch(self) -> int:
-        """The most samples run at once. A retry after an out-of-memory error lowers it; set it to raise it again.
+    def micro_batch(self) -> int | None:
+        """The most samples run at once; None if tokens are counted.
 
-        With `micro_tokens` it is that number, since a sample costs at least one token, and cannot be set.
+        A retry after an out-of-memory error lowers it; set it to raise it again.
         """
-        return self._most
+        return None if self.limit.unit == "micro_tokens" else self.limit.number
 
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
-        self._set_most("micro_batch", value)
+        self._set_limit(Limit(value))
 
     @property
     def micro_tokens(self) -> int | None:
-        """The most tokens run at once, lowered and set as `micro_batch`; None if samples are counted."""
-        return None if self._cuts.costs is None else self._most
+        """The most padded tokens run at once, lowered and set as `micro_batch`; None if samples are counted."""
+        return None if self.limit.unit == "micro_batch" else self.limit.number
 
     @micro_tokens.setter
     def micro_tokens(self, value: int) -> None:
-        self._set_most("micro_tokens", value)
+        self._set_limit(Limit(value, "micro_tokens"))
 
-    def _set_most(self, unit: str, value: int) -> None:
-        if unit != self._cuts.unit:
-            raise UsageError(f"{unit} is set on an Accumulator that goes by {self._cuts.unit}", hint="set that")
-        self._most = read_micro_batch(value, self._multiple_of, what=unit)
+    def _set_limit(self, limit: Limit) -> None:
+        if limit.unit != self.limit.unit:
+            raise UsageError(f"this Accumulator counts {self.limit.counted}s", hint=f"set {self.limit.unit}")
+        number = read_micro_batch(limit.number, self._multiple_of, what=limit.unit)
+        self.limit = dataclasses.replace(limit, number=number)
 
     @property
     def savers(self) -> tuple[str, ...]:
@@ -395,9 +396,9 @@ class Accumulator:
             while guesses := getattr(self._objective.batching, "guesses", []):
                 warn_caller(guesses.pop())
             batches = [batch for batch in wrapped if batch_size(batch)]  # An empty batch is none.
-            measures = [self._cuts.measure(batch, self._most) for batch in batches]
+            measures = [self._cuts.measure(batch, self.limit.number) for batch in batches]
         except Exception as error:
             self._attempts.report(error)
             raise
-        result, self._most = self._attempts.make_update(batches, measures, self._most)
+        result, self.limit = self._attempts.make_update(batches, measures, self.limit)
         return result

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.cuts import Limit
 from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.checks import check_word, is_positive, join_words, read_count
 from autoaccum.errors import UsageError
@@ -194,7 +195,7 @@ class PlanLike(Protocol):
 
     @property
     def tokens(self) -> Any:
-        """The budget of tokens, with `micro_tokens` and `padding`; None if samples are counted."""
+        """The token budget, with `micro_tokens` and `padding`; None if samples are counted."""
 
     @property
     def spec(self) -> TrainingSpec:
@@ -209,10 +210,8 @@ class PlanLike(Protocol):
         """The kind of device, and the name of a GPU."""
 
 
-def choose_limit(
-    plan: PlanLike | None, micro_batch: int | None, micro_tokens: int | None, multiple_of: int
-) -> tuple[int, bool]:
-    """Return the micro-batch that is given, or the plan's, and whether it is counted in tokens, not in samples.
+def choose_limit(plan: PlanLike | None, micro_batch: int | None, micro_tokens: int | None, multiple_of: int) -> Limit:
+    """Return the limit of a micro-batch that is given, or the plan's.
 
     Raises:
         UsageError: None or several are given, `plan` is no plan, or the number is not a whole number from 1 on.
@@ -227,20 +226,23 @@ def choose_limit(
     if plan is not None:
         micro_batch, micro_tokens = plan.micro_batch, None if plan.tokens is None else plan.tokens.micro_tokens
     if micro_tokens is None:
-        return read_micro_batch(micro_batch, multiple_of), False
-    return read_count(micro_tokens, "micro_tokens"), True
+        return Limit(read_micro_batch(micro_batch, multiple_of))
+    return Limit(read_count(micro_tokens, "micro_tokens"), "micro_tokens")
 
 
 def choose_token_costs(
-    plan: PlanLike | None, spec: TrainingSpec | None, by_name: Mapping[str, Any], *, by_tokens: bool
-) -> TokenCosts:
-    """Return how tokens are counted and padding is cut: as given `by_name`, or else as the plan or a Workload says."""
+    plan: PlanLike | None, spec: TrainingSpec | None, by_name: Mapping[str, Any], limit: Limit
+) -> TokenCosts | None:
+    """Return how tokens are counted and padding is cut: as given `by_name`, or else as the plan or a Workload says.
+
+    Returns None if samples are counted.
+    """
     given = {name: value for name, value in by_name.items() if value is not None}
-    if given and not by_tokens:
-        raise UsageError(
-            f"{join_words(given)} given, and micro-batches are counted in samples",
-            hint="give micro_tokens, or a plan with a budget of tokens",
-        )
+    if limit.unit == "micro_batch":
+        if given:
+            hint = "give micro_tokens, or a plan with a token budget"
+            raise UsageError(f"{next(iter(given))} is only used with micro_tokens", hint=hint)
+        return None
     costs = spec.token_costs if isinstance(spec, Workload) else TokenCosts()
     if plan is not None and plan.tokens is not None:
         costs = replace(costs, padding=plan.tokens.padding)
@@ -249,10 +251,10 @@ def choose_token_costs(
 
 
 def check_token_limit(costs: TokenCosts, spec: TrainingSpec, multiple_of: int) -> None:
-    """Raise UsageError if micro-batches by a budget of tokens would break what `spec` asks for."""
+    """Raise UsageError if micro-batches by a token budget would break what `spec` asks for."""
     if multiple_of > 1:
         raise UsageError(
-            f"micro-batches are to be multiples of {multiple_of} samples, and a budget of tokens has any number",
+            f"micro-batches are to be multiples of {multiple_of} samples, and a token budget has any number",
             hint="give micro_batch, or omit multiple_of",
         )
     if costs.padding == "longest" and spec.batchnorm in ("exact", "running"):

@@ -25,7 +25,7 @@ from autoaccum.accumulation.backpropagation import (
     total_loss,
 )
 from autoaccum.accumulation.batchnorm import check_synchronised
-from autoaccum.accumulation.cuts import Cut, Cuts
+from autoaccum.accumulation.cuts import Cut, Cuts, Limit
 from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import GradientBuffers, clip_gradients, dense_gradients, needs_buffers
 from autoaccum.accumulation.out_of_memory import (
@@ -88,16 +88,15 @@ class Attempts:
         if backpropagation.objective.coupled or spec.batchnorm == "exact":
             self._give_whole_batch(in_lockstep=spec.batchnorm == "exact")
 
-    def make_update(self, batches: Sequence[Any], measures: Sequence[list[int]], most: int) -> tuple[StepResult, int]:
-        """Make one update of `batches`, in parts of at most `most` samples or tokens, alike on all ranks.
+    def make_update(
+        self, batches: Sequence[Any], measures: Sequence[list[int]], limit: Limit
+    ) -> tuple[StepResult, Limit]:
+        """Make one update of `batches` in parts within `limit`, alike on all ranks.
 
-        Args:
-            batches: The batches.
-            measures: The lengths of the samples of each (`Cuts.measure`).
-            most: The micro-batch, or the budget of tokens.
+        `measures` are the lengths of the samples of each (`Cuts.measure`).
 
         Returns:
-            The result, and the `most` with which it was made.
+            The result, and the limit with which it was made.
 
         Raises:
             BaseException: No attempt made the update. The state is restored unless it is UpdateInterrupted.
@@ -105,15 +104,15 @@ class Attempts:
         versions = batch_versions(batches)
         self._failed_in = []
         while True:
-            cuts = [self._cuts.cut(*measured, most) for measured in zip(batches, measures, strict=True)]
-            outcome = self._attempt(batches, cuts, most)
+            cuts = [self._cuts.cut(*measured, limit.number) for measured in zip(batches, measures, strict=True)]
+            outcome = self._attempt(batches, cuts, limit)
             if isinstance(outcome, StepResult):
-                return outcome, most
+                return outcome, limit
             largest = max((cut.largest for cut in cuts), default=0)
             unchanged = self._sharded is not None or batch_versions(batches) == versions
-            most = self._lower(most, outcome, largest, unchanged=unchanged)
+            limit = self._lower(limit, outcome, largest, unchanged=unchanged)
 
-    def _attempt(self, batches: Sequence[Any], cuts: Sequence[Cut], most: int) -> StepResult | BaseException:
+    def _attempt(self, batches: Sequence[Any], cuts: Sequence[Cut], limit: Limit) -> StepResult | BaseException:
         """Make one update from `batches`, each cut as `cuts` say, and return its result or its error.
 
         An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
@@ -127,7 +126,7 @@ class Attempts:
                 transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._updater.scaler)
                 for parameter in parameters:
                     parameter.grad = None
-                result = self._update(batches, cuts, transaction, modules, around, most)
+                result = self._update(batches, cuts, transaction, modules, around, limit)
                 for parameter in parameters:
                     parameter.grad = None
                 return result
@@ -143,7 +142,7 @@ class Attempts:
         transaction: Transaction,
         modules: Sequence[nn.Module],
         around: ExitStack,
-        most: int,
+        limit: Limit,
     ) -> StepResult:
         self._progress.begin_phase("batch")
         backpropagation, ranks, sharded = self._backpropagation, self._ranks, self._sharded
@@ -151,7 +150,8 @@ class Attempts:
         pairs = list(zip(batches, cuts, strict=True))
         parts = [part for pair in pairs for part in self._cuts.parts(*pair)]
         sizes, weights = tuple(chain(*(cut.sizes for cut in cuts))), [objective.weight(part) for part in parts]
-        facts_here = {"micro_batch": None, "micro_tokens": None, self._cuts.unit: most, **self._updater.common_facts()}
+        facts_here: dict[str, Any] = {"micro_batch": None, "micro_tokens": None, limit.unit: limit.number}
+        facts_here |= self._updater.common_facts()
         facts, samples, weights_by_rank = zip(*ranks.gather((facts_here, sum(sizes), weights)), strict=True)
         check_alike(facts)
         if not any(weights_by_rank):
@@ -179,7 +179,7 @@ class Attempts:
             buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
         update.buffers = buffers
         watching = self._first_steps.watching(
-            backpropagation, modules, update, trained if sizes else (), compared, most, is_split=sum(run) > 1
+            backpropagation, modules, update, trained if sizes else (), compared, limit.number, is_split=sum(run) > 1
         )
         with without_calls(self._wrappers), watching, self._savers.around_parts():
             backpropagation.run(update)
@@ -226,11 +226,11 @@ class Attempts:
         lockstep = LockstepParts(exact_batchnorm=self._batchnorm == "exact", on_part=self._progress.begin_part)
         self._backpropagation.run_parts = lockstep if in_lockstep else RecomputedParts()
 
-    def _lower(self, most: int, error: BaseException, largest: int, *, unchanged: bool) -> int:
-        """Return the most samples or tokens of a part with which to repeat a batch, all of whose tensors are freed.
+    def _lower(self, limit: Limit, error: BaseException, largest: int, *, unchanged: bool) -> Limit:
+        """Return the limit of a part with which to repeat a batch, all of whose tensors are freed.
 
-        That stays at `most` where parts only need the whole batch, or a saver was added; else it is below `largest`,
-        that of the largest part (`Cut.largest`). `error` ended the attempt here; the batch is `unchanged` if it is as
+        It stays the same where parts only need the whole batch, or a saver was added; else it is below `largest`, the
+        cost of the largest part (`Cut.largest`). `error` ended the attempt here; the batch is `unchanged` if it is as
         it was before.
 
         Raises:
@@ -249,38 +249,39 @@ class Attempts:
                 clear_frames(error)
                 failures = tuple(failure for failure in failures if not failure.needs_whole_batch)
                 if not failures:
-                    return most
+                    return limit
                 if isinstance(error, NeedsWholeBatch):
                     error = OtherRanksFailed(failures)
             self._failed_in.append(failures[0].phase)
-            saver = self._check(error, failures)
+            saver = self._check(error, failures, limit)
             clear_frames(error)
             is_own = not isinstance(error, OtherRanksFailed)
         finally:
             del error  # the traceback holds this frame
         release_memory(self._backpropagation.device)
         largest = max(failure.largest for failure in failures)
-        lowered = shrink(largest, len(self._failed_in) - 1, self._multiple_of) if saver is None else most
+        if saver is None:
+            limit = replace(limit, number=shrink(largest, len(self._failed_in) - 1, self._multiple_of))
         try:
-            self._tell(largest, lowered, saver, is_own=is_own)
+            self._tell(largest, limit, saver, is_own=is_own)
         except Exception as second:  # Warnings may be errors.
             self.report(second)
             raise
-        return lowered
+        return limit
 
-    def _tell(self, largest: int, lowered: int, saver: str | None, *, is_own: bool) -> None:
+    def _tell(self, largest: int, lowered: Limit, saver: str | None, *, is_own: bool) -> None:
         """Call the observer, or else warn if it was this rank that ran out of memory."""
         failed_in, observer = self._failed_in[-1], self._progress.observer
-        unit = "token" if largest and self._cuts.costs is not None else "sample"
+        unit = lowered.counted if largest else "sample"
         largest = max(largest, 1)  # By tokens, parts of one sample count as none.
         if observer is not None and saver is None:
-            observer.out_of_memory(failed_in, largest, lowered)
+            observer.out_of_memory(failed_in, largest, lowered.number)
         elif observer is not None and saver is not None:
             observer.saver_added(failed_in, largest, saver)
         elif is_own:
             facts = {"phase": failed_in, "size": largest, "unit": unit}
             if saver is None:
-                warn_caller(message("repeated_smaller", **facts, lowered=lowered))
+                warn_caller(message("repeated_smaller", **facts, lowered=lowered.number))
             else:
                 warn_caller(message("repeated_with_saver", **facts, saver=saver))
 
@@ -310,7 +311,7 @@ class Attempts:
         finally:
             del error  # the traceback holds this frame
 
-    def _check(self, error: BaseException, failures: Sequence[RankFailure]) -> str | None:
+    def _check(self, error: BaseException, failures: Sequence[RankFailure], limit: Limit) -> str | None:
         """Raise `error`, or another in its place, unless the batch can be repeated: in smaller parts, or with a saver.
 
         All ranks decide alike, from the same `failures`. Returns the word of the saver, if one was added.
@@ -330,7 +331,7 @@ class Attempts:
             if largest > self._multiple_of and not is_update:
                 if self._sharded is None:
                     return None
-                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of), self._cuts.unit) from error
+                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of), limit.unit) from error
             may_add = self._add_savers and self._sharded is None
             if may_add and (saver := self._savers.add_next(self._failed_in[-1])) is not None:
                 return saver

@@ -1,11 +1,11 @@
-"""How a batch is cut into the parts of an update: by a number of samples, or by a budget of tokens."""
+"""How a batch is cut into the parts of an update: by a number of samples, or by a token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from autoaccum.accumulation.packing import pack, pack_in_order, part_cost
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
@@ -17,12 +17,25 @@ from autoaccum.sources.token_costs import TokenCosts
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The most of a micro-batch: a number of samples or padded tokens, and the argument that it is given by."""
+
+    number: int
+    unit: Literal["micro_batch", "micro_tokens"] = "micro_batch"
+
+    @property
+    def counted(self) -> Literal["sample", "token"]:
+        """What the number counts."""
+        return "sample" if self.unit == "micro_batch" else "token"
+
+
+@dataclass(frozen=True)
 class Cut:
     """The parts of one batch.
 
     Attributes:
         sizes: The samples of each part, in order.
-        largest: What the largest part that can be made smaller counts, in samples or tokens; 0 if there is none.
+        largest: The cost of the largest part with more than one sample, in samples or padded tokens; 0 if none has.
         indices: The samples of each part; None if they are in the order of the batch.
     """
 
@@ -37,7 +50,7 @@ class Cut:
 
 @dataclass
 class Cuts:
-    """Cuts batches evenly by samples, or by `costs` into the fewest parts within a budget of tokens, each trimmed.
+    """Cuts batches evenly by samples, or by `costs` as `packing` does within a token budget, each part trimmed.
 
     A batch within the budget is one part, and keeps its order. So does a batch with a `split` of its own.
 
@@ -52,32 +65,27 @@ class Cuts:
     wrap_batch: Callable[[Any], Any]
     _has_warned: bool = False
 
-    @property
-    def unit(self) -> str:
-        """The Accumulator's argument for the most that a part counts."""
-        return "micro_batch" if self.costs is None else "micro_tokens"
-
-    def measure(self, batch: Any, most: int) -> list[int]:
-        """Return the length of each sample, or 1; warn once of one that costs more than the `most` of a part."""
+    def measure(self, batch: Any, limit: int) -> list[int]:
+        """Return the length of each sample, or 1; warn once of one that costs more than the `limit` of a part."""
         if self.costs is None:
             check_multiple(size := batch_size(batch), self.multiple_of, "a batch's size")
             return [1] * size
         lengths = self.costs.of_batch(batch)
-        if max(lengths) > most and not self._has_warned:
+        if max(lengths) > limit and not self._has_warned:
             self._has_warned = True
-            warn_caller(message("sample_over_budget", length=max(lengths), micro_tokens=most))
+            warn_caller(message("sample_over_budget", length=max(lengths), micro_tokens=limit))
         return lengths
 
-    def cut(self, batch: Any, lengths: list[int], most: int) -> Cut:
-        """Return the cut of a batch of samples of these lengths into parts that count at most `most`."""
+    def cut(self, batch: Any, lengths: list[int], limit: int) -> Cut:
+        """Return the cut of a batch of samples of these lengths into parts that cost at most `limit`."""
         if self.costs is None:
-            sizes = split_evenly(len(lengths), most, self.multiple_of)
+            sizes = split_evenly(len(lengths), limit, self.multiple_of)
             return Cut(sizes, max(sizes))
         padding, indices = self.costs.padding, None
-        if isinstance(batch, CustomBatch) or part_cost(lengths, padding) <= most:
-            parts = [lengths[part] for part in slices(pack_in_order(lengths, most, padding))]
+        if isinstance(batch, CustomBatch) or part_cost(lengths, padding) <= limit:
+            parts = [lengths[part] for part in slices(pack_in_order(lengths, limit, padding))]
         else:
-            indices = pack(lengths, most, padding)
+            indices = pack(lengths, limit, padding)
             parts = [[lengths[index] for index in part] for part in indices]
         largest = max((part_cost(part, padding) for part in parts if len(part) > 1), default=0)
         return Cut(tuple(map(len, parts)), largest, indices)

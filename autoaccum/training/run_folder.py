@@ -149,11 +149,11 @@ class RunFolder:
         self._ranks.by_first(lambda: write_file(path, portable(dict(weights), str(path))))
         return path
 
-    def write_ceiling(self, most: int, unit: str = "micro_batch") -> None:
+    def write_ceiling(self, limit: int, unit: str = "micro_batch") -> None:
         """Note that micro-batches of more samples, or tokens, ran out of memory and ended the run."""
         if self._ranks.is_first:  # The others may be gone.
             with suppress(OSError):
-                (self.path / _CEILING).write_text(json.dumps({unit: most}), encoding="utf-8")
+                (self.path / _CEILING).write_text(json.dumps({unit: limit}), encoding="utf-8")
 
     def read_ceiling(self, unit: str = "micro_batch") -> int | None:
         """Return the largest micro-batch, or `micro_tokens`, that an earlier run left to try; None if none did."""

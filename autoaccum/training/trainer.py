@@ -70,10 +70,11 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         seed_training(request.seed)  # All ranks build the same model.
         components = setup.build(choice.plan)
         # Ranks meet here, and one that waits for the others can still be stopped at once.
-        ceiling = None if folder is None else folder.read_ceiling(choice.unit)
-        if ceiling is not None and ceiling < choice.most:
-            notifier.notify(Notice(message("ceiling_known", size=ceiling, unit=choice.counted), warns=False))
-            choice = replace(choice, plan=None, **{choice.unit: ceiling})
+        limit = choice.limit
+        ceiling = None if folder is None else folder.read_ceiling(limit.unit)
+        if ceiling is not None and ceiling < limit.number:
+            notifier.notify(Notice(message("ceiling_known", size=ceiling, unit=limit.counted), warns=False))
+            choice = replace(choice, plan=None, **{limit.unit: ceiling})
         signals = stack.enter_context(StopSignals())
         stack.enter_context(ranks.ending(signals))
         stack.callback(reader.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import time
 from collections.abc import Mapping
@@ -79,9 +78,9 @@ class Run(StepObserver):
         reader.part_size, reader.micro_tokens = choice.micro_batch, choice.micro_tokens
         reader.multiple_of = choice.multiple_of
         reader.interruptible = signals.interruptible
-        self._ceiling = Ceiling(choice.most)
+        self._ceiling = Ceiling(choice.limit.number)
         costs = setup.workload.token_costs
-        limit: dict[str, Any] = {} if choice.plan is not None else {choice.unit: choice.most}
+        limit: dict[str, Any] = {} if choice.plan is not None else {choice.limit.unit: choice.limit.number}
         if choice.micro_tokens is not None:
             limit |= {"padding": costs.padding, "lengths": costs.lengths, "trim": costs.trim}
         self._accumulator = Accumulator(
@@ -164,7 +163,7 @@ class Run(StepObserver):
         if record["stepper"]["ceiling"]["planned"] == self._ceiling.planned:
             self._accumulator.restore_savers(record["stepper"]["savers"])
             vars(self._ceiling).update(record["stepper"]["ceiling"])
-            self._limit(self._ceiling.largest)
+            self._set_limit(self._ceiling.largest)
         if self._evaluation is not None and record["evaluation"] is not None:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, record["evaluation"])
         if (notice := self._reader.load_state_dict(record["data"])) is not None:
@@ -188,8 +187,7 @@ class Run(StepObserver):
             model=self._components.model,
             optimizer=self._components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._sizes.micro_batch,
-            micro_tokens=self._sizes.micro_tokens,
+            **self._sizes,
             target_batch=self._request.target_batch,
             target_tokens=self._request.target_tokens,
             device=str(self._components.device),
@@ -215,8 +213,7 @@ class Run(StepObserver):
             model=components.model,
             optimizer=components.optimizer,
             plan=self._choice.plan,
-            micro_batch=self._sizes.micro_batch,
-            micro_tokens=self._sizes.micro_tokens,
+            **self._sizes,
             updates=progress.update,
             epochs=progress.epoch,
             samples=progress.samples,
@@ -292,7 +289,7 @@ class Run(StepObserver):
         progress.loss = result.loss
         if components.averages is not None and result.updated:
             components.averages.update()
-        self._limit(self._ceiling.record(result.retries, self._accumulator.micro_batch))
+        self._set_limit(self._ceiling.record(result.retries, self._accumulator.limit.number))
         if components.scheduler is not None and result.updated:
             components.scheduler.step()  # Before any event: a callback that raises ends the run here.
         if skip_reason is not None:
@@ -347,7 +344,7 @@ class Run(StepObserver):
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """See `StepObserver`: memory ran out, and the step is repeated."""
         # A step that ends without an update would not lower it.
-        self._limit(min(self._accumulator.micro_batch, next_micro_batch))
+        self._set_limit(min(self._accumulator.limit.number, next_micro_batch))
         self._report_retry("retried_smaller", phase, micro_batch, lowered=next_micro_batch)
 
     def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
@@ -356,19 +353,19 @@ class Run(StepObserver):
 
     def _report_retry(self, code: str, phase: StepPhase, size: int, **facts: Any) -> None:
         self._retries += 1
-        facts |= {"phase": phase, "size": size, "unit": self._choice.counted if size > 1 else "sample"}
+        facts |= {"phase": phase, "size": size, "unit": self._choice.limit.counted if size > 1 else "sample"}
         retried = message(code, update=self.progress.update + 1, **facts)
         self._notifier.notify(Notice(retried, warns="saver" in facts))
 
-    def _limit(self, most: int) -> None:
-        """Let micro-batches have at most so many samples, or tokens."""
-        setattr(self._accumulator, self._choice.unit, most)
+    def _set_limit(self, number: int) -> None:
+        setattr(self._accumulator, self._choice.limit.unit, number)
 
     @property
-    def _sizes(self) -> MicroBatchChoice:
-        """The choice with what micro-batches are limited to now."""
-        limit: dict[str, Any] = {self._choice.unit: self._ceiling.largest}
-        return dataclasses.replace(self._choice, **limit)
+    def _sizes(self) -> dict[str, Any]:
+        """The `micro_batch` and the `micro_tokens` now."""
+        choice = self._choice
+        sizes = {"micro_batch": choice.micro_batch, "micro_tokens": choice.micro_tokens}
+        return sizes | {self._choice.limit.unit: self._ceiling.largest}
 
     @property
     def _added_savers(self) -> tuple[str, ...]:
@@ -468,9 +465,9 @@ class Run(StepObserver):
         """Return the error with what resumes the run, and leave a smaller micro-batch for the next start."""
         hint = f"the same command resumes from {checkpoint}"
         if error.next_micro_batch is not None:
-            hint += f", in micro-batches of at most {counted(error.next_micro_batch, self._choice.counted)}"
+            hint += f", in micro-batches of at most {counted(error.next_micro_batch, self._choice.limit.counted)}"
             if self._folder is not None:
-                self._folder.write_ceiling(error.next_micro_batch, self._choice.unit)
+                self._folder.write_ceiling(error.next_micro_batch, self._choice.limit.unit)
         return UpdateInterrupted(error.message, hint=hint)
 
 

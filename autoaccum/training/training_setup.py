@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.cuts import Limit
 from autoaccum.accumulation.gradients import choose_scaler, needs_buffers
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.launch import choose_parallel, shard_model
@@ -107,7 +108,7 @@ class TrainingComponents:
 class MicroBatchChoice:
     """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of.
 
-    `micro_tokens` is the budget of micro-batches that are made by their tokens; None: they are made by their samples.
+    `micro_tokens` is the token budget of micro-batches; None: they are made by their samples.
     """
 
     micro_batch: int
@@ -116,19 +117,9 @@ class MicroBatchChoice:
     micro_tokens: int | None = None
 
     @property
-    def unit(self) -> Literal["micro_batch", "micro_tokens"]:
-        """The name of the number that limits micro-batches."""
-        return "micro_batch" if self.micro_tokens is None else "micro_tokens"
-
-    @property
-    def counted(self) -> Literal["sample", "token"]:
-        """What that number counts."""
-        return "sample" if self.micro_tokens is None else "token"
-
-    @property
-    def most(self) -> int:
-        """The number that limits micro-batches."""
-        return self.micro_batch if self.micro_tokens is None else self.micro_tokens
+    def limit(self) -> Limit:
+        """The limit of micro-batches."""
+        return Limit(self.micro_batch) if self.micro_tokens is None else Limit(self.micro_tokens, "micro_tokens")
 
 
 class TrainingSetup:

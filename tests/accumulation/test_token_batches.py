@@ -387,7 +387,7 @@ def test_all_ranks_have_one_budget() -> None:
 def test_a_plan_with_a_budget_goes_by_tokens() -> None:
     plan = make_plan(9, 3, workload={}, tokens=make_token_budget(BUDGET, padding="none"))
     accumulator, model = make(None, plan=plan, **LOSSES["token mean"])
-    assert (accumulator.micro_tokens, accumulator.micro_batch) == (BUDGET, BUDGET)
+    assert (accumulator.micro_tokens, accumulator.micro_batch) == (BUDGET, None)
     assert accumulator.step(padded()).micro_batches == (3, 2, 4), "by the sum of lengths, without padding"
     given, _ = make(None, plan=plan, padding="longest", **LOSSES["token mean"])
     assert given.step(padded()).micro_batches == (1, 2, 2, 2, 2)
@@ -430,9 +430,12 @@ def test_batchnorm_by_micro_batch_is_told_as_always(padding: Padding) -> None:
     [
         ({"micro_batch": 3}, "micro_batch and micro_tokens are given: give one of them"),
         ({"micro_tokens": 0}, "micro_tokens is 0: give a whole number of at least 1"),
-        ({"multiple_of": 2}, "multiples of 2 samples, and a budget of tokens has any number: give micro_batch, or"),
+        ({"multiple_of": 2}, "multiples of 2 samples, and a token budget has any number: give micro_batch, or"),
         ({"padding": "left"}, "there is no padding 'left'"),
-        ({"micro_tokens": None, "micro_batch": 3, "lengths": len}, "lengths given, and micro-batches are counted in"),
+        (
+            {"micro_tokens": None, "micro_batch": 3, "lengths": len},
+            "lengths is only used with micro_tokens: give micro_tokens",
+        ),
         ({"batchnorm": "exact"}, 'batchnorm is "exact", and BatchNorm would normalise over less padding than the full'),
     ],
 )
@@ -444,9 +447,9 @@ def test_what_cannot_be_kept_is_refused(options: dict[str, Any], text: str) -> N
 def test_the_number_that_counts_is_set() -> None:
     by_tokens, by_samples = make(**LOSSES["sum"])[0], make(None, micro_batch=2, **LOSSES["sum"])[0]
     assert (by_samples.micro_batch, by_samples.micro_tokens) == (2, None)
-    with pytest.raises(UsageError, match="micro_batch is set on an Accumulator that goes by micro_tokens"):
+    with pytest.raises(UsageError, match="this Accumulator counts tokens: set micro_tokens"):
         by_tokens.micro_batch = 3
-    with pytest.raises(UsageError, match="micro_tokens is set on an Accumulator that goes by micro_batch"):
+    with pytest.raises(UsageError, match="this Accumulator counts samples: set micro_batch"):
         by_samples.micro_tokens = 3
     with pytest.raises(UsageError, match="micro_tokens is 0"):
         by_tokens.micro_tokens = 0

@@ -92,7 +92,7 @@ def test_the_batch_is_repeated_in_parts_that_fit(phase: str, place: torch.device
             assert warning.message.code == "repeated_smaller"
             assert (warning.message.facts["phase"], warning.message.facts["size"]) == (phase, SAMPLES)
             assert result.retries > 0
-            assert max(*result.micro_batches, accumulator.micro_batch) <= MOST
+            assert max(*result.micro_batches, accumulator.limit.number) <= MOST
         updated.append([parameter.detach().clone() for parameter in model.parameters()])
     for whole, smaller in zip(*updated, strict=True):
         torch.testing.assert_close(smaller, whole, rtol=0, atol=1e-12)
