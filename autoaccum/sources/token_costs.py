@@ -179,7 +179,7 @@ def _columns(record: Mapping[str, Tensor]) -> dict[int, Tensor]:
         if counts and width:
             last = [(one * torch.arange(1, width + 1, device=one.device)).amax(1).cpu() for one in counts]
             found[width] = torch.stack(last).amax(0)
-        else:
+        elif alike.keys() != {"input_features"}:  # Without a mask, these may be the bins of a spectrum, not positions.
             found[width] = torch.full((len(next(iter(alike.values()))),), width)
     return found
 

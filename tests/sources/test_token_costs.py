@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Any, list[int], list[tuple[int, ...]]]] = {
         [2, 4],
         [(2, 4), (2, 4), (2, 4)],
     ),
+    "spectra": ({"input_features": torch.ones(2, 9, 5), "labels": labels(2, 4, width=6)}, [2, 4], [(2, 9, 5), (2, 4)]),
     "labels as wide as features": (
         {"input_features": torch.ones(2, 6, 9), "labels": labels(2, 4, width=6)},
         [6, 6],
