@@ -436,10 +436,8 @@ def fit(
             DataLoader keeps its order, sampler and collate function, but not its batch size: its batches are
             regrouped. Any other iterable, such as a list, must yield batches that do not share memory.
         target_batch: Samples per update. The last update of an epoch has the samples that are left.
-        target_tokens: In place of it: an update has as many whole samples as reach so many tokens, by the workload's
-            `length` or `lengths`. With those, a plan has a budget of tokens, by which the samples of every update are
-            packed into micro-batches, and dealt to ranks. A dataset's samples are measured once each, unless `lengths`
-            are those of all of them.
+        target_tokens: Tokens per update, instead of `target_batch`: as many whole samples as reach them, by the
+            workload's `length` or `lengths`. Each sample is measured once, unless `lengths` are those of the dataset.
         epochs: Passes over the data.
         steps: Updates to make; with `epochs`, training ends at whichever comes first.
         plan: A plan or its file; it must be for this model, batch and device.

@@ -330,7 +330,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "verified_in_float32": "verified in float32: the workload does not run in float64 ({error})",
     "samples_shortened": "all samples are equally long: also compared with {paths:names} shortened",
     "window_left_out": "the shorter window of {parts:parts} was left out: {error}",
-    "tokens_alike": "micro-batches by a budget of tokens were not compared: all samples have {tokens} tokens",
+    "tokens_alike": "micro-batches by a token budget were not compared: all samples have {tokens} tokens",
     "loop_left_out": "accumulate() was not called with {parts:parts}: a rank with fewer micro-batches would keep the "
     "others waiting",
     "random_neutral": lambda method, parts, reason: (
@@ -375,7 +375,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "padding_counts": "the gradient depends on padding: cutting micro-batches of {parts:parts} to their longest sample "
     "changes it",
     "mask_padding": "mask padding in the model (pass its attention mask) and in the loss, and let trim(batch) keep all "
-    "tokens that count; or leave out length and lengths: micro-batches by count keep the padding",
+    "tokens that count; or remove `length` and `lengths` from the workload: micro-batches by count keep the padding",
     "unexplained": lambda tensor, reason: (
         f"no experiment makes both updates equal{f' ({reason})' if reason else ''}; the first tensor that differs is "
         f"{tensor}"
@@ -403,8 +403,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         size, unit, f"in micro-batches of at most {counted(lowered, unit)}", **facts
     ),
     "repeated_with_saver": lambda size, saver, unit, **facts: _retried(size, unit, f"with {saver}", **facts),
-    "sample_over_budget": "a sample of {length:count token} is over the budget (micro_tokens={micro_tokens}): it runs "
-    "alone, and may not fit",
+    "sample_over_budget": "a sample of {length:count token} is over the token budget (micro_tokens={micro_tokens}): it "
+    "runs alone, and may not fit; drop or truncate such samples",
     "batch_changed": "memory ran out, and forward has changed the batch in place: the update cannot be retried",
     # Plans.
     "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught the error, and continued with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
 from typing import Any, get_args
 
@@ -23,7 +23,7 @@ from autoaccum.spec import Padding
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """Yields the indices of one micro-batch after the other, each within a budget of tokens.
+    """Yields the indices of one micro-batch after the other, each within a token budget.
 
         sampler = TokenBudgetSampler(lengths, micro_tokens=8192, target_batch=256)
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=4)
@@ -38,11 +38,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     Args:
         lengths: The tokens of each sample of the dataset, in its order.
-        micro_tokens: The most that a micro-batch may cost: its longest sample times its samples, or their sum.
+        micro_tokens: The most padded tokens of a micro-batch: the length of its longest sample times the number of
+            samples, or the sum of their lengths.
         target_batch: The samples of a window.
-        target_tokens: In place of `target_batch`: a window has as many whole samples as reach so many tokens.
+        target_tokens: Instead of `target_batch`: a window has as many whole samples as reach so many tokens.
         padding: `longest` (default) if `collate_fn` pads micro-batches to their longest sample, `none` if it does not.
-        plan: A plan with a budget of tokens, of which what is not given is taken.
+        plan: A plan with a token budget, of which what is not given is taken.
         shuffle: Whether each epoch has a random order of its own; otherwise that of the dataset.
         seed: The seed of the orders, equal on all ranks.
         rank: The number of this rank, and `world_size` that of all; by default those of `torch.distributed`.
@@ -72,17 +73,17 @@ class TokenBudgetSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         if not is_length_sequence(lengths):
-            raise UsageError(
-                f"lengths is {describe_type(lengths)}", hint="give the tokens of each sample of the dataset, in order"
-            )
-        budget = getattr(plan, "tokens", None)
-        if plan is not None and budget is None:
-            raise UsageError("the plan has no budget of tokens", hint="plan a workload that has length or lengths")
-        if budget is not None and target_batch is None and target_tokens is None:
-            target_tokens = budget.target_tokens
-            target_batch = getattr(plan, "target_batch", None) if target_tokens is None else None
-        if budget is not None:
+            seen = "empty" if isinstance(lengths, Sized) and len(lengths) == 0 else describe_type(lengths)
+            raise UsageError(f"lengths is {seen}", hint="give the tokens of each sample of the dataset, in order")
+        if plan is not None:
+            if (budget := plan.tokens) is None:
+                raise UsageError("the plan has no token budget", hint="plan a workload that has length or lengths")
             micro_tokens, padding = micro_tokens or budget.micro_tokens, padding or budget.padding
+            if target_batch is None and target_tokens is None:
+                target_tokens = budget.target_tokens
+                target_batch = getattr(plan, "target_batch", None) if target_tokens is None else None
+        if micro_tokens is None:
+            raise UsageError("no micro_tokens", hint="give it, or a plan")
         check_word(padding or "longest", "padding", get_args(Padding))
         self._micro_tokens, self._padding = read_count(micro_tokens, "micro_tokens"), padding or "longest"
         values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
@@ -95,10 +96,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         own = 0 if self._ranks == 1 else torch.distributed.get_rank() if count_ranks() > 1 else -1
         self._rank = own if rank is None else rank
         if self._rank not in range(self._ranks):
-            raise UsageError(f"rank is {rank}, and world_size is {self._ranks}", hint="give both, or neither")
+            raise UsageError(
+                f"rank {rank} of world_size {self._ranks}", hint="ranks count from 0; give both, or neither"
+            )
         self.epoch, self._position = 0, 0
         checksum = zlib.crc32(repr(self._lengths).encode())
-        self._facts = {"samples": len(self._lengths), "a checksum of lengths": checksum, **self._targets}
+        self._facts = {"samples": len(self._lengths), "lengths_checksum": checksum, **self._targets}
         self._facts |= {"shuffle": shuffle, "seed": self._seed}
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -148,10 +151,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         """
         for name, here in self._facts.items():
             if (there := state["of"].get(name)) != here:
-                raise UsageError(
-                    f"the state is of a sampler with {name} {there}, and this one has {here}",
-                    hint="make the sampler with the same arguments",
-                )
+                seen = f"the saved state has {name}={there}, this sampler {here}"
+                raise UsageError(seen, hint="make the sampler with the same arguments")
         self.epoch, self._position = state["epoch"], state["windows"]
 
     def _windows_from(self, position: int) -> Iterator[list[list[int]]]:

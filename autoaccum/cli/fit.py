@@ -26,8 +26,6 @@ _SIGNALLED = (129, 143)
 
 @click.command("fit", cls=HelpWithHeadings, short_help="Train by the plan; resume an interrupted run.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).")
-@click.option("--target-tokens", type=count, metavar="N", help="Instead: tokens per update, in whole samples.")
 @click.option(
     "--run-dir", metavar="FOLDER", required=True, help="Folder for checkpoints, metrics and the trained model."
 )
@@ -38,7 +36,8 @@ _SIGNALLED = (129, 143)
 @click.option("--plan", metavar="FILE", help="Plan of `autoaccum plan -o`.  [default: plan first]")
 @options(
     "fit",
-    *("micro_batch", "as_json", "quiet"),
+    *("target_batch", "target_tokens", "micro_batch", "as_json", "quiet"),
+    target_batch={"required": False},
     micro_batch="The most samples to run at once, instead of a plan.",
     device="Where to train; auto is the GPU if there is one.",
     ema="Also keep a moving average of the weights, in checkpoints, in evaluations and as ema.pt.",
@@ -91,7 +90,8 @@ def command(workload: str, **asked: Any) -> None:
     """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 
     WORKLOAD is model.py or model.py:name, with a `dataset`. Optional are `evaluation_dataset`,
-    `evaluate(model, batch)`, `optimizer(params)`, `scheduler(optimizer)` and `collate(samples)`.
+    `evaluate(model, batch)`, `optimizer(params)`, `scheduler(optimizer)` and `collate(samples)`; to count tokens,
+    `length(sample)` or `lengths(batch)`, `trim(batch)` and `padding`.
 
     Without --plan or --micro-batch it plans first. Every update equals the full batch's. On an out-of-memory
     error the update is retried in smaller micro-batches, which grow again later. An evaluation has a micro-batch of its
@@ -99,7 +99,7 @@ def command(workload: str, **asked: Any) -> None:
 
     The same command resumes an interrupted run from its newest checkpoint, or trains longer with more
     --epochs or --steps. The micro-batch, plan, device and the flags on evaluation and checkpoints may change. A
-    different target batch, seed, model, dataset, optimizer setting or precision is refused.
+    different target, seed, model, dataset, optimizer setting or precision is refused.
 
     Files in the run folder:
       metrics.jsonl  loss, gradient norm, learning rate, speed and peak bytes of each update

@@ -60,12 +60,12 @@ def _rows(result: FitResult) -> Iterator[tuple[str, str | Text]]:
         yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
     if result.evaluation is not None:
         yield "evaluation", Text(_format_values(result.evaluation), "bold green")
-    size, unit, plan = result.micro_batch, "", result.plan
+    size, plan, limit = result.micro_batch, result.plan, f"{result.micro_batch:,}"
     planned = size if plan is None else plan.micro_batch
     if result.micro_tokens is not None:
-        size, unit = result.micro_tokens, " tokens"
+        size, limit = result.micro_tokens, f"{result.micro_tokens:,} padded tokens"
         planned = size if plan is None or plan.tokens is None else plan.tokens.micro_tokens
-    yield "micro-batch", Text(f"{size}{unit}" + ("" if size == planned else f" at the end, planned were {planned}"))
+    yield "micro-batch", Text(limit if size == planned else f"lowered to {limit} ({planned:,} planned)")
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}")
     if result.added_savers:
@@ -173,10 +173,10 @@ def headline(event: Started) -> str:
     """Say what is trained on which device, and from which update it continues."""
     from autoaccum.sharded_tensors import model_class  # Later: it imports torch.
 
-    most = str(event.micro_batch) if event.micro_tokens is None else f"{event.micro_tokens} tokens"
+    limit = f"{event.micro_batch:,}" if event.micro_tokens is None else f"{event.micro_tokens:,} padded tokens"
     is_whole = event.micro_tokens is None and event.micro_batch >= (event.target_batch or math.inf)
-    parts = "whole" if is_whole else f"in micro-batches of up to {most}"
-    updates = f"{event.target_batch} samples" if event.target_tokens is None else f"{event.target_tokens} tokens"
+    parts = "whole" if is_whole else f"in micro-batches of up to {limit}"
+    updates = f"{event.target_batch:,} samples" if event.target_tokens is None else f"{event.target_tokens:,} tokens"
     name = model_class(event.model).__name__
     text = f"training {name} on {event.device}: {updates} per update, {parts}"
     if event.resumed_from is not None:

@@ -27,7 +27,7 @@ _WINDOWS = {
     "whole": "whole window",
     "uneven": "samples shortened",
     "last": "shorter window, as at the end of an epoch",
-    "tokens": "by a budget of tokens, cut to the longest sample",
+    "tokens": "packed by tokens, padding trimmed",
 }
 _SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffers": " of its largest entry"}
 

@@ -38,7 +38,6 @@ _DIMENSIONS: Final = {
 """Names of tensors whose second dimension is the position in the sample, and the number of their dimensions."""
 _IMAGES: Final = "pixel_values"
 _WRITE: Final = "write def lengths(batch): return the tokens of each sample of a batch"
-_TRIM: Final = "write def trim(batch): return the batch without the columns that no sample needs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +92,8 @@ class TokenCosts:
     def cut(self, batch: Any) -> Any:
         """Return the batch cut to its longest sample, if it is padded; what is not cut is not copied.
 
-        What `trim` returns is as the user's code makes batches, but for a batch with a `split` of its own.
-
         Raises:
-            WorkloadError: It has other tensors of the same width or, with `lengths`, none of the standard names, so
-                that it is not known what to cut; or `trim` returns another number of samples.
+            WorkloadError: It is not known which tensors to cut, or `trim` returns another number of samples.
         """
         if self.padding == "none":
             return batch
@@ -110,8 +106,9 @@ class TokenCosts:
             return trimmed
         if self.lengths is not None and not isinstance(batch, CustomBatch) and not any(_records(batch)):
             raise WorkloadError(
-                "micro-batches are padded to their longest sample, and none of the batch's tensors is known to be",
-                hint=f'{_TRIM}, or the batch as it is; without padding, say padding = "none"',
+                "cannot tell which tensors of the batch are padded",
+                hint="write def trim(batch), which cuts the padding (or returns the batch unchanged), or set"
+                ' padding = "none" if there is none',
             )
         return _cut_columns(batch)
 
@@ -158,8 +155,9 @@ def _cut_columns(batch: Any) -> Any:
     for name, tensor in _named_tensors(batch):
         if id(tensor) not in kept and not widths.isdisjoint(tensor.shape[1:]) and not name.startswith(_IMAGES):
             raise WorkloadError(
-                f"a batch is padded, and {name or 'a tensor'} of shape {tuple(tensor.shape)} may be padded, too",
-                hint=_TRIM,
+                f"{name or 'a tensor'} of shape {tuple(tensor.shape)} has the width of the padded tensors, but its name"
+                " is not known",
+                hint="should it be cut with them? write def trim(batch): return the batch without the padding",
             )
     if not kept:
         return batch

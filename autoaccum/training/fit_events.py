@@ -35,7 +35,7 @@ class Started:
         epochs: Total epochs at the end; None if only updates count.
         resumed_from: The checkpoint that training resumes from; None for a new run.
         target_tokens: The tokens of an update, in place of `target_batch` samples.
-        micro_tokens: The most tokens of a micro-batch at the start; None if samples are counted.
+        micro_tokens: The most padded tokens of a micro-batch at the start; None if samples are counted.
     """
 
     model: nn.Module
@@ -160,7 +160,7 @@ class FitResult:
         unsaved: The reason why the final state is not on disk although there is a folder; None if it is.
         resumed_from: The checkpoint that training resumed from.
         warnings: Problems that did not end the training.
-        micro_tokens: The most tokens of a micro-batch at the end; None if samples are counted.
+        micro_tokens: The most padded tokens of a micro-batch at the end; None if samples are counted.
     """
 
     model: nn.Module

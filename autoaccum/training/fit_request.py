@@ -35,8 +35,7 @@ class FitRequest:
         eval_due: A function used in place of `eval_every`, and not an argument of `fit`. It is called after each update
             with the samples trained on so far; if it returns True, an evaluation follows. There is always one at the
             end.
-        micro_tokens: The budget of tokens of a micro-batch beside `micro_batch`, in place of a plan's, and not an
-            argument of `fit`.
+        micro_tokens: The token budget beside `micro_batch`, in place of a plan's, and not an argument of `fit`.
 
     Raises:
         UsageError: An argument is invalid, or two contradict each other.

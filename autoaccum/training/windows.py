@@ -222,7 +222,7 @@ class WindowReader(abc.ABC):
             target, unit, name = self._settings.target_tokens or 1, "tokens", "tokens"
         if reached < target:
             raise UsageError(
-                f"{self._name} has {reached:,} {unit}, fewer than the target batch of {target:,}",
+                f"{self._name} has {reached:,} {unit}, fewer than one update ({target:,})",
                 hint=f"use --target-{name} {reached} or less (target_{name} in code), or give more data",
             )
 

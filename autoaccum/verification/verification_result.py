@@ -63,7 +63,7 @@ class Comparison:
     Attributes:
         method: `accumulator`, `accumulate` for the workload's own loop, or `command` for a training command.
         window: `whole` for the target batch, `uneven` for the same batch with samples shortened, `last` for a shorter
-            window, as at the end of an epoch, `tokens` for the target batch cut by a budget of tokens.
+            window, as at the end of an epoch, `tokens` for the target batch cut by a token budget.
         micro_batches: The parts, in samples; of a command, those of a rank.
         differences: One for each quantity.
     """

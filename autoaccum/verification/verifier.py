@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from autoaccum.accumulation.backpropagation import has_weight
-from autoaccum.accumulation.packing import pack_in_order
+from autoaccum.accumulation.cuts import Cuts
 from autoaccum.accumulation.rng_state import RngState, preserve_rng_state
 from autoaccum.accumulation.schedule import check_multiple, make_schedule, slices, split_evenly
 from autoaccum.checks import check_alone, read_count
@@ -27,7 +27,7 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.planning.plan_setup import resolve_workload
-from autoaccum.sources.batches import select_samples, split_batch
+from autoaccum.sources.batches import split_batch
 from autoaccum.sources.samples import apply_spec, replace_fields, take_small_batch
 from autoaccum.sources.source import FileSource
 from autoaccum.sources.weight_candidates import shorten
@@ -301,7 +301,7 @@ class _Verifier:
         gc.collect()  # Up to torch 2.12, a checkpoint whose forward failed leaves its hooks until its frame is gone.
 
     def _compare_tokens(self, fixture: Fixture) -> None:
-        """Compare micro-batches by a budget of tokens, one at least cut to shorter samples, with the padded batch."""
+        """Compare micro-batches within a token budget, one at least of shorter samples, with the padded batch."""
         workload, costs, batch = self._workload, self._workload.token_costs, self._batch
         is_joint = workload.coupled or workload.batchnorm in ("exact", "running") or self._multiple_of > 1
         if is_joint or self._unequal or not workload.counts_tokens:
@@ -312,14 +312,13 @@ class _Verifier:
         if min(lengths) == longest:
             self._note("tokens_alike", tokens=longest)
             return
-        if workload.split is None:
-            order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-            (batch,), lengths = select_samples(batch, [order]), sorted(lengths, reverse=True)
+        cuts = Cuts(1, costs, workload.objective.wrap_batch)
         for count in range(self._micro_batch, 0, -1):
-            sizes = pack_in_order(lengths, count * longest, costs.padding)
-            if any(max(lengths[part]) < longest for part in slices(sizes)):
+            cut = cuts.cut(batch, lengths, count * longest)
+            in_order = [list(range(len(lengths)))[part] for part in slices(cut.sizes)]
+            if any(max(lengths[at] for at in part) < longest for part in cut.indices or in_order):
                 break
-        runs = PairedRuns(fixture, batch, sizes, team=self._team, micro_tokens=count * longest)
+        runs = PairedRuns(fixture, cut.sort(batch), cut.sizes, team=self._team, micro_tokens=count * longest)
         self._compare_runs(runs, "tokens")
 
     def _compare(self, runs: PairedRuns, window: Window) -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches by a budget of tokens: the update is the padded full batch's, to 1e-10 in float64."""
+"""Micro-batches by a token budget: the update is the padded full batch's, to 1e-10 in float64."""
 
 from __future__ import annotations
 

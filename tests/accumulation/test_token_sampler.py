@@ -135,7 +135,7 @@ def test_a_plan_says_the_budget_and_the_target_and_what_is_given_wins() -> None:
     other = TokenBudgetSampler(torch.tensor(LENGTHS), plan=plan, target_tokens=50, micro_tokens=30)
     tokens.target_tokens, tokens.micro_tokens = 50, 30
     assert windows_of(TokenBudgetSampler(LENGTHS, plan=plan)) == windows_of(other)
-    with pytest.raises(UsageError, match="the plan has no budget of tokens"):
+    with pytest.raises(UsageError, match="the plan has no token budget"):
         TokenBudgetSampler(LENGTHS, plan=SimpleNamespace(tokens=None, target_batch=6))
 
 
@@ -145,14 +145,15 @@ def test_a_plan_says_the_budget_and_the_target_and_what_is_given_wins() -> None:
         ({"target_batch": None}, "no target"),
         ({"target_tokens": 50}, "both target_batch and target_tokens are given"),
         ({"target_batch": 0}, "target_batch is 0"),
-        ({"micro_tokens": None}, "micro_tokens is None"),
+        ({"micro_tokens": None}, "no micro_tokens: give it, or a plan"),
         ({"padding": "left"}, "there is no padding 'left'"),
         ({"lengths": Rows()}, "lengths is a Rows"),
         ({"lengths": [4.5]}, "lengths is a list"),
+        ({"lengths": []}, "lengths is empty"),
         ({"lengths": torch.tensor([4.5])}, "a length is 4.5"),
         ({"lengths": [4, -1]}, "a length is -1"),
-        ({"rank": 2, "world_size": 2}, "rank is 2, and world_size is 2"),
-        ({"world_size": 2}, "rank is None, and world_size is 2"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2: ranks count from 0"),
+        ({"world_size": 2}, "rank None of world_size 2"),
     ],
 )
 def test_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -164,7 +165,7 @@ def test_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
 def test_a_state_of_other_windows_is_refused(settings: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"lengths": LENGTHS, "micro_tokens": 20, "target_batch": 4}
     state = TokenBudgetSampler(**arguments).state_dict()
-    with pytest.raises(UsageError, match="the state is of a sampler with"):
+    with pytest.raises(UsageError, match="the saved state has .*, this sampler"):
         TokenBudgetSampler(**{**arguments, **settings}).load_state_dict(state)
 
 

@@ -79,7 +79,7 @@ def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path, run: Command,
     assert "training Sequential on cpu: 32 samples per update, whole\n" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     offered = next(line for line in lines if " fit model.py " in line)
-    assert "--run-dir run --epochs 4 --device cpu --memory 200MiB --seed 1" in offered
+    assert "--run-dir run --epochs 4 --target-batch 32 --device cpu --memory 200MiB --seed 1" in offered
     words = shlex.split(offered)
     again = command(folder, *words[words.index("fit") :])
     assert again.returncode == 0, again.stderr
@@ -198,7 +198,7 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
 def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> None:
     training()
     result = invoke("fit", *WORDS, "--epochs", "3", "--steps", "50", "--resume", "never", "-q", "--seed", "4")
-    offered = "autoaccum fit 'my model.py' --target-batch 8 --run-dir a --epochs 6 --steps 100 --seed 4"
+    offered = "autoaccum fit 'my model.py' --run-dir a --epochs 6 --steps 100 --target-batch 8 --seed 4"
     assert f"continue the training:\n  {offered}\n" in result.stdout
     assert result.stderr == ""
 

@@ -50,7 +50,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
     for row in (
         "updates      3000 in 3 epochs, 768,000 samples\n",
         "evaluation   loss 0.25, accuracy 0.97\n",
-        "micro-batch  64 at the end, planned were 86\n",
+        "micro-batch  lowered to 64 (86 planned)\n",
         "OOM retries  12\n",
         "added savers recompute, offload-gradients: no smaller micro-batch was left\n",
         "skipped      1 update, not finite\n",

@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "odd entry": ([x, 3], r"are no batches \(batch \(an int\) holds nothing"),
     "no length": (NoLength(), "data is a NoLength: give a Dataset with __len__"),
     "empty dataset": (DrawingRows(0), "a map-style dataset has no samples"),
-    "small dataset": (DrawingRows(3), "has 3 samples, fewer than the target batch of 4: use --target-batch 3 or less"),
+    "small dataset": (DrawingRows(3), "has 3 samples, fewer than one update .4.: use --target-batch 3 or less"),
 }
 REFUSED_WHEN_READ: dict[str, tuple[Any, str]] = {
     "nothing": (iter([]), "a list_iterator of batches has no samples"),
@@ -78,7 +78,7 @@ REFUSED_WHEN_READ: dict[str, tuple[Any, str]] = {
         iter([1, 2]),
         "yields something that is not a batch: batch .an int. holds nothing.*: yield batches, or give single",
     ),
-    "too few": (iter([torch.zeros(3)]), "has 3 samples, fewer than the target batch of 4"),
+    "too few": (iter([torch.zeros(3)]), "has 3 samples, fewer than one update .4."),
 }
 
 

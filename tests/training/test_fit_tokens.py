@@ -1,4 +1,4 @@
-"""Training by a budget of tokens is training by count: other micro-batches, the same updates."""
+"""Training by a token budget is training by count: other micro-batches, the same updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autoaccum.training.fit_events import Started, Updated
 LENGTHS = [7, 1, 30, 4, 4, 12, 9, 2, 22, 3, 5, 5, 8, 16, 2, 6, 11, 3, 40, 7, 1, 9, 13]
 TARGET, MICRO_TOKENS, EPOCHS = 8, 32, 2
 
-pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* tokens is over the budget")
+pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* tokens is over the token budget")
 
 
 class Texts(Dataset[Any]):
@@ -298,9 +298,9 @@ def short(**options: Any) -> tuple[autoaccum.FitResult, list[Any]]:
 def test_lines_say_tokens() -> None:
     result, events = train(target_batch=None, target_tokens=60, plan=plan_of(target_tokens=60), epochs=1)
     (started,) = of_kind(Started, events)
-    assert headline(started).endswith("60 tokens per update, in micro-batches of up to 32 tokens")
+    assert headline(started).endswith("60 tokens per update, in micro-batches of up to 32 padded tokens")
     assert started.updates is None
-    for micro_tokens, line in ((32, "32 tokens"), (16, "16 tokens at the end, planned were 32")):
+    for micro_tokens, line in ((32, "32 padded tokens"), (16, "lowered to 16 padded tokens (32 planned)")):
         facts: Any = fit_blocks(dataclasses.replace(result, micro_tokens=micro_tokens), command=[])[0]
         assert line in [str(text) for name, text in facts.rows if name == "micro-batch"]
 
@@ -333,7 +333,7 @@ def test_ranks_share_updates_by_tokens(kind: str, target: dict[str, Any]) -> Non
         ({"target_tokens": 60, "target_batch": None}, "for updates of 8 samples; here is updates of 60 tokens"),
         (
             {"target_tokens": 1000, "target_batch": None, "plan": plan_of(target_tokens=1000)},
-            "has 220 tokens, fewer than the target batch of 1,000: use --target-tokens 220 or less",
+            "has 220 tokens, fewer than one update .1,000.: use --target-tokens 220 or less",
         ),
     ],
 )

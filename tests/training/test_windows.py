@@ -235,7 +235,7 @@ def test_windows_hold_every_sample_once_an_epoch(
     rows = DrawingRows(count)
     for data in (rows, DataLoader(rows, loader_batch, shuffle=True), DrawingStream(count), DrawingBatches(sizes)):
         if count < target:
-            with pytest.raises(UsageError, match=f"has {count} samples, fewer than the target batch of {target}"):
+            with pytest.raises(UsageError, match=f"has {count} samples, fewer than one update .{target}."):
                 opened(data, target).next_window()
             continue
         windows = windows_of(opened(data, target, part_size=part_size), range(2))
@@ -361,7 +361,7 @@ def test_a_collate_that_drops_samples_is_refused() -> None:
 
 def test_a_sampler_of_unknown_length_is_too_short_when_it_ends() -> None:
     source = opened(DataLoader(DrawingRows(COUNT), batch_sampler=[[1, 2], [3]]))
-    with pytest.raises(UsageError, match="has 3 samples, fewer than the target batch of 10"):
+    with pytest.raises(UsageError, match="has 3 samples, fewer than one update .10."):
         source.next_window()
 
 
