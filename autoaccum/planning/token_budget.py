@@ -35,11 +35,12 @@ _NAME = "micro_tokens"
 
 
 def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list[tuple[int, int]]:
-    """Return the shapes that take the most memory of all within a budget: samples and their length, longest first.
+    """Return the shapes that take the most memory of all within a budget, and some between: samples and their length.
 
     A micro-batch of `n` samples of length `l` takes memory for `n`, for `n * l` and, where attention keeps its scores,
-    for `n * l * l`, in unknown shares. For each of 153 mixes of the three, the shape that takes the most is returned. A
-    sample longer than the budget runs alone.
+    for `n * l * l`, in unknown shares. For each of 153 mixes of the three, the shape that takes the most is returned,
+    and one for each power of 2 of samples, since each leaves other gaps in an allocator's segments. The longest is the
+    first. A sample longer than the budget runs alone.
 
     Args:
         lengths: The lengths of the data.
@@ -54,16 +55,18 @@ def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list
     for number, length in enumerate(lengths.read):
         samples = min(most, max(1, micro_tokens // length))
         samples = min(samples, len(lengths.read) - number) if lengths.is_whole else samples
-        longest.setdefault(samples, length)
+        if samples > next(reversed(longest), 0):  # Fewer and shorter ones take less.
+            longest[samples] = length
     amounts = {shape: (shape[0], shape[0] * shape[1], shape[0] * shape[1] ** 2) for shape in longest.items()}
     scale = [max(column) for column in zip(*amounts.values(), strict=True)]
 
     def memory(shape: tuple[int, int], shares: tuple[float, ...]) -> float:
         return math.fsum(map(mul, shares, map(truediv, amounts[shape], scale)))
 
-    extreme = {max(amounts, key=lambda shape: memory(shape, shares)) for shares in _SHARES}
+    shapes = {max(amounts, key=lambda shape: memory(shape, shares)) for shares in _SHARES}
+    shapes |= {min(shape for shape in amounts if shape[0] >= 1 << power) for power in range(max(longest).bit_length())}
     built = {
-        min(length for length in lengths.buildable if length >= wanted): samples for samples, wanted in sorted(extreme)
+        min(length for length in lengths.buildable if length >= wanted): samples for samples, wanted in sorted(shapes)
     }
     return sorted(((samples, length) for length, samples in built.items()), key=lambda shape: -shape[1])
 
@@ -120,7 +123,10 @@ def find_budget(
             left = limits.seconds_left()
         notify(ValueTried(_NAME, size, predicted))
         shapes = extreme_shapes(lengths, size, most)
-        shapes += shapes[:1]  # Memory peaks where the gradients of others exist.
+        first = shapes[
+            len(shapes) // 2
+        ]  # It leaves the worst gaps: freed blocks of the longest samples fit all others.
+        shapes = [first, *shapes[::-1], first]  # Memory peaks where the gradients of others exist.
         parts, of = zip(*shapes, strict=True)
         trial = device.trial(parts, lengths=of, fresh=fresh, limit_seconds=left)
         if predicted:  # What is reserved for so many shapes without a limit says little.
