@@ -18,7 +18,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.token_budget import extreme_shapes
+from autoaccum.planning.token_budget import trial_parts
 from autoaccum.sources.command import read_command
 from autoaccum.units import precise_bytes
 
@@ -152,8 +152,7 @@ def measure_simulated(
 def _token_peak(device: Device, request: PlanRequest, inspection: Inspection, micro_tokens: int) -> int | None:
     """Return the most that tensors hold in an update by the extreme shapes of a budget, or raise its trial's error."""
     assert inspection.sample_lengths is not None
-    shapes = extreme_shapes(inspection.sample_lengths, micro_tokens, request.rank_samples)
-    parts, lengths = zip(*shapes, *shapes[:1], strict=True)
+    parts, lengths = trial_parts(inspection.sample_lengths, micro_tokens, request.rank_samples)
     trial = device.trial(parts, lengths=lengths, fresh=True)
     if trial.outcome == "error":
         raise trial_error(trial)

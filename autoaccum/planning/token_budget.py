@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autoaccum.accumulation.packing import PRICE_SHARE, cut_windows, pack, part_cost, share_by_length
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import counted
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Sizes, Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_events import Listener, ValueTried
 from autoaccum.planning.plan_messages import MemoryNeeds
@@ -71,6 +71,18 @@ def extreme_shapes(lengths: SampleLengths, micro_tokens: int, most: int) -> list
     return sorted(((samples, length) for length, samples in built.items()), key=lambda shape: -shape[1])
 
 
+def trial_parts(lengths: SampleLengths, micro_tokens: int, most: int) -> tuple[Sizes, Sizes]:
+    """Return the samples of each part of a trial of a budget, and their lengths: `extreme_shapes`.
+
+    It begins with one of a middle length, which leaves the worst gaps: freed blocks of the longest samples fit all
+    others. It ends with the same, since memory peaks where the gradients of others exist.
+    """
+    shapes = extreme_shapes(lengths, micro_tokens, most)
+    first = shapes[len(shapes) // 2]
+    parts, of = zip(first, *shapes[::-1], first, strict=True)
+    return parts, of
+
+
 def find_budget(
     device: Device,
     request: PlanRequest,
@@ -122,12 +134,7 @@ def find_budget(
             limits.check_number(len(tried))
             left = limits.seconds_left()
         notify(ValueTried(_NAME, size, predicted))
-        shapes = extreme_shapes(lengths, size, most)
-        first = shapes[
-            len(shapes) // 2
-        ]  # It leaves the worst gaps: freed blocks of the longest samples fit all others.
-        shapes = [first, *shapes[::-1], first]  # Memory peaks where the gradients of others exist.
-        parts, of = zip(*shapes, strict=True)
+        parts, of = trial_parts(lengths, size, most)
         trial = device.trial(parts, lengths=of, fresh=fresh, limit_seconds=left)
         if predicted:  # What is reserved for so many shapes without a limit says little.
             trial = dataclasses.replace(trial, peak_reserved_bytes=None)
