@@ -33,8 +33,10 @@ def part_cost(lengths: Sequence[int], padding: Padding = "longest") -> int:
     return sum(lengths) if padding == "none" else max(lengths, default=0) * len(lengths)
 
 
-def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest") -> list[list[int]]:
-    """Return the indices of the samples of each micro-batch, the longest first.
+def pack(
+    lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest", share: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return the indices of the samples of each micro-batch, the longest first; of a `share` of all, if given.
 
     With padding, samples of similar length go together, so that padded tokens and a fixed cost of each micro-batch
     (`PRICE_SHARE`) are least in sum. Without, each sample goes where the least room is left that takes it (best-fit
@@ -47,7 +49,7 @@ def pack(lengths: Sequence[int], micro_tokens: int, padding: Padding = "longest"
     ([[1], [2, 3], [0]], [[1], [2, 0, 3]])
     """
     read_count(micro_tokens, "micro_tokens")
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    order = sorted(range(len(lengths)) if share is None else share, key=lambda index: -lengths[index])
     if padding == "none":
         return _fill_best(order, lengths, micro_tokens)
     ends = _cut_sorted([lengths[index] for index in order], micro_tokens)
@@ -126,19 +128,6 @@ def share_by_length(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(index)
         heapq.heapreplace(loads, (load + lengths[index], rank))
     return shares
-
-
-def pack_share(
-    lengths: Sequence[int], ranks: int, micro_tokens: int, padding: Padding = "longest"
-) -> list[list[list[int]]]:
-    """Return the indices of the samples of each rank's micro-batches: `share_by_length`, and `pack` of each share.
-
-    >>> pack_share([9, 4, 3, 2], 2, 9)
-    [[[0]], [[1], [2, 3]]]
-    """
-    shares = share_by_length(lengths, ranks)
-    packed = [pack([lengths[index] for index in share], micro_tokens, padding) for share in shares]
-    return [[[share[at] for at in part] for part in parts] for share, parts in zip(shares, packed, strict=True)]
 
 
 def check_target(target_batch: int | None, target_tokens: int | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from autoaccum.accumulation.argument_checks import PlanLike
-from autoaccum.accumulation.packing import check_target, cut_windows, pack_share
+from autoaccum.accumulation.packing import check_target, cut_windows, pack, share_by_length
 from autoaccum.accumulation.ranks.group import world_size as count_ranks
 from autoaccum.accumulation.rng_state import derive_seed
 from autoaccum.checks import check_word, describe_type, read_count
@@ -164,5 +164,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         samples = ((index, self._lengths[index]) for index in order)
         for window in islice(cut_windows(samples, **self._targets), position, None):
             indices, lengths = zip(*window, strict=True)
-            parts = pack_share(lengths, self._ranks, self._micro_tokens, self._padding)[self._rank]
+            share = share_by_length(lengths, self._ranks)[self._rank]
+            parts = pack(lengths, self._micro_tokens, self._padding, share)
             yield [[indices[at] for at in part] for part in parts]

@@ -144,11 +144,11 @@ class IterableReader(WindowReader):
     def _collated(self) -> Iterator[Any]:
         """Yield the parts of each window, collated from samples; by tokens, this rank's at once, as `_read_window`."""
         collate = self._settings.collate or default_collate
-        for pairs in self._cut(self._data, self._length):
+        for pairs in self._cut(self._data):
             window = [sample for sample, _ in pairs]
             again = LongestBatches(window, collate).collate
             if self._has_whole_windows:
-                parts = [[window[at] for at in part] for part in self._places(pairs, self._length)]
+                parts = [[window[at] for at in part] for part in self._places(pairs)]
                 collated = [self._read_collated(collate(part), len(part), again) for part in parts]
                 yield collated, len(window), sum(added for _, added in pairs)
             else:  # All ranks collate the same parts.

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
-from autoaccum.accumulation.packing import cut_windows, pack_share
+from autoaccum.accumulation.packing import cut_windows, pack, share_by_length
 from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import derive_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
@@ -161,6 +161,10 @@ class WindowReader(abc.ABC):
         """Return the workload with batches made of this data, the longest of `longest_of` samples or a first batch."""
 
     @abc.abstractmethod
+    def _length(self, sample: Any) -> int:
+        """Return the tokens of a sample, of which a map-style dataset gives the index."""
+
+    @abc.abstractmethod
     def _open(self) -> None:
         """Open the data if necessary, and seed for the next window."""
 
@@ -190,22 +194,22 @@ class WindowReader(abc.ABC):
         shares[-1] += left
         return slices(shares)[self._settings.rank]
 
-    def _cut(self, samples: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[tuple[Any, int]]]:
+    def _cut(self, samples: Iterable[Any]) -> Iterator[list[tuple[Any, int]]]:
         """Cut an epoch's samples into windows, each with what it adds to the target: its length, or 1."""
         target_batch, target_tokens = self._settings.target_batch, self._settings.target_tokens
-        measured = ((sample, 1 if target_tokens is None else length(sample)) for sample in samples)
+        measured = ((sample, 1 if target_tokens is None else self._length(sample)) for sample in samples)
         return cut_windows(measured, target_batch=target_batch, target_tokens=target_tokens)
 
-    def _places(self, window: list[tuple[Any, int]], length: Callable[[Any], int]) -> Sequence[Sequence[int]]:
+    def _places(self, window: list[tuple[Any, int]]) -> Sequence[Sequence[int]]:
         """Return which samples of a window each part of this rank has."""
         if self.micro_tokens is None:
             share = range(len(window))[self._share(len(window))]
             sizes = split_evenly(len(share), self.part_size, self.multiple_of) if share else ()
             return [share[part] for part in slices(sizes)]
         is_measured = self._settings.target_tokens is not None
-        lengths = [added if is_measured else length(sample) for sample, added in window]
-        parts = pack_share(lengths, self._settings.ranks, self.micro_tokens, self._settings.costs.padding)
-        return parts[self._settings.rank]
+        lengths = [added if is_measured else self._length(sample) for sample, added in window]
+        of_rank = share_by_length(lengths, self._settings.ranks)[self._settings.rank]
+        return pack(lengths, self.micro_tokens, self._settings.costs.padding, of_rank)
 
     def _check_fills_window(self, reached: int, epoch: int = 0) -> None:
         """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""
@@ -293,7 +297,7 @@ class MapStyleReader(WindowReader):
     def __iter__(self) -> Iterator[PartRequest]:
         """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
         for position, window, checksum in self._order:
-            parts = self._places(window, self._length) or [()]  # A rank without samples asks for a part of none.
+            parts = self._places(window) or [()]  # A rank without samples asks for a part of none.
             reached = sum(added for _, added in window)
             self._asked.append((len(window), reached, checksum, [len(part) for part in parts]))
             for part in parts:
@@ -311,14 +315,14 @@ class MapStyleReader(WindowReader):
 
         Leaves generators seeded.
         """
-        position, checksum, windows = 0, 0, self._cut([], self._length)
+        position, checksum, windows = 0, 0, self._cut([])
         for number in count():
             seed = derive_seed(self._settings.seed, "order", epoch, number)
             seed_generators(seed)
             if number == 0:
                 if self._user_loader is not None:
                     start_loader_epoch(self._user_loader, epoch, seed)
-                windows = self._cut(chain.from_iterable(self._sampler), self._length)
+                windows = self._cut(chain.from_iterable(self._sampler))
             window = next(windows, [])
             if not window:
                 return
@@ -326,17 +330,16 @@ class MapStyleReader(WindowReader):
             yield position, window, checksum
             position += len(window)
 
-    def _length(self, index: Any) -> int:
-        """Return the tokens of a sample, which is read with a seed of its own if they are not known."""
+    def _length(self, sample: Any) -> int:
         if self._lengths is not None:
-            return int(self._lengths[index])
-        if index not in self._measured:
+            return int(self._lengths[sample])
+        if sample not in self._measured:  # It is read with a seed of its own.
             settings, fetcher = self._settings, cast(PartFetcher, self._loader.dataset)
             with preserve_rng_state():
-                seed_generators(derive_seed(settings.seed, "length", repr(index)), fetcher.generators)
-                sample = self._dataset[index]
-                self._measured[index] = settings.costs.of_sample(sample, self._collate, settings.batching)
-        return self._measured[index]
+                seed_generators(derive_seed(settings.seed, "length", repr(sample)), fetcher.generators)
+                read = self._dataset[sample]
+                self._measured[sample] = settings.costs.of_sample(read, self._collate, settings.batching)
+        return self._measured[sample]
 
     def _open(self) -> None:
         if self._entries is None:
