@@ -329,6 +329,7 @@ class TrainingSetup:
             live: nn.Module = self.request.model_or_workload
             return live
         model = self.workload.build_model()
+        self.objective = self.workload.objective  # The divisor of a loss that the model computes is known now.
         for module in find_auxiliary_modules(self.workload).values():
             module.to(self.device)
         if world_size() == 1 or not self._chooses_fsdp2(plan):

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,27 @@ def test_a_mode_of_batchnorm_is_trained_under(mode: str, updates: int) -> None:
     data = TensorDataset(*labelled_rows(16, torch.float32))
     fit_small(model, data, epochs=1, batchnorm=mode)
     assert int(model.norm.num_batches_tracked) == updates
+
+
+class SumForCTC(nn.Module):
+    """A model that computes a sum as its loss, by its class and configuration."""
+
+    config = SimpleNamespace(ctc_loss_reduction="sum")
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return {"loss": (self.layer(x)[:, 0] - labels).square().sum()}
+
+
+def test_the_sum_that_a_workloads_model_computes_is_not_averaged() -> None:
+    rows = [{"x": torch.randn(3), "labels": torch.tensor(float(index))} for index in range(8)]
+    runs = [fit(autoaccum.Workload(model=SumForCTC, dataset=rows), steps=1, micro_batch=size)[0] for size in (8, 3)]
+    whole, parts = (run.loss for run in runs)
+    assert parts == pytest.approx(whole)
 
 
 def test_a_wrong_weight_is_warned_of_and_changes_no_update_or_ends_the_training() -> None:
