@@ -138,15 +138,14 @@ def plan(
     """
     given = dict(locals())
 
+    from autoaccum.accumulation.packing import check_target
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
     from autoaccum.planning.solve import solve_plan
     from autoaccum.sources.command import read_command
 
-    if target_tokens is not None and target_batch is not None:
-        raise UsageError(
-            f"target_batch is {target_batch}, and target_tokens is {target_tokens}", hint="say one of them"
-        )
+    if target_tokens is not None:
+        check_target(target_batch, target_tokens)
     live = {name: given[name] for name in (*_LIVE, "evaluate")}
     decided = {"savers": options.get("savers"), "fit_micro_batch": None if solve else fit_micro_batch}
     source, asked = read_command(workload, Options.of("plan", options), verb="plan", live=live, **decided)

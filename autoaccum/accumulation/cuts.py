@@ -35,7 +35,7 @@ class Cut:
 
     Attributes:
         sizes: The samples of each part, in order.
-        largest: The cost of the largest part with more than one sample, in samples or padded tokens; 0 if none has.
+        largest: The cost of the largest part; by tokens, of one with more than one sample, 0 if there is none.
         indices: The samples of each part; None if they are in the order of the batch.
     """
 

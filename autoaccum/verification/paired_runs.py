@@ -84,7 +84,7 @@ class PairedRuns:
         sizes: The parts, in samples.
         method: What accumulates: the Accumulator, or the workload's own loop.
         team: The ranks that share the parts; None: this process runs all.
-        micro_tokens: The budget that no part exceeds, if each is to be cut to its longest sample.
+        micro_tokens: The token budget of the parts, which are then trimmed; None: samples are counted.
 
     Attributes:
         batch: The whole batch as it is passed to runs.

@@ -84,7 +84,7 @@ class AccumulatedUpdate:
         method: By the Accumulator, or by the workload's own loop.
         batch: The whole batch.
         sizes: Its parts, in samples.
-        micro_tokens: The budget that no part exceeds, if each is to be cut to its longest sample.
+        micro_tokens: The token budget of the parts, which are then trimmed; None: samples are counted.
     """
 
     fixture: Fixture

@@ -268,4 +268,4 @@ def test_tokens_and_samples_are_not_both_the_target(tmp_path: Path) -> None:
     file = tmp_path / "texts.py"
     file.write_text(WORKLOAD)
     result = invoke("plan", str(file), "--target-tokens", "8192", "--target-batch", "8")
-    assert (result.exit_code, "say one of them" in result.stderr) == (2, True)
+    assert (result.exit_code, "both target_batch and target_tokens are given" in result.stderr) == (2, True)
