@@ -277,6 +277,7 @@ class Accumulator:
             wrappers=[module for module in in_reach if isinstance(module, DistributedDataParallel)],
         )
         self.limit = dataclasses.replace(limit, number=min(self._ranks.gather(limit.number)))
+        """The `micro_batch` or `micro_tokens` now."""
         roots = [root for root in (model, objective.criterion_module) if root is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
         names = {tensor: f"{name} in the optimizer" for name, tensor in named}

@@ -76,7 +76,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             seen = "empty" if isinstance(lengths, Sized) and len(lengths) == 0 else describe_type(lengths)
             raise UsageError(f"lengths is {seen}", hint="give the tokens of each sample of the dataset, in order")
         if plan is not None:
-            if (budget := plan.tokens) is None:
+            if (budget := getattr(plan, "tokens", None)) is None:
                 raise UsageError("the plan has no token budget", hint="plan a workload that has length or lengths")
             micro_tokens, padding = micro_tokens or budget.micro_tokens, padding or budget.padding
             if target_batch is None and target_tokens is None:

@@ -192,7 +192,7 @@ def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython, war
     first, second = warm_ranks(tmp_path, *words, "2", environment=environment(), measured=True)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert (first.stdout + second.stdout).count("updates      8 in 2 epochs") == 1
-    assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in first.stdout
+    assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --run-dir a --epochs 4" in first.stdout
     assert (first.stderr + second.stderr).count("training Linear on cpu") == 1
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["world_size"] == 2
     resumed = warm_python(tmp_path, *words, "3", "--micro-batch", "3", environment=environment())
