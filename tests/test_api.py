@@ -16,11 +16,11 @@ from autoaccum.errors import UsageError
 from autoaccum.training.fit_request import FitRequest
 
 
-def test_it_has_the_arguments_of_a_request_but_one_and_one_more() -> None:
+def test_it_has_the_arguments_of_a_request_but_two_and_one_more() -> None:
     given = dict(inspect.signature(autoaccum.fit).parameters)
     assert given.pop("progress").default is True
     held = {field.name: field.default for field in dataclasses.fields(FitRequest)}
-    assert held.pop("eval_due") is None
+    assert held.pop("eval_due") is held.pop("micro_tokens") is None
     assert given.pop("options").kind is inspect.Parameter.VAR_KEYWORD
     del held["options"]
     assert set(given) == set(held)
