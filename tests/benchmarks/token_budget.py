@@ -43,10 +43,13 @@ from autoaccum.sources.source import FileSource
 WORKLOAD = str(Path(__file__).parent / "models" / "uneven_texts.py")
 SAMPLES = 1024
 """Of an update on a card."""
-ON_CARDS = {"fused attention": ("t4", "1GiB", {}), "attention written out": ("v100-32gb", "24GiB", {"EAGER": True})}
+ON_CARDS = {
+    "fused attention": ("t4", "1GiB", {"LAYERS": 1}),
+    "attention written out": ("v100-32gb", "20GiB", {"LAYERS": 1, "EAGER": True}),
+}
 """Cards with memory for three of the longest samples."""
 ON_CPU = {"MEDIAN": 60, "LONGEST": 1024, "WIDTH": 64, "VOCABULARY": 1000}
-CPU_SAMPLES, CPU_MEMORY, UPDATES, WARM_UP = 64, "90MiB", 16, 2
+CPU_SAMPLES, CPU_MEMORY, UPDATES, WARM_UP = 64, "90MiB", 10, 2
 TRIALS_EACH = 40
 """Then the process that simulates is replaced: it keeps what it knows of operators on tensors of any shape."""
 

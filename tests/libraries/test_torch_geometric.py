@@ -104,6 +104,26 @@ def test_an_update_is_the_full_batch_s(graphs: dict[str, Any]) -> None:
     assert not full.x.is_meta
 
 
+def test_graphs_are_cut_by_their_nodes(graphs: dict[str, Any]) -> None:
+    whole = graphs["model"]().double()
+    parts = copy.deepcopy(whole)
+    full = uneven(graphs, 10)  # 3, 4, 5, 6, 3 ... nodes.
+    graphs["loss"](whole, full).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.5).step()
+    asked = {name: graphs[name] for name in ("split", "size")}
+    how: dict[str, Any] = {"micro_tokens": 12, "padding": "none", "lengths": lambda batch: batch.ptr.diff()}
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
+    assert autoaccum.Accumulator(parts, optimizer, graphs["loss"], **how, **asked).step(full).micro_batches == (
+        3,
+        2,
+        2,
+        3,
+    )
+    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert float((one - other).detach().abs().max()) <= 1e-10 * largest
+
+
 def test_what_split_returns_is_checked(graphs: dict[str, Any]) -> None:
     model = graphs["model"]().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
