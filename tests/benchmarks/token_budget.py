@@ -41,7 +41,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.source import FileSource
 
 WORKLOAD = str(Path(__file__).parent / "models" / "uneven_texts.py")
-SAMPLES = 1024
+SAMPLES = 2048
 """Of an update on a card."""
 ON_CARDS = {
     "fused attention": ("t4", "1GiB", {"LAYERS": 1}),
