@@ -199,8 +199,8 @@ def _token_rows(plan: Plan, tokens: TokenBudget) -> Iterator[tuple[str, str | Te
     yield "samples", f"{_in_words(tokens.samples)} per micro-batch"
     yield "tokens", f"{_in_words(tokens.lengths)} per sample; {_in_words(tokens.costs)} per micro-batch, padded"
     by_count = counted(plan.micro_batch, "sample")
-    saved = f"{tokens.padding_saved:.0%} fewer padded tokens than micro-batches of {by_count}"
-    yield "saved", f"{saved}; about {tokens.speed_up:.1f} times as fast (estimated)"
+    saved = f"{tokens.padding_saved:.0%} fewer padded tokens, and " if tokens.padding_saved > 0 else ""
+    yield "saved", f"{saved}about {tokens.speed_up:.1f} times as fast as micro-batches of {by_count} (estimated)"
     yield "by count", f"{by_count} of any length, {counted(plan.iter_size, 'micro-batch')} per update"
 
 
