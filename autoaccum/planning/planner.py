@@ -35,7 +35,7 @@ from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.saver_trials import SaverTrials, Words
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, estimate_throughput
-from autoaccum.planning.token_budget import expected_batch, find_budget
+from autoaccum.planning.token_budget import expect_batch, find_budget
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.sources.command import CommandSource
 
@@ -75,7 +75,7 @@ def make_plan(
     ) -> Plan:
         make = partial(make_setup, workload, live=live, on_output=printed)
         if request.target_tokens is not None:
-            request = _expect_batch(request, make)
+            request = expect_batch(request, make)
         setup = make(request)
         with setup.running():
             return plan_on_device(setup, request, on_event=heard, started=started, ranks=ranks)
@@ -89,18 +89,6 @@ def make_plan(
     from autoaccum.planning.ranks_plan import plan_with_ranks
 
     return plan_with_ranks(plan_here, request, on_event, on_output)
-
-
-def _expect_batch(request: PlanRequest, make: Callable[[PlanRequest], PlanSetup]) -> PlanRequest:
-    """Return the request with the samples to expect of an update, by the lengths that a process of its own reads.
-
-    The trials of a device hold the whole update, so that its samples are known before it is made.
-    """
-    assert request.target_tokens is not None
-    least = 2 * request.multiple_of * request.options.world_size
-    with make(dataclasses.replace(request, target_tokens=None, target_batch=least)).running() as device:
-        lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
-    return dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
 
 
 def plan_on_device(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import mul, truediv
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from autoaccum.spec import SampleLengths
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
+    from autoaccum.planning.plan_setup import PlanSetup
 
 _SHARES = [(one / 16, two / 16, (16 - one - two) / 16) for one in range(17) for two in range(17 - one)]
 """How much of the memory may grow with the samples, with the tokens, and with the square of the length."""
@@ -186,6 +187,21 @@ def describe_budget(solved: Solved, lengths: SampleLengths, request: PlanRequest
         padding_saved=1 - sum(costs) / sum(costs_by_count),
         speed_up=(sum(costs_by_count) + price * len(by_count)) / (sum(costs) + price * len(parts)),
     )
+
+
+def expect_batch(request: PlanRequest, make: Callable[[PlanRequest], PlanSetup]) -> PlanRequest:
+    """Return the request with the samples to expect of an update, by the lengths that a process of its own reads.
+
+    The trials of a device hold the whole update, so that its samples are known before it is made.
+
+    Raises:
+        UsageError: The lengths of the samples are not known. So are the errors of `make` and `Device.inspect`.
+    """
+    assert request.target_tokens is not None
+    least = 2 * request.multiple_of * request.options.world_size
+    with make(dataclasses.replace(request, target_tokens=None, target_batch=least)).running() as device:
+        lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
+    return dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
 
 
 def expected_batch(lengths: SampleLengths | None, target_tokens: int) -> int:
