@@ -158,13 +158,13 @@ class SampleLengths:
 
     Attributes:
         read: Of the samples that were read.
-        buildable: Those of which batches can be made; empty: any length.
+        buildable: Those of which batches can be made: the longest of `read`, and below them one for each 2 % of length.
         padding: How micro-batches are laid out.
         is_whole: Whether all samples of the dataset were read.
     """
 
     read: tuple[int, ...]
-    buildable: tuple[int, ...] = ()
+    buildable: tuple[int, ...]
     padding: Padding = "longest"
     is_whole: bool = False
 

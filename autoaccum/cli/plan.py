@@ -44,18 +44,8 @@ def _values(context: click.Context, parameter: click.Parameter, given: str | Non
 @click.argument("workload", metavar=WORKLOAD_OR_COMMAND)
 @options(
     "plan",
-    *(
-        "target_batch",
-        "target_tokens",
-        "max_micro_batch",
-        "fit_micro_batch",
-        "exact_max",
-        "as_json",
-        "output",
-        "report",
-        "force",
-    ),
-    *("verbose", "quiet"),
+    *("target_batch", "target_tokens", "max_micro_batch", "fit_micro_batch", "exact_max", "as_json", "output"),
+    *("report", "force", "verbose", "quiet"),
     world_size={"type": CountOrRange()},
     target_batch={"required": False},
     output="Write the plan to a file, for `fit --plan` and Plan.load.",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Sizes: TypeAlias = tuple[int, ...]
 """A number for each part."""
 Seconds: TypeAlias = float | None
+"""A limit on time; None: there is none."""
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""

@@ -83,8 +83,9 @@ class ChildDevice(Device):
         if not fresh:  # A trial in a fresh process is usually the last.
             self._start_standby()
         is_first, whole = child.calls == 1, self._needs_whole_batch
-        how: dict[str, Any] = {"lengths": lengths, "needs_whole_batch": whole, "savers": self._savers}
-        request = RunTrial(parts=parts, limit_bytes=limit_bytes, **how)
+        request = RunTrial(
+            parts=parts, lengths=lengths, needs_whole_batch=whole, savers=self._savers, limit_bytes=limit_bytes
+        )
         try:
             trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:

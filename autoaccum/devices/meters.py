@@ -192,7 +192,7 @@ def read_card(index: int) -> InstalledCard:
 
 @contextmanager
 def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
-    """Seconds PyTorch's allocator within to `limit_bytes` of card `index`, including the memory it already holds.
+    """Limit PyTorch's allocator within to `limit_bytes` of card `index`, including the memory it already holds.
 
     The allocator compares its memory from the driver, whole segments, with the limit, and raises
     `torch.OutOfMemoryError` if releasing its cache is not enough. A lower limit from before stays. The limit from

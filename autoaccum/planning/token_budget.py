@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SHARES = [(one / 16, two / 16, (16 - one - two) / 16) for one in range(17) for two in range(17 - one)]
 """How much of the memory may grow with the samples, with the tokens, and with the square of the length."""
 _BUDGETS = 32
-"""About so many budgets can be found: a power of 2 lies between each two."""
+"""About so many budgets can be found, at a distance that is a power of 2."""
 _NAME = "micro_tokens"
 
 
@@ -201,10 +201,10 @@ def expect_batch(request: PlanRequest, make: Callable[[PlanRequest], PlanSetup])
     least = 2 * request.multiple_of * request.options.world_size
     with make(dataclasses.replace(request, target_tokens=None, target_batch=least)).running() as device:
         lengths = device.inspect(limit_seconds=request.load_limit_seconds).sample_lengths
-    return dataclasses.replace(request, target_batch=expected_batch(lengths, request.target_tokens))
+    return dataclasses.replace(request, target_batch=expected_samples(lengths, request.target_tokens))
 
 
-def expected_batch(lengths: SampleLengths | None, target_tokens: int) -> int:
+def expected_samples(lengths: SampleLengths | None, target_tokens: int) -> int:
     """Return how many samples an update of at least so many tokens has, on average.
 
     Raises:

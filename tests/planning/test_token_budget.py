@@ -21,7 +21,7 @@ from autoaccum.devices.base import Seconds, Sizes, Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_events import ValueTried
 from autoaccum.planning.plan_record import Plan, TokenBudget
-from autoaccum.planning.token_budget import expected_batch, extreme_shapes
+from autoaccum.planning.token_budget import expected_samples, extreme_shapes
 from autoaccum.spec import SampleLengths
 from autoaccum.units import MIB
 
@@ -195,10 +195,10 @@ def test_a_budget_that_is_the_whole_update_has_room_for_its_longest_sample() -> 
 
 
 def test_an_update_of_tokens_has_as_many_samples_as_reach_them_on_average() -> None:
-    assert expected_batch(known((30, 20, 10)), 100) == 5
-    assert expected_batch(known((30, 20, 10)), 101) == 6
+    assert expected_samples(known((30, 20, 10)), 100) == 5
+    assert expected_samples(known((30, 20, 10)), 101) == 6
     with pytest.raises(UsageError, match="100 tokens, and what a sample costs is not known: write def length"):
-        expected_batch(None, 100)
+        expected_samples(None, 100)
 
 
 WORKLOAD = """
