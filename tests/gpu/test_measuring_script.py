@@ -5,6 +5,7 @@ Measurements of cards are committed in a form that can be summed up; where none 
 
 from __future__ import annotations
 
+import csv
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.gpu.constants import UNEXPLAINED, Measured, align, compare_operation,
 from tests.gpu.measure import main, measure_rows
 from tests.gpu.simulated_operations import TENSOR, Expected, Simulated
 from tests.gpu.table import DATA, SECTIONS, Table, least_errors, peak_errors, read_table, summarise
+from tests.gpu.training_runs import COLUMNS, list_runs
 
 OPERATION = "constants: reduction: sum(0) of 1024 x 768 fp32"
 CASE = "lstm_fp32_sgd 64"
@@ -174,6 +176,19 @@ def test_blocks_of_a_record_are_numbered_and_those_from_before_left_out() -> Non
 )
 def test_a_committed_table_is_of_a_real_card(path: Path) -> None:
     check(read_table(path))
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*_runs.csv")), ids=str)
+def test_committed_runs_are_those_of_the_script(path: Path) -> None:
+    with path.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert rows
+    assert set(rows[0]) == set(COLUMNS)
+    known = [{name: str(value) for name, value in run.items()} for run in list_runs()]
+    for row in rows:
+        assert {name: row[name] for name in COLUMNS[:9] if row[name]} in known
+        peaks = [int(row[f"peak_{phase}"]) for phase in ("forward", "backward", "optimizer")]
+        assert int(row["peak_reserved"]) >= max(peaks) > int(row["loaded_allocated"]) > 0
 
 
 def check(record: dict[str, Any]) -> None:
