@@ -1,4 +1,4 @@
-"""Temporary patches of PyTorch's attributes, kernels, hashes and optimizers; versions of PyTorch and cuDNN."""
+"""Temporary patches of PyTorch's attributes, kernels, hashes and optimizers; the installed PyTorch and cuDNN."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from autoaccum.errors import UsageError
+from autoaccum.simulation.releases import CUDNN, Release
 
 _Lists: TypeAlias = list[list[Tensor | None]]
 _Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[_Lists, list[int]]]
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
-"""cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
 
 def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -125,7 +124,7 @@ def _group_tensors(lists: Sequence[Sequence[Tensor | None]], with_indices: bool 
     return groups
 
 
-def torch_release() -> tuple[int, int]:
+def torch_release() -> Release:
     """Return the release of the imported PyTorch, such as (2, 13).
 
     `devices.installed_torch.read_torch_release` reads it without importing PyTorch, and refuses what is too old.
@@ -134,13 +133,12 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def cudnn_version() -> int:
-    """Return cuDNN's version, 91900 for 9.19.0: this build's, or the default wheel's when this build has none."""
+def cudnn_version(release: Release) -> int:
+    """Return cuDNN's version, 91900 for 9.19.0: this build's, else that of the default wheel of `release`."""
     cudnn: Any = getattr(torch._C, "_cudnn", None)
-    version = None if cudnn is None else cudnn.getVersionInt()
+    version = cudnn.getVersionInt() if cudnn is not None and release == torch_release() else None
     if version is not None:
         return int(version)
-    release = torch_release()
     return CUDNN[max((listed for listed in CUDNN if listed <= release), default=min(CUDNN))]
 
 

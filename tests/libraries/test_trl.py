@@ -9,11 +9,11 @@ from command_line import Command
 
 from autoaccum import Plan
 from autoaccum.devices.installed_torch import read_torch_release
-from autoaccum.simulation.operators.layers import keeps_workspace
+from autoaccum.simulation.releases import holds
 from autoaccum.units import KIB
 
 # Of cuBLAS, as PyTorch gives it: up to 2.14, the thread of forward passes and autograd's keep their own.
-WORKSPACES = 8_519_680 * (2 if keeps_workspace(read_torch_release()) else 1)
+WORKSPACES = 8_519_680 * (1 if holds("workspace_of_each_product", read_torch_release()) else 2)
 TILE = (18 + 17 + 16 + 15) * 32_768 * 2
 """TRL's logits in bfloat16: of the four longest texts, the tokens that are predicted."""
 FILE = """

@@ -19,6 +19,7 @@ from autoaccum.simulation.allocator.caching_allocator import (
 )
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspace_sizes import Estimate, estimate
+from autoaccum.simulation.releases import Release
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
 
 _MAX_REPEATS = 8
@@ -262,7 +263,7 @@ class Replayer:
         self,
         card: Card,
         settings: AllocatorSettings,
-        torch_version: tuple[int, int],
+        torch_version: Release,
         replays: Replays | None = None,
     ) -> None:
         self._card, self._torch_version = card, torch_version

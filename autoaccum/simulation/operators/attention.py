@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` as on a card: the kernel that CUDA would choose, and what it copies and saves.
 
 Source of the choice: sdp_utils.cpp and sdp_utils_cpp.h in ATen/native/transformers. A rule that came with a PyTorch
-release names it. Nested tensors are not modelled.
+release has a row in `releases.RULES`. Nested tensors are not modelled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, before_outputs, bytes_of
-from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
+from autoaccum.simulation.releases import Release, holds
+from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic
 from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
 
 Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]
@@ -32,7 +33,7 @@ _NEWEST_CAPABILITY = (12, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """A call of `scaled_dot_product_attention` on a card, by releases of PyTorch (2, 15) and cuDNN (92600)."""
+    """A call of `scaled_dot_product_attention` on a card, in a release of PyTorch, with a cuDNN such as 92600."""
 
     query: Tensor
     key: Tensor
@@ -42,8 +43,12 @@ class AttentionCall:
     causal: bool = False
     grouped: bool = False
     card: Card
-    torch_version: tuple[int, int] = field(default_factory=torch_release)
-    cudnn_version: int = field(default_factory=cudnn_version)
+    torch_version: Release
+    cudnn_version: int
+
+    def follows(self, rule: str) -> bool:
+        """Return whether the release follows a rule of `releases.RULES`."""
+        return holds(rule, self.torch_version)
 
     @cached_property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +57,9 @@ class AttentionCall:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the inputs; three dimensions are a batch of one (`normalize_unbatched_input`, 2.15)."""
+        """Return the shapes of the inputs; three dimensions may be a batch of one."""
         shapes = [tuple(tensor.shape) for tensor in self.inputs]
-        unbatched = self.torch_version >= (2, 15) and all(len(shape) == 3 for shape in shapes)
+        unbatched = self.follows("fused_unbatched_attention") and all(len(shape) == 3 for shape in shapes)
         return [(1, *shape) for shape in shapes] if unbatched else shapes
 
     @cached_property
@@ -93,8 +98,7 @@ class AttentionCall:
         if self.grouped and grouped:
             divides = key > 0 and query % key == 0 and value > 0 and query % value == 0
             return divides and (key == value or not alike)
-        # From 2.15 on, one head of keys needs no `enable_gqa`.
-        return query == key == value or (self.torch_version >= (2, 15) and grouped and key == value == 1)
+        return query == key == value or (self.follows("efficient_grouped_queries") and grouped and key == value == 1)
 
     def has_dense_rows(self, *, single_counts: bool) -> bool:
         """Return whether rows are dense (`check_last_dim_stride_equals_1_dense`)."""
@@ -126,8 +130,7 @@ def _can_efficient(call: AttentionCall) -> bool:
     query, key, value = call.sizes
     capability, multiple = call.card.capability, _alignment(call.query.dtype, call.card.capability)
     offsets = [tensor.storage_offset() % multiple for tensor in call.inputs]
-    # `check_data_ptr_alignment_mem_efficient`, from 2.15 on
-    misaligned = call.torch_version >= (2, 15) and capability >= (8, 0) and any(offsets)
+    misaligned = call.follows("aligned_efficient_attention") and capability >= (8, 0) and any(offsets)
     return (
         call.is_plain
         and (5, 0) <= capability <= _NEWEST_CAPABILITY
@@ -136,7 +139,7 @@ def _can_efficient(call: AttentionCall) -> bool:
         and query % multiple == value % multiple == 0
         and not misaligned
         and call.has_dense_rows(single_counts=False)
-        and call.has_heads(grouped=call.torch_version >= (2, 15), alike=True)
+        and call.has_heads(grouped=call.follows("efficient_grouped_queries"), alike=True)
         and call.has_dtype_of(torch.float32, *_HALVES)
     )
 
@@ -151,15 +154,14 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 
 def _can_cudnn(call: AttentionCall) -> bool:
     version = call.cudnn_version
-    # Sixteenths only after 2.11 (`check_cudnn_dropout`, pytorch/pytorch#174245); none with cuDNN 9.11 to 9.13.
-    exact = call.torch_version < (2, 12) or (call.dropout * 16).is_integer()
+    exact = not call.follows("cudnn_dropout_in_sixteenths") or (call.dropout * 16).is_integer()
     return (
         call.is_plain
         and not is_strictly_deterministic()
         and call.has_dtype_of(*_HALVES)
         and _cudnn_takes_mask(call)
         and (8, 0) <= call.card.capability <= _NEWEST_CAPABILITY
-        and (not call.dropout or (exact and not 91_100 < version < 91_400))
+        and (not call.dropout or (exact and not 91_100 < version < 91_400))  # None with cuDNN 9.11 to 9.13.
         and call.has_dense_rows(single_counts=True)
         and call.has_heads(grouped=True, alike=False)
         and _cudnn_takes_shapes(call)
@@ -179,11 +181,14 @@ def _cudnn_takes_mask(call: AttentionCall) -> bool:
 def _cudnn_takes_shapes(call: AttentionCall) -> bool:
     """Return whether cuDNN supports the shapes (`check_cudnn_tensor_shapes`, `check_cudnn_d256_bprop_head_dim`)."""
     (query, _, value), (major, minor), version = call.sizes, call.card.capability, call.cudnn_version
-    newer, hopper = call.torch_version >= (2, 15), (major, minor) == (9, 0)
+    newer, hopper = call.follows("cudnn_heads_of_256"), (major, minor) == (9, 0)
     (*outer, queries, _), keys = call.shapes[0], call.shapes[1][2]
-    if newer and max(outer) > 65_535:
+    if call.follows("cudnn_at_most_65535") and max(outer) > 65_535:
         return False
-    # Heads of 256: 2.15, sm90 and sm10x, cuDNN after 9.22.
+    decodes = 91_900 <= version <= 92_500 and version != 92_401 and major in (10, 11)
+    if queries == 1 and decodes and call.follows("cudnn_without_single_queries"):
+        return False
+    # Heads of 256: sm90 and sm10x, cuDNN after 9.22.
     big = newer and (hopper or major == 10) and version > 92_200 and not (minor == 7 and version <= 92_500)
     special = (query, value) == (192, 128)
     if big or (not newer and hopper and version >= 91_000):
@@ -211,7 +216,7 @@ def choose_attention(
     On sm90 and sm10x, cuDNN comes first if it is newer than 9.15 (`check_prefer_cudnn_attention`).
     """
     major, minor = call.card.capability
-    can_prefer = major in (9, 10) and (minor in (0, 3) or call.torch_version >= (2, 15))
+    can_prefer = major in (9, 10) and (minor in (0, 3) or call.follows("cudnn_first_on_sm10x"))
     preferred = can_prefer and call.cudnn_version > 91_500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     if preferred and tuple(order) == _ORDER:
         order = ("cudnn", "flash", "efficient", "math")
@@ -220,6 +225,7 @@ def choose_attention(
 
 def scaled_dot_product_attention(
     in_use: CardInUse,
+    torch_version: Release,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -232,6 +238,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Run `scaled_dot_product_attention` in ATen/native/transformers/attention.cpp."""
     options: dict[str, Any] = {"mask": attn_mask, "dropout": dropout_p, "causal": is_causal, "grouped": enable_gqa}
+    options |= {"torch_version": torch_version, "cudnn_version": cudnn_version(torch_version)}
     call = AttentionCall(query=query, key=key, value=value, card=in_use.card, **options)
     order = [_KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(_KERNELS)]
     names = {"efficient": "mem_efficient"}

@@ -26,6 +26,7 @@ from autoaccum.simulation.operators.operator_call import (
     layout_copies,
 )
 from autoaccum.simulation.operators.reductions import reduction_workspaces
+from autoaccum.simulation.releases import holds
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
 
 _cudnn: Any = torch.backends.cudnn
@@ -43,20 +44,21 @@ _UNSET = -1
 def _product(call: OperatorCall, *, with_bias: bool = False) -> list[MemoryStep]:
     """The workspace of cuBLAS, of the size that an environment variable may set, after copies of its operands.
 
-    Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp. Up to 2.14, one workspace is kept for each
-    (handle, stream): one for the thread of forward passes, one for autograd's. From 2.15 on, it is allocated for each
-    product and freed again. cuBLASLt, which adds a bias, keeps a workspace of its own in 2.11. Later releases let it
-    use the one that cuBLAS keeps (pytorch/pytorch#168175). Other environment variables of theirs are taken to be unset.
+    Source: ATen/cuda/CublasHandlePool.cpp. A workspace that is kept is one for each (handle, stream): one for the
+    thread of forward passes, one for autograd's. cuBLASLt adds a bias; whether it uses that of cuBLAS is the release's
+    choice, or that of TORCH_CUBLASLT_UNIFIED_WORKSPACE.
     """
     copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in call.args if _needs_copy(arg)]
     uses_lt, configured = with_bias and _uses_cublaslt(call.args), configured_bytes(os.environ)
-    if not keeps_workspace(call.torch_version):
+    if holds("workspace_of_each_product", call.torch_version):
         workspace = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, configured))
         return [*copies, workspace]
     in_backward = int(torch._C._current_autograd_node() is not None)
     kept = [Workspace("product", (in_backward, configured))]
-    if uses_lt and call.torch_version < (2, 12):
-        kept.append(Workspace("product_with_bias", (in_backward, _UNSET)))
+    shares = holds("shared_cublaslt_workspace", call.torch_version)
+    unified = {"0": False, "1": True}.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""), shares)
+    if uses_lt and not unified:  # Releases that share it by default make cuBLAS's only where cuBLAS runs.
+        kept = [*kept[shares:], Workspace("product_with_bias", (in_backward, _UNSET))]
     return [*map(Kept, kept), *copies]
 
 
@@ -82,11 +84,6 @@ def configured_bytes(environment: Mapping[str, str]) -> int:
     """
     pairs = re.findall(r":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(size) * 1024 * int(count) for size, count in pairs) if pairs else _UNSET
-
-
-def keeps_workspace(torch_version: tuple[int, int]) -> bool:
-    """Return whether a workspace stays allocated after its first use."""
-    return torch_version < (2, 15)
 
 
 def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
@@ -190,14 +187,11 @@ def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
 
 
 def _group_norm(call: OperatorCall) -> list[MemoryStep]:
-    """Two factors for each channel; from 2.15 on also the moments of each group in fp32, for half precision.
-
-    From 2.15 on, channels-last inputs have kernels of their own; before, `group_norm` copies them.
-    """
+    """Two factors for each channel; for half precision maybe also the moments of each group in fp32."""
     tensor = call["input"]
     layout, number_bytes = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
-    steps = before_outputs(layout_copies(tensor, memory_format=layout))
-    if tensor.dtype.itemsize < number_bytes and call.torch_version >= (2, 15):
+    steps: list[MemoryStep] = [*layout_copies(tensor, memory_format=layout)]
+    if tensor.dtype.itemsize < number_bytes and holds("group_norm_moments", call.torch_version):
         steps += [Workspace("group_norm", (call["N"] * call["group"], number_bytes))] * 2
     if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
         steps += [Workspace("group_norm", (call["N"] * call["C"], number_bytes))] * 2
@@ -220,8 +214,8 @@ def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
 
 
 def _group_norm_layout(call: OperatorCall) -> torch.memory_format:
-    is_old = call.torch_version < (2, 15)
-    return torch.contiguous_format if is_old else suggest_memory_format(call["input"])
+    reads_it = holds("group_norm_channels_last", call.torch_version)
+    return suggest_memory_format(call["input"]) if reads_it else torch.contiguous_format
 
 
 def _native_batch_norm(call: OperatorCall) -> list[Workspace]:

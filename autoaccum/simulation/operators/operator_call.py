@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from autoaccum.simulation.releases import Release
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated, Workspace
 
 Tensor: TypeAlias = Any
@@ -35,7 +36,7 @@ class OperatorCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     out: Any
-    torch_version: tuple[int, int]
+    torch_version: Release
     deterministic: bool = False
 
     def __getitem__(self, name: str) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from autoaccum.simulation.cards import CardInUse
 from autoaccum.simulation.operators import attention, layers, losses_and_dropout, reductions, rnn, sparse_gradients
 from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, Signature
-from autoaccum.simulation.torch_patches import patch, patch_optimizers, register_missing, torch_release
+from autoaccum.simulation.releases import Release
+from autoaccum.simulation.torch_patches import patch, patch_optimizers, register_missing
 from autoaccum.simulation.trace_records import MemoryStep, OutputAllocated
 
 _HANDLERS: Mapping[Any, Handler] = {
@@ -24,10 +25,10 @@ _HANDLERS: Mapping[Any, Handler] = {
 }
 
 
-def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
+def install_kernels(library: torch.library.Library, card: CardInUse, torch_version: Release, stack: ExitStack) -> None:
     """Choose kernels as CUDA would on `card`, until `stack` closes: C++ chooses by a device that it does not see."""
     kernels = {
-        "scaled_dot_product_attention": partial(attention.scaled_dot_product_attention, card),
+        "scaled_dot_product_attention": partial(attention.scaled_dot_product_attention, card, torch_version),
         **losses_and_dropout.KERNELS,
         **layers.KERNELS,
         **rnn.KERNELS,
@@ -50,18 +51,17 @@ def install_kernels(library: torch.library.Library, card: CardInUse, stack: Exit
 
 
 def observe_workspaces(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, torch_version: tuple[int, int] | None = None
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, torch_version: Release
 ) -> Sequence[MemoryStep]:
     """Return the steps in which a top-level operator on the card takes memory, its outputs `out` included.
 
-    They are empty for outputs alone. `torch_version` is the release that runs by default.
+    They are empty for outputs alone.
     """
     handler = _HANDLERS.get(func.overloadpacket)
     if handler is None or not _on_card(args):
         return ()
-    version = torch_version or torch_release()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    steps = handler(OperatorCall(_signature(func), args, kwargs, out, version, deterministic))
+    steps = handler(OperatorCall(_signature(func), args, kwargs, out, torch_version, deterministic))
     says_when = not steps or any(isinstance(step, OutputAllocated) for step in steps)
     return steps if says_when else [OutputAllocated(), *steps]
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.operator_call import ceil_div, power_below, round_up
 from autoaccum.simulation.operators.reductions import reduction_layout, reduction_numbers, staging_and_flags
+from autoaccum.simulation.releases import Release, holds
 from autoaccum.simulation.trace_records import Workspace
 
 
@@ -48,10 +49,10 @@ class Estimate:
 
 
 class Target(NamedTuple):
-    """Where a workspace is taken: the card, and the release of PyTorch such as (2, 15)."""
+    """Where a workspace is taken: the card, and the release of PyTorch."""
 
     card: Card
-    torch_version: tuple[int, int]
+    torch_version: Release
 
 
 Rule = Callable[..., int | Estimate]
@@ -72,18 +73,14 @@ def _product_of(_: Target, *numbers: int) -> int:
 _CUBLAS_SMALL, _CUBLAS_LARGE = 8_519_680, 32 << 20
 
 
-def product(on: Target, thread: int, configured: int) -> int | Estimate:
+def product(on: Target, thread: int, configured: int) -> int:
     """The workspace of cuBLAS: on a thread (0 forward, 1 backward), of `configured` bytes unless that is -1."""
     if configured != -1:
         return configured
     major, version = on.card.capability[0], on.torch_version
-    if on.card.capability == (9, 0):
-        return _CUBLAS_LARGE
-    if major < 9 or version <= (2, 11):
-        return _CUBLAS_SMALL
-    if version >= (2, 15):
-        return _CUBLAS_LARGE if major <= 12 else _CUBLAS_SMALL
-    return _guess(_CUBLAS_LARGE, _CUBLAS_LARGE - _CUBLAS_SMALL)
+    rule = {10: "large_blackwell_workspace", 11: "large_thor_workspace", 12: "large_blackwell_workspace"}.get(major)
+    large = major == 9 if rule is None else holds(rule, version)
+    return _CUBLAS_LARGE if large else _CUBLAS_SMALL
 
 
 # --- convolutions, norms and recurrent networks ------------------------------------------------------------------
@@ -355,7 +352,7 @@ RULES: Mapping[str, Rule] = {
 """By name, as a `Workspace` refers to them."""
 
 
-def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the size of `workspace` on `card`, under a PyTorch release such as (2, 15)."""
+def estimate(workspace: Workspace, card: Card, torch_version: Release) -> Estimate:
+    """Return the size of `workspace` on `card`, under a release of PyTorch."""
     answer = RULES[workspace.rule](Target(card, torch_version), *workspace.numbers)
     return answer if isinstance(answer, Estimate) else Estimate(bytes=answer)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autoaccum.messages import Message
 from autoaccum.simulation.operators.registry import observe_workspaces
 from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.simulation.releases import Release
 from autoaccum.simulation.torch_patches import ObjectNumbers
 from autoaccum.simulation.trace_records import MemoryStep, Phase
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
@@ -82,11 +83,11 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return False: nothing is compiled here, and skipping the compiler would cost time for each operator."""
         return False
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, torch_version: Release) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.beside = FakeTensorMode()
         self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
-        self.recorder = recorder
+        self.recorder, self._torch_version = recorder, torch_version
         self.lazy = False
         self.notices: dict[Message, None] = {}
         self.checks: dict[Message, None] = {}
@@ -249,7 +250,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         in_backward = torch._C._current_autograd_node() is not None
         steps = None if key is None else self._steps.get((key, in_backward))
         if steps is None:
-            steps = observe_workspaces(func, args, kwargs, out)
+            steps = observe_workspaces(func, args, kwargs, out, self._torch_version)
             if key is not None:
                 self._steps[key, in_backward] = steps
         if steps:

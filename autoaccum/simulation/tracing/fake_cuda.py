@@ -17,7 +17,7 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.simulation.cards import Card, CardInUse
-from autoaccum.simulation.torch_patches import cudnn_version, patch
+from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.unsupported import UnsupportedError
 
@@ -41,7 +41,7 @@ _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """The message of `torch.cuda` if NVML finds no driver."""
 
 
-def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> None:
+def patch_torch_cuda(card: CardInUse, recorder: Recorder, cudnn_version: int, stack: ExitStack) -> None:
     """Make `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` report `card` until `stack` is closed."""
     answers = {
         **{name: _query(answer) for name, answer in _queries(card, recorder).items()},
@@ -74,7 +74,7 @@ def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> N
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (cudnn, "is_available", lambda: True),
         # PyTorch's own refuses the cards that this build's cuDNN has no kernels for.
-        (cudnn, "version", cudnn_version),
+        (cudnn, "version", lambda: cudnn_version),
         *((nvtx, name, _do_nothing) for name in ("range_push", "range_pop", "mark")),
         (nvtx, "range", lambda *_, **__: nullcontext()),
     ):

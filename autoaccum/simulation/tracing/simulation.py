@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autoaccum.messages import Message, message
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.registry import install_kernels
-from autoaccum.simulation.torch_patches import patch, patch_hashes, register_missing, torch_release
+from autoaccum.simulation.releases import Release
+from autoaccum.simulation.torch_patches import cudnn_version, patch, patch_hashes, register_missing, torch_release
 from autoaccum.simulation.tracing import autocast
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
@@ -48,9 +49,12 @@ _Thread: Any = threading.Thread
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run `_grouped_mm` without values in fp32 and fp16, like CUDA (`GroupedMMUtils.h`) and PyTorch from 2.15 on."""
-    if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
+    """Run `_grouped_mm` without values in fp32 and fp16 like CUDA (`GroupedMMUtils.h`), where PyTorch would not."""
+    try:
         return _GROUPED_MM(mat_a, mat_b, *args, **kwargs)
+    except RuntimeError:
+        if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
+            raise
     return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
 
 
@@ -59,14 +63,19 @@ def _never_called(*_: Any, **__: Any) -> Any:
 
 
 @contextmanager
-def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
-    """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
-    in_use = CardInUse(card) if isinstance(card, Card) else card
+def simulate(
+    card: Card | CardInUse, recorder: Recorder | None = None, torch_version: Release | None = None
+) -> Iterator[FakeCudaMode]:
+    """Simulate `card` in this process, preferably one of its own; everything is restored at the end.
+
+    `torch_version` is the release whose rules (`releases.RULES`) are followed; None: the installed one.
+    """
+    in_use, torch_version = CardInUse(card) if isinstance(card, Card) else card, torch_version or torch_release()
     with ExitStack() as stack:
-        mode = FakeCudaMode(recorder or Recorder())
+        mode = FakeCudaMode(recorder or Recorder(), torch_version)
         _patch_device_queries(stack)
         _hide_fake_tensors(stack)
-        patch_torch_cuda(in_use, mode.recorder, stack)
+        patch_torch_cuda(in_use, mode.recorder, cudnn_version(torch_version), stack)
         _patch_functions(mode, stack)
         patch_placement(stack)
         patch_hashes(mode.numbering, stack)
@@ -75,7 +84,7 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         # They are never called, but without them their operators would be decomposed.
         register_missing(library, dict.fromkeys(_CUDA_KERNELS, _never_called), "CUDA")
         autocast.install(library, stack)
-        install_kernels(library, in_use, stack)
+        install_kernels(library, in_use, torch_version, stack)
         stack.enter_context(mode)
         _follow_threads(mode, stack)
         yield mode
@@ -158,11 +167,10 @@ def _patch_functions(mode: FakeCudaMode, stack: ExitStack) -> None:
         (FakeTensor, "__dlpack__", _raise_unknown_value),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.DataParallel, "forward", run_on_card),
+        (_METAS, "_meta_grouped_mm_common", _grouped_mm),
         (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
         patch(stack, owner, name, value)
-    if torch_release() < (2, 15):
-        patch(stack, _METAS, "_meta_grouped_mm_common", _grouped_mm)
     with suppress(ImportError):
         triton: Any = import_module("triton.runtime.jit")
         patch(stack, triton.JITFunction, "run", _launch_nothing)

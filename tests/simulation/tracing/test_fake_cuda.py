@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.torch_patches import cudnn_version
+from autoaccum.simulation.torch_patches import cudnn_version, torch_release
 from autoaccum.simulation.tracing.simulation import simulate
 from autoaccum.units import MIB
 
@@ -90,4 +90,4 @@ def test_memory_is_told_alike_by_every_name(card: None) -> None:
 
 def test_cudnn_answers_on_a_card_that_its_build_has_no_kernels_for() -> None:
     with simulate(find_card("v100-16gb")):
-        assert torch.backends.cudnn.version() == cudnn_version()  # type: ignore[no-untyped-call]
+        assert torch.backends.cudnn.version() == cudnn_version(torch_release())  # type: ignore[no-untyped-call]
