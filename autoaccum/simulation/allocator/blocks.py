@@ -14,7 +14,7 @@ class Block:
     """A range of addresses in one segment, used or free (`Block` in `c10/cuda/CUDACachingAllocator.cpp`).
 
     Attributes:
-        address: The first byte. Segments lie in memory one after the other, in the order of their allocation.
+        address: The first byte.
         mapped: False for addresses of an expandable segment that have no memory.
         segment_bytes: The size of the expandable segment that contains it, with all addresses; None for others.
         prev, next: The neighbours in the same segment.

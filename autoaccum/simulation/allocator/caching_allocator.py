@@ -1,11 +1,15 @@
 """PyTorch's CUDACachingAllocator in Python: the memory that PyTorch reserves on a card, and whether a request fits.
 
-Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The rules are the same from
-torch 2.11 to 2.15, without captured graphs: the libraries of both releases do the same on one stream, and that of 2.15
-on several, request by request (tests/simulation/allocator/test_real_allocator.py). A free block is used again on
-the stream that it was made on only: the original orders the free blocks of all streams by stream first, and so a stream
-has pools of its own here. Two things that CUDA decides are assumed: segments lie in memory in the order of their
-allocation, and a capacity can be used to its last byte.
+Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The libraries of torch 2.11,
+2.13, 2.14 and 2.15 do the same, request by request, without captured graphs
+(tests/simulation/allocator/test_real_allocator.py). A free block is used again on the stream that it was made on only:
+the original orders the free blocks of all streams by stream first, and so a stream has pools of its own here. A
+capacity is assumed to be usable to its last byte.
+
+Releases differ in which of several free blocks of the same size they take (`AllocatorSettings.by_address`). Up to 2.11
+it is the one at the lowest address; from 2.13 on, the one in the segment that was allocated first
+(pytorch/pytorch#183591), so that addresses ascend here in that order. 2.12, which numbers the blocks themselves, is
+taken for 2.13.
 
 Settings have the syntax and the bounds of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp:
 `key:value,key:value`, with spaces anywhere, and `True` and `False` in this spelling.
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from autoaccum.errors import UsageError
+from autoaccum.simulation.allocator.addresses import SegmentAddresses
 from autoaccum.simulation.allocator.blocks import Block, BlockPool, ExpandableSegments
 from autoaccum.units import MIB, format_bytes
 
@@ -47,12 +52,14 @@ class AllocatorSettings:
         max_split_bytes: Blocks of this size and more are not split; None splits all.
         roundup_divisions: The steps between two powers of two to which sizes are rounded; 0 or 1 for none.
         total_bytes: The memory of the card, by which expandable segments reserve addresses; None: more than enough.
+        by_address: True if addresses as those of `SegmentAddresses` decide among free blocks of the same size.
     """
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
     roundup_divisions: int = 0
     total_bytes: int | None = None
+    by_address: bool = False
 
 
 def read_settings(environment: Mapping[str, str], total_bytes: int | None = None) -> AllocatorSettings:
@@ -150,6 +157,7 @@ class CachingAllocator:
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
         self._splits_all = not self._expandable and settings.max_split_bytes is None
         self._divisions = settings.roundup_divisions
+        self._addresses = SegmentAddresses() if settings.by_address else None
         self._pools: dict[int, tuple[BlockPool, BlockPool]] = {}
         self._expandable_segments: dict[BlockPool, ExpandableSegments] = {}
         self._small, self._large = self._pools_of(0)
@@ -231,7 +239,8 @@ class CachingAllocator:
             return self._expandable_segments[pool].allocate(size)
         if not self._cuda_malloc(segment_bytes):
             return None
-        return Block(pool, self._reserve_addresses(segment_bytes), segment_bytes)
+        reserve = self._reserve_addresses if self._addresses is None else self._addresses.reserve
+        return Block(pool, reserve(segment_bytes), segment_bytes)
 
     def _get_allocation_size(self, size: int) -> int:
         """Return the size of the segment for a request (`get_allocation_size`)."""
@@ -269,6 +278,8 @@ class CachingAllocator:
 
     def _release_block(self, block: Block) -> None:
         block.pool.remove(block)
+        if self._addresses is not None:
+            self._addresses.release(block.address, block.size)
         self._cuda_free(block.size)
 
     def _cuda_malloc(self, size: int) -> bool:

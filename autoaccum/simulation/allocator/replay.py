@@ -267,7 +267,8 @@ class Replayer:
         replays: Replays | None = None,
     ) -> None:
         self._card, self._torch_version = card, torch_version
-        self.settings, self._replays = settings, replays or Replays()
+        self.settings = dataclasses.replace(settings, by_address=torch_version < (2, 12))
+        self._replays = replays or Replays()
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
 
     def with_sizes(self, trace: Trace) -> SizedTrace:

@@ -3,14 +3,25 @@
 #include <cuda_runtime_api.h>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <cstdio>
 static size_t env(const char* n, size_t d){ const char* v=getenv(n); return v? strtoull(v,0,10):d; }
 static size_t CAP=env("STUB_CAP", 1ull<<60), TOTAL=env("STUB_TOTAL", 1ull<<40), USED=0, NEXT=1ull<<40;
-static std::map<size_t,size_t> live; static std::map<size_t,size_t> handles; static size_t nh=1; static cudaError_t last=cudaSuccess;
+static std::map<size_t,size_t> live, ranges; static std::map<size_t,size_t> handles; static size_t nh=1; static cudaError_t last=cudaSuccess;
+// Addresses as autoaccum/simulation/allocator/addresses.py describes them: `ranges` from start to end, of whole 32 MiB.
+static size_t add_range(size_t n){ n=(n+(32<<20)-1)>>25<<25; size_t top=1ull<<60;
+  for(auto r=ranges.rbegin(); r!=ranges.rend() && top-r->second<=n; ++r) top=r->first;
+  ranges[top-n]=top; return top-n; }
+static size_t place(size_t n){
+  for(auto [start,end]: ranges){ size_t at=start;
+    for(auto s=live.lower_bound(start); s!=live.end() && s->first<end && s->first-at<n; ++s) at=s->first+s->second;
+    auto next=live.lower_bound(at); size_t to=next!=live.end()&&next->first<end? next->first: end; if(to-at>=n) return at; }
+  return add_range(n); }
 extern "C" {
-cudaError_t cudaMalloc(void** p, size_t n){ if(USED+n>CAP){ last=cudaErrorMemoryAllocation; return last;} USED+=n; *p=(void*)NEXT; live[NEXT]=n; NEXT+=n; return cudaSuccess; }
-cudaError_t cudaFree(void* p){ if(!p) return cudaSuccess; USED-=live.at((size_t)p); live.erase((size_t)p); return cudaSuccess; }
+cudaError_t cudaMalloc(void** p, size_t n){ if(USED+n>CAP){ last=cudaErrorMemoryAllocation; return last;} USED+=n; size_t a=place(n); *p=(void*)a; live[a]=n; return cudaSuccess; }
+cudaError_t cudaFree(void* p){ if(!p) return cudaSuccess; size_t a=(size_t)p; USED-=live.at(a); live.erase(a);
+  auto r=std::prev(ranges.upper_bound(a)); auto rest=live.lower_bound(r->first); if(rest==live.end()||rest->first>=r->second) ranges.erase(r); return cudaSuccess; }
 cudaError_t cudaGetLastError(){ auto e=last; last=cudaSuccess; return e; }
 cudaError_t cudaPeekAtLastError(){ return last; }
 cudaError_t cudaGetDeviceCount(int* n){ *n=1; return cudaSuccess; }

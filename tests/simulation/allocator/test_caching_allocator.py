@@ -27,6 +27,7 @@ ALL_SETTINGS: list[dict[str, Any]] = [
     {"expandable_segments": True},
     {"max_split_bytes": 20 * MIB},
     {"roundup_divisions": 4},
+    {"by_address": True},
 ]
 
 

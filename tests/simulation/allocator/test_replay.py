@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, Trace, Workspace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -153,6 +153,17 @@ def test_a_refused_optional_block_is_left_out() -> None:
 @pytest.fixture
 def replayer() -> Replayer:
     return Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+
+
+@pytest.mark.parametrize(("release", "taken_from"), [((2, 11), "lower"), ((2, 13), "older")])
+def test_the_release_decides_among_equal_free_blocks(release: tuple[int, int], taken_from: str) -> None:
+    """Of 40 MiB behind a block in use in the older segment, and 40 MiB of a whole one, which lies below it."""
+    sizes = (12 * MIB, 40 * MIB, 52 * MIB, 40 * MIB, 30 * MIB, Workspace("empty_cache", (EMPTY_CACHE,)))
+    events = (2, ~2, 0, 1, 3, ~1, ~3, 4, 5, ~5)
+    trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
+    replayer = Replayer(find_card("rtx3090"), AllocatorSettings(), release)
+    left = replayer.with_sizes(trace).reserved_over_time(replayer.settings)[len(events) - 1]
+    assert left == {"lower": 52 + 40, "older": 52}[taken_from] * MIB
 
 
 def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:
