@@ -15,6 +15,7 @@ Release: TypeAlias = tuple[int, int]
 
 _CUBLAS = "ATen/cuda/CublasHandlePool.cpp"
 _ATTENTION = "ATen/native/transformers/cuda/sdp_utils.cpp"
+_ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp"
 _GROUP_NORM = "ATen/native/cuda/group_norm_kernel.cu"
 
 
@@ -86,6 +87,11 @@ RULES: Mapping[str, Rule] = {
         (2, 14),
         "three dimensions are a batch of one",
         "ATen/native/transformers/sdp_utils_cpp.h, `normalize_unbatched_input`, pytorch/pytorch#192271",
+    ),
+    "older_segments_first": Rule(
+        (2, 13),
+        "of free blocks of equal size, one in the oldest segment is taken, not the one at the lowest address",
+        f"{_ALLOCATOR}, `BlockComparatorSizeCounterAddress`, pytorch/pytorch#183591",
     ),
     "group_norm_moments": Rule(
         (2, 13),

@@ -17,7 +17,7 @@ def test_a_row_has_its_release_and_its_source(name: str) -> None:
     rule = RULES[name]
     assert OLDEST < rule.since <= NEWEST
     assert rule.change
-    assert re.match(r"ATen/\S+\.(cpp|cu|h), .*pytorch/pytorch#\d+", rule.source)
+    assert re.match(r"(ATen|c10)/\S+\.(cpp|cu|h), .*pytorch/pytorch#\d+", rule.source)
     assert not holds(name, (rule.since[0], rule.since[1] - 1))
     assert holds(name, rule.since)
     assert holds(name, (3, 0)), "a release that is newer than all rows follows all rules"

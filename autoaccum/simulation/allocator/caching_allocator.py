@@ -6,10 +6,9 @@ Each method has the name of, or names, its original in c10/cuda/CUDACachingAlloc
 the original orders the free blocks of all streams by stream first, and so a stream has pools of its own here. A
 capacity is assumed to be usable to its last byte.
 
-Releases differ in which of several free blocks of the same size they take (`AllocatorSettings.by_address`). Up to 2.11
-it is the one at the lowest address; from 2.13 on, the one in the segment that was allocated first
-(pytorch/pytorch#183591), so that addresses ascend here in that order. 2.12, which numbers the blocks themselves, is
-taken for 2.13.
+From 2.13 on, the oldest segment comes first among free blocks of equal size, so that addresses ascend here in the order
+of allocation; before, the lowest address did (`AllocatorSettings.by_address`). 2.12, which numbers the blocks one by
+one, is taken for 2.11.
 
 Settings have the syntax and the bounds of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp:
 `key:value,key:value`, with spaces anywhere, and `True` and `False` in this spelling.

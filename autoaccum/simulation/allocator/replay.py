@@ -19,7 +19,7 @@ from autoaccum.simulation.allocator.caching_allocator import (
 )
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspace_sizes import Estimate, estimate
-from autoaccum.simulation.releases import Release
+from autoaccum.simulation.releases import Release, holds
 from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
 
 _MAX_REPEATS = 8
@@ -267,7 +267,7 @@ class Replayer:
         replays: Replays | None = None,
     ) -> None:
         self._card, self._torch_version = card, torch_version
-        self.settings = dataclasses.replace(settings, by_address=torch_version < (2, 12))
+        self.settings = dataclasses.replace(settings, by_address=not holds("older_segments_first", torch_version))
         self._replays = replays or Replays()
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
 
