@@ -359,14 +359,22 @@ def _flash_workspaces(call: OperatorCall) -> list[Workspace]:
 
 
 def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
-    query, key = call["query"], call["key"]
-    batch, heads, queries, size = query.shape
+    batch, heads, queries, size = call["query"].shape
     workspaces = before_outputs(_copies_of_rows(call["grad_out"], call["out"]))
     workspaces.append(Workspace("flash_row_sums", (batch, heads, queries)))
     workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(is_strictly_deterministic()))))
-    if key.shape[1] != heads:
-        workspaces += [Workspace("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
-    return workspaces
+    return workspaces + _grouped_gradients(call)
+
+
+def _grouped_gradients(call: OperatorCall) -> list[Workspace]:
+    """The gradients of keys and values for each head of the queries, where these share heads."""
+    heads, grouped = call["query"].shape[1], (call["key"], call["value"])
+    return [
+        Workspace("flash_grouped", (batch, heads, rows, size, tensor.dtype.itemsize))
+        for tensor in grouped
+        for batch, shared, rows, size in [tensor.shape]
+        if shared != heads
+    ]
 
 
 def _efficient_workspaces(call: OperatorCall) -> list[Workspace]:
@@ -384,8 +392,8 @@ def _efficient_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
     names = ("cast", "cast", "product", "product_sums")
     products = [Workspace(f"efficient_{name}", numbers) for name in names]
     sums = Workspace("efficient_row_sums", (batch, heads, queries))
-    copies = before_outputs(_copies_of_rows(call["grad_out_"]))
-    return [*copies, sums, *products, Freed(len(products)), Workspace("efficient_gradient", numbers)]
+    before = [*before_outputs(_copies_of_rows(call["grad_out_"])), *_grouped_gradients(call)]
+    return [*before, sums, *products, Freed(len(products)), Workspace("efficient_gradient", numbers)]
 
 
 def _cudnn_gradient_workspaces(call: OperatorCall) -> list[Workspace]:

@@ -87,6 +87,11 @@ def test_efficient_and_cudnn_attention() -> None:
             _aten._scaled_dot_product_efficient_attention_backward.default,
             *(rows_first, query, key, key, None, query, query, query, query, 0.1),
         )
+        shared = card_tensor(2, 2, 50, 64)
+        grouped = see(
+            _aten._scaled_dot_product_efficient_attention_backward.default,
+            *(rows_first, query, shared, shared, None, query, query, query, query, 0.1),
+        )
         misaligned = see(
             _aten._scaled_dot_product_efficient_attention_backward.default,
             *(query, query, key, key, None, query, query, query, query, 0.0),
@@ -103,6 +108,7 @@ def test_efficient_and_cudnn_attention() -> None:
         Freed(4),
         Workspace("efficient_gradient", numbers),
     ]
+    assert list(grouped) == [OUTPUTS, *[Workspace("flash_grouped", (2, 8, 50, 64, 4))] * 2, *list(backward)[1:]]
     assert list(misaligned)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
     assert list(cudnn) == [OUTPUTS, Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
