@@ -228,7 +228,8 @@ class LiveTensors:
         for tensor in tensors:
             if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage.resizable() and not storage.is_shared():
+                is_shared = storage.device.type == "cpu" and storage.is_shared()  # One on a card always says so.
+                if storage.resizable() and not is_shared:
                     storages[storage.data_ptr()] = storage
         return cls(list(storages.values()))
 

@@ -23,8 +23,11 @@ HELD_BYTES = 2 * GIB
 CARD = torch.device("cuda", 0)
 
 WORKLOAD = f"""
+import itertools
 import torch
 from torch import nn
+
+growing = itertools.count(300, 20)
 
 def model():
     return nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 10))
@@ -35,9 +38,8 @@ def batch(size):
 def loss(model, batch):
     inputs, targets = batch
     if inputs.is_cuda and len(inputs) == {RETRYING}:
-        # Freed at once, each is a segment of its own size in the cache: the third finds room only without the others.
-        for mebibytes in (300, 320, 340):
-            torch.empty(mebibytes * 2**20, dtype=torch.uint8, device=inputs.device)
+        # Freed at once, each is a segment in the cache that is too small for the next, which finds room only without it.
+        torch.empty(next(growing) * 2**20, dtype=torch.uint8, device=inputs.device)
     if inputs.is_cuda and len(inputs) == {ASSERTING}:
         targets = targets + 1000
     if len(inputs) == {BIG}:
@@ -85,7 +87,7 @@ def test_peaks_are_reported_and_more_than_there_is(place: torch.device, referenc
 def test_a_size_that_runs_only_by_retries_is_tight(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)  # Expandable segments grow instead.
-    with make_device(CARD, reference, 700 * MIB) as device:
+    with make_device(CARD, reference, 600 * MIB) as device:
         trial = device.trial((RETRYING, RETRYING))
         assert (trial.outcome, trial.ran) == ("tight", True), trial.message
         assert (trial.allocator_retries or 0) >= 1
