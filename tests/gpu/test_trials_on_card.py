@@ -38,7 +38,7 @@ def batch(size):
 def loss(model, batch):
     inputs, targets = batch
     if inputs.is_cuda and len(inputs) == {RETRYING}:
-        # Freed at once, each is a segment in the cache that is too small for the next, which finds room only without it.
+        # Freed at once, each is a segment in the cache that is too small for the next, which finds no room beside it.
         torch.empty(next(growing) * 2**20, dtype=torch.uint8, device=inputs.device)
     if inputs.is_cuda and len(inputs) == {ASSERTING}:
         targets = targets + 1000
