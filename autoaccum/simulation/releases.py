@@ -56,7 +56,7 @@ RULES: Mapping[str, Rule] = {
     "cudnn_first_on_sm10x": Rule(
         (2, 13),
         "cuDNN's attention comes first on all of sm10x, not on sm100 and sm103 alone",
-        f"{_ATTENTION}, `check_prefer_cudnn_attention`, next to pytorch/pytorch#170800",
+        f"{_ATTENTION}, `check_prefer_cudnn_attention`, which had two of them since pytorch/pytorch#170800",
     ),
     "cudnn_at_most_65535": Rule(
         (2, 13),

@@ -42,24 +42,26 @@ _UNSET = -1
 
 
 def _product(call: OperatorCall, *, with_bias: bool = False) -> list[MemoryStep]:
-    """The workspace of cuBLAS, of the size that an environment variable may set, after copies of its operands.
+    """The workspace of a library, after copies of the operands; cuBLASLt runs a product with a bias.
 
     Source: ATen/cuda/CublasHandlePool.cpp. A workspace that is kept is one for each (handle, stream): one for the
-    thread of forward passes, one for autograd's. cuBLASLt adds a bias; whether it uses that of cuBLAS is the release's
-    choice, or that of TORCH_CUBLASLT_UNIFIED_WORKSPACE.
+    thread of forward passes, one for autograd's. Environment variables set its size, and whether it is kept and shared.
     """
+    environment, release = os.environ, call.torch_version
     copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in call.args if _needs_copy(arg)]
-    uses_lt, configured = with_bias and _uses_cublaslt(call.args), configured_bytes(os.environ)
-    if holds("workspace_of_each_product", call.torch_version):
-        workspace = Workspace("product_with_bias", (0, _UNSET)) if uses_lt else Workspace("product", (0, configured))
-        return [*copies, workspace]
-    in_backward = int(torch._C._current_autograd_node() is not None)
-    kept = [Workspace("product", (in_backward, configured))]
-    shares = holds("shared_cublaslt_workspace", call.torch_version)
-    unified = {"0": False, "1": True}.get(os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""), shares)
-    if uses_lt and not unified:  # Releases that share it by default make cuBLAS's only where cuBLAS runs.
-        kept = [*kept[shares:], Workspace("product_with_bias", (in_backward, _UNSET))]
-    return [*map(Kept, kept), *copies]
+    uses_lt = with_bias and _uses_cublaslt(call.args)
+    keeps = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not holds("workspace_of_each_product", release)
+    thread = int(keeps and torch._C._current_autograd_node() is not None)
+    of_cublas = Workspace("product", (thread, configured_bytes(environment)))
+    kib = re.match("[0-9]+", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    of_cublaslt = Workspace("product_with_bias", (thread, int(kib[0]) << 10 if kib else _UNSET))
+    if not keeps:
+        return [*copies, of_cublaslt if uses_lt else of_cublas]
+    shares = holds("shared_cublaslt_workspace", release)
+    kept = [Kept(of_cublas)]
+    if uses_lt and not {"0": False, "1": True}.get(environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""), shares):
+        kept = [*kept[shares:], Kept(of_cublaslt)]  # Releases that share it by default make cuBLAS's where cuBLAS runs.
+    return [*kept, *copies]
 
 
 def _needs_copy(tensor: Any) -> bool:

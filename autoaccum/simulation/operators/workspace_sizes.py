@@ -286,7 +286,7 @@ def cudnn_gradient(
 
 RULES: Mapping[str, Rule] = {
     "product": product,
-    "product_with_bias": lambda on, thread, _: 1 << 20,  # Of cuBLASLt.
+    "product_with_bias": lambda on, thread, configured: 1 << 20 if configured == -1 else configured,  # Of cuBLASLt.
     "convolution": convolution,
     # A recurrent network, by rows (steps of samples), hidden units, gates, directions and bytes of an element; and how
     # far off its reserve may be.

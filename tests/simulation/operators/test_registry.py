@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from made_up_card import make_card
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.simulation.operators.registry import observe_workspaces
+from autoaccum.simulation.releases import Release
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.simulation import simulate
 
 OUTPUTS = OutputAllocated()
 H100 = make_card((9, 0), 132)
+OF_CUBLAS, OF_CUBLASLT = Workspace("product", (0, -1)), Workspace("product_with_bias", (0, -1))
 _aten = torch.ops.aten
 
 
-def see(
-    func: Any, *args: Any, out: Any = None, version: tuple[int, int] = (2, 13), **kwargs: Any
-) -> Sequence[MemoryStep]:
+def see(func: Any, *args: Any, out: Any = None, version: Release = (2, 13), **kwargs: Any) -> Sequence[MemoryStep]:
     return observe_workspaces(func, args, kwargs, out, version)
 
 
@@ -39,6 +40,32 @@ def test_products_free_their_workspace_from_2_15() -> None:
         ):
             assert see(func, *args, version=(2, 15)) == [OUTPUTS, Workspace(rule, (0, -1))]
             assert see(func, *args) == [OUTPUTS, Kept(Workspace("product", (0, -1)))]
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "kept"),
+    [
+        ((2, 11), {}, [OF_CUBLAS, OF_CUBLASLT]),
+        ((2, 11), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, [OF_CUBLAS]),
+        ((2, 14), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "false"}, [OF_CUBLAS]),
+        ((2, 14), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, [OF_CUBLASLT]),
+        (
+            (2, 14),
+            {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLASLT_WORKSPACE_SIZE": "4096"},
+            [Workspace("product_with_bias", (0, 4 << 20))],
+        ),
+        ((2, 15), {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}, [OF_CUBLAS]),
+    ],
+)
+def test_variables_decide_on_workspaces_as_in_pytorch(
+    monkeypatch: pytest.MonkeyPatch, version: Release, environment: dict[str, str], kept: list[Workspace]
+) -> None:
+    """Up to 2.14, as PyTorch's own code allocated them on a card without kernels; in 2.15, as its source reads."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with simulate(H100):
+        steps = see(_aten.addmm.default, card_tensor(4), card_tensor(2, 8), card_tensor(8, 4), version=version)
+    assert steps == [OUTPUTS, *map(Kept, kept)]
 
 
 def test_operands_in_other_layouts_are_copied() -> None:
