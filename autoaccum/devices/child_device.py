@@ -80,7 +80,7 @@ class ChildDevice(Device):
 
     def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
         child = self._use_child(fresh=fresh)
-        if not fresh:  # A trial in a fresh process is usually the last.
+        if not fresh or not self._host_budget_bytes:  # On the CPU, a trial in a fresh process is usually the last.
             self._start_standby()
         is_first, whole = child.calls == 1, self._needs_whole_batch
         request = RunTrial(

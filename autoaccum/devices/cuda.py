@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import ChooseParts, Forecast, TrialSettings
+from autoaccum.devices.base import ChooseParts, Forecast, Inspection, TrialSettings
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory
+from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.nvml import CardProcess, NvmlAnswers
+from autoaccum.devices.simulated.simulation_requests import Tracer, start_tracing
 from autoaccum.errors import AutoaccumError, UsageError, first_line
 from autoaccum.messages import message
 from autoaccum.serialization import read_record
@@ -19,7 +21,6 @@ from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.simulation_requests import Tracer
     from autoaccum.simulation.cards import Card
 
 _MOST_NAMED = 5
@@ -167,6 +168,7 @@ class CudaDevice(ChildDevice):
         super().__init__(settings)
         self._index = index
         self._card: InstalledCard | None = None
+        self._tracing: ChildProcess | None = None
 
     @property
     def name(self) -> str:
@@ -176,6 +178,20 @@ class CudaDevice(ChildDevice):
     def describe(self) -> DeviceFacts:
         """As `Device`: the card, its free memory and the holders of the rest when the budget was chosen."""
         return self._installed.describe(self.name, self.limit_bytes)
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`; meanwhile the process for a forecast imports PyTorch."""
+        self._tracing = self._tracing or start_tracing(self._quiet_settings, self.name)
+        return super().inspect(limit_seconds=limit_seconds)
+
+    def close(self) -> None:
+        """As `ChildDevice`."""
+        tracing, self._tracing = self._tracing, None
+        try:
+            super().close()
+        finally:
+            if tracing is not None:
+                tracing.end()
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `Device.explain`, by a simulation of this card in another process; its output is not shown."""
@@ -213,9 +229,12 @@ class CudaDevice(ChildDevice):
         )
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.simulation_requests import Tracer
+        process, self._tracing = self._tracing, None
+        return Tracer(self._quiet_settings, card, process=process)
 
-        return Tracer(replace(self._settings, on_output=lambda line: None), card)
+    @property
+    def _quiet_settings(self) -> TrialSettings:
+        return replace(self._settings, on_output=lambda line: None)
 
     @property
     def _installed(self) -> InstalledCard:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, release_memory
@@ -30,7 +31,7 @@ from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, first_line
 from autoaccum.options import make_options
 from autoaccum.sources.samples import apply_spec
-from autoaccum.sources.source import read_source
+from autoaccum.sources.source import NamedSource, read_source
 from autoaccum.sources.workload import Workload
 
 
@@ -65,6 +66,9 @@ class TrialChild(Handler):
         self._meter, self._share = make_meter(request.device), request.rank_samples
         seed_everything()
         self._workload = load_requested(request, self.paths)
+        if isinstance(read_source(request.source), NamedSource):
+            build = partial(_build_on, self._meter.device, self._workload.build_model)
+            self._workload = replace(self._workload, model=build)
         options = make_options(**request.options)
         self._world_size = options.world_size
         if options.world_size > 1 and self._workload.parallelize is not None and options.parallel is None:
@@ -139,6 +143,12 @@ def prepare_timing(workload: Workload, device: torch.device, target_batch: int) 
         if "lr" in group:
             group["lr"] = group["lr"] * 0  # A tensor stays one.
     return prepared
+
+
+def _build_on(device: torch.device, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model by name where it is tried: random weights of a billion parameters take the host a minute."""
+    with device:
+        return build()
 
 
 def load_requested(request: LoadWorkload, paths: ImportPaths | None) -> Workload:

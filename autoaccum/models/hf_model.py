@@ -5,6 +5,8 @@ No weights are downloaded: the configuration alone decides what a training step 
 changed further: load weights with `from_pretrained`, and take batches from your data.
 """
 
+from contextlib import nullcontext
+
 import torch
 import transformers
 import transformers.integrations.sdpa_attention
@@ -136,13 +138,15 @@ if not isinstance(runs_again, bool):
 
 
 def model():
-    """Build the model on the host, or with quantized weights on the card, if there is one."""
+    """Build the model on the default device, or on the host if it is quantized next: the card may not have the room."""
     if repeat_kv:
         transformers.integrations.sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     auto = getattr(transformers, f"AutoModelFor{kind}")
     chosen = None if attention == "auto" else attention
-    built = auto.from_config(config, dtype=weights_dtype, attn_implementation=chosen)
-    if load_in_4bit or load_in_8bit:
+    quantized = load_in_4bit or load_in_8bit
+    with torch.device("cpu") if quantized else nullcontext():
+        built = auto.from_config(config, dtype=weights_dtype, attn_implementation=chosen)
+    if quantized:
         built = quantize(built)
     if runs_again:
         enable = getattr(built, "activation_checkpointing_enable", built.gradient_checkpointing_enable)

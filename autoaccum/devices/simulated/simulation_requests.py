@@ -70,23 +70,32 @@ class SuggestChanges(Request[tuple[Change, ...]]):
     doing = "looking for changes"
 
 
+def start_tracing(settings: TrialSettings, card_name: str) -> ChildProcess:
+    """Start the process of a `Tracer`, which imports PyTorch first."""
+    return ChildProcess(
+        "autoaccum.devices.simulated.simulated_child:SimulatedChild",
+        on_output=settings.on_output,
+        measured=False,
+        paths=settings.paths,
+        owner=f"the simulated {card_name}",
+    )
+
+
 class Tracer:
     """A child that has loaded the workload in the presence of `card`, and traces its trials there, as for `others`.
+
+    `process` is one that `start_tracing` has started; None: it starts its own.
 
     Raises:
         WorkloadError: The workload cannot be loaded, or not be simulated; every call may raise it, too.
         NotMeasuredError: The process cannot be started, died or took too long; every call may raise it, too.
     """
 
-    def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
+    def __init__(
+        self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = (), process: ChildProcess | None = None
+    ) -> None:
         self._settings = settings
-        self._process = ChildProcess(
-            "autoaccum.devices.simulated.simulated_child:SimulatedChild",
-            on_output=settings.on_output,
-            measured=False,
-            paths=settings.paths,
-            owner=f"the simulated {card.name}",
-        )
+        self._process = process or start_tracing(settings, card.name)
         import_module("autoaccum.simulation.allocator.replay")  # While the process imports PyTorch.
         load = LoadOnCard(card=card, others=others, **settings.to_request())
         self._process.run(load, settings.load_seconds)
