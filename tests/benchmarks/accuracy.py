@@ -1,16 +1,13 @@
-"""Predictions against measurements that others made on real cards.
+"""Predictions against measurements that others made on real cards, and the pages that publish them.
 
     pip install -e ".[accuracy]"
-    python tests/benchmarks/accuracy.py TRUTH_FOLDER
+    python tests/benchmarks/accuracy.py TRUTH_FOLDER          # predict, compare, print
+    python tests/benchmarks/accuracy.py TRUTH_FOLDER --write  # the same, and keep the scores and write the pages
+    python tests/benchmarks/accuracy.py                       # write the pages from the scores that are kept
 
 TRUTH_FOLDER holds tables (CSV) of measured runs; those that are missing are skipped. Each row is traced and replayed on
-the simulated card it was measured on, as the loop that was measured ran, and compared:
-
-- right: nothing that was measured speaks against the prediction. A size that trained, or a cap it trained under, is
-  predicted to fit, and one that did not, not to. Rows with one of the two are judged by that one; `right of both sides`
-  counts the others.
-- would crash: something is predicted to fit that did not. Too timid: the other way round.
-- error: of the predicted peak, relative to the measured one, without its sign.
+the simulated card it was measured on, as the loop that was measured ran, and compared. How a prediction is judged is
+said in `examples/accuracy.md`.
 
 What fits is judged on the card's whole memory less what the process is taken to hold outside of PyTorch's allocator,
 without the headroom that a plan keeps.
@@ -25,11 +22,13 @@ import csv
 import gc
 import os
 import platform
+import re
 import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -38,13 +37,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.progress import track
+from truths.documents import SCORES, format_table, write_pages
 from truths.models import make_torchvision_importable
-from truths.scores import Case, Scored, UnknownModel, format_scores
-from truths.tables import TABLES
+from truths.scores import NotBuilt, Score, Scores, save
+from truths.tables import TABLES, Case
 
 from autoaccum.reporting.console import make_console
 
-VERSIONS = ("torch", "timm", "torchvision", "transformers", "peft", "bitsandbytes")
+VERSIONS = (
+    *("torch", "timm", "torchvision", "transformers", "peft", "bitsandbytes", "diffusers"),
+    *("accelerate", "fitcheck-llm"),
+)
 CASES_EACH = 40
 """Then processes are replaced: what a simulation keeps would grow with every model."""
 
@@ -52,10 +55,17 @@ CASES_EACH = 40
 def main() -> int:
     """Predict, score and print; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="TRUTH_FOLDER")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="TRUTH_FOLDER")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
+    parser.add_argument("--match", type=re.compile, metavar="PATTERN", help="rows alone whose model and run match this")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time (default: 2)")
+    parser.add_argument("--write", action="store_true", help="keep the scores of whole tables, and write the pages")
     options = parser.parse_args()
+    if options.write and options.match:
+        parser.error("--write keeps whole tables: leave --match out")
+    if options.folder is None:
+        write_pages()
+        return 0
     known = False
     for name in options.tables:
         path = options.folder / f"{name}.csv"
@@ -64,18 +74,22 @@ def main() -> int:
             continue
         with path.open(encoding="utf-8", newline="") as lines:
             cases = TABLES[name].read(list(csv.DictReader(lines)))
-        scores = score_apart(cases, options.processes)
-        scored = list(track(scores, name, len(cases), console=make_console(stderr=True)))
-        print(format_scores(TABLES[name].about, scored), end="\n\n", flush=True)
-        known |= any(one.verdict is not None for one in scored)
-    print(f"`{shlex.join(['python', *sys.argv])}`, {describe_versions()}")
+        cases = [case for case in cases if not options.match or options.match.search(f"{case.model} {case.run}")]
+        done = score_apart(cases, options.processes)
+        lines_of = dict(track(done, name, len(cases), console=make_console(stderr=True)))
+        scores = Scores(describe_origin(name), [score for case in cases for score in lines_of[case.key]])
+        print(format_table(TABLES[name].about, scores), end="\n\n", flush=True)
+        known |= any(score.quantity for score in scores.lines)
+        if options.write:
+            save(SCORES / f"{name}.csv", scores)
+            write_pages()
     if not known:
         print("nothing was scored", file=sys.stderr)
     return 0 if known else 3
 
 
-def score_apart(cases: Sequence[Case], processes: int) -> Iterator[Scored]:
-    """Predict and judge in processes of their own: simulating is process-wide, and a model may end its process.
+def score_apart(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, list[Score]]]:
+    """Predict and compare in processes of their own: simulating is process-wide, and a model may end its process.
 
     Where one dies, the rows it had are tried once more, each alone.
     """
@@ -88,27 +102,26 @@ def score_apart(cases: Sequence[Case], processes: int) -> Iterator[Scored]:
                 if task.exception():
                     lost.append(tasks[task])
                 else:
-                    yield task.result()
+                    yield tasks[task].key, task.result()
         for case in lost:
             if len(chunk) > 1:
                 yield from score_apart([case], 1)
             else:
-                yield Scored(case=case, failure="the process that predicted it died")
+                yield case.key, [replace(case.score(), note="the process that predicted it died")]
 
 
-def score_case(case: Case) -> Scored:
+def score_case(case: Case) -> list[Score]:
     """Predict a row, and compare."""
     table = TABLES[case.table]
     try:
-        predicted = tuple(table.predict(case, batch) for batch in case.batches)
-    except UnknownModel:
-        return Scored(case=case, unknown=True)
+        return list(table.compare(case, [table.predict(case, batch) for batch in case.batches]))
+    except NotBuilt as reason:
+        return [replace(case.score(), note=str(reason))]
     except Exception as error:  # noqa: BLE001 - one row that fails must not end the run.
-        return Scored(case=case, failure=f"{type(error).__name__}: {error}")
+        return [replace(case.score(), note=" ".join(f"{type(error).__name__}: {error}".split())[:200])]
     finally:
         gc.collect()
         gc.freeze()  # Garbage is looked for between updates: not in what libraries made when they were imported.
-    return Scored(case=case, predicted=predicted, verdict=table.judge(case, predicted))
 
 
 def _prepare() -> None:
@@ -120,15 +133,16 @@ def _prepare() -> None:
     make_torchvision_importable()
 
 
-def describe_versions() -> str:
-    """Return the versions that the scores are valid for."""
+def describe_origin(table: str) -> str:
+    """Return the command, the versions and the date that the scores of a table are of."""
     found = []
     for package in VERSIONS:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             found.append(f"no {package}")
-    return f"{', '.join(found)}, Python {platform.python_version()}, {datetime.now(timezone.utc):%Y-%m-%d}"
+    command = shlex.join(["python", "tests/benchmarks/accuracy.py", "TRUTH_FOLDER", "--tables", table])
+    return f"`{command}`: {', '.join(found)}, Python {platform.python_version()}, {datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 if __name__ == "__main__":

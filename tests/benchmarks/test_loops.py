@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from truths.loops import Loop, predict_loop, trace_loop
+from truths.loops import Loop, predict_loop, trace_loop, with_parameters
 
 from autoaccum.simulation.cards import find_card
 
@@ -29,7 +28,7 @@ def make_loop(moment: int = MOMENT, **changes: Any) -> Loop:
         model=lambda: nn.Linear(INPUTS, OUTPUTS, bias=False),
         batch=lambda: torch.randn(SIZE, INPUTS),
         forward=forward,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+        optimizer=with_parameters(torch.optim.SGD, lr=0.1),
         **changes,
     )
 

@@ -1,14 +1,17 @@
-"""The pure parts of the scores against measured runs: no table of measurements and no library of models is needed."""
+"""The scores against measured runs, and the pages that publish them: no measurements and no models are needed."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from truths.scores import Predicted, Scored, Verdict, format_scores
-from truths.tables import RTX3090, RTX4060, T4
+from truths.documents import PAGES, PICTURE, draw, fill, format_table, load_all
+from truths.scores import FITS, Predicted, Score, Scores, errors_of, judge_limits, load, order_and_slope, save
+from truths.tables import L40S, RTX3090, RTX4060, T4, Table
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 BRACKET = {"model": "resnet50", "img_size": "224", "channels_last": "1", "fits": "64", "fails": "96"}
 RUN = {
@@ -24,93 +27,126 @@ RUN = {
     "min_cap_ok_bytes": str(5 * GIB),
     "max_cap_oom_bytes": str(4 * GIB),
 }
-PEAKS = {
-    "model_id": "Qwen/Qwen2.5-7B",
-    "batch_size": "2",
-    "peak_allocated_mib": str(5 * 1024),
-    "peak_reserved_mib": str(4 * 1024),
+METHOD = {
+    "table": "MetaMathQA",
+    "model_id": "meta-llama/Llama-3.2-3B",
+    "batch_size": "4",
+    "accelerator_memory_reserved_99th": str(4 * GIB),
 }
 
 
 def predicted(batch: int, outcome: str, min_budget_bytes: int = GIB) -> Predicted:
-    kept = {
-        "capacity_bytes": 7 * GIB,
-        "allocated_bytes": 4 * GIB,
-        "shown_bytes": 5 * GIB,
-        "start_bytes": 0,
-        "modules_bytes": 0,
-    }
-    return Predicted(batch=batch, outcome=outcome, min_budget_bytes=min_budget_bytes, **kept)
+    return Predicted(
+        batch=batch,
+        outcome=outcome,
+        capacity_bytes=7 * GIB,
+        phases_bytes={},
+        shown_bytes=5 * GIB,
+        min_budget_bytes=min_budget_bytes,
+        start_bytes=0,
+        modules_bytes=0,
+    )
+
+
+def compare(table: Table, row: dict[str, str], *runs: Predicted) -> list[Score]:
+    (case,) = table.read([row])
+    assert case.batches == tuple(run.batch for run in runs)
+    return list(table.compare(case, runs))
 
 
 @pytest.mark.parametrize(
-    ("row", "outcomes", "crashes", "timid", "right"),
+    ("row", "outcomes", "crashes", "timid"),
     [
-        ({}, ("ok", "oom"), False, False, True),
-        ({}, ("tight", "oom"), False, False, True),
-        ({}, ("ok", "tight"), True, False, False),
-        ({}, ("oom", "oom"), False, True, False),
-        ({"fails": ""}, ("ok",), None, False, True),
-        ({"fits": ""}, ("ok",), True, None, False),
+        ({}, ("ok", "oom"), 0, 0),
+        ({}, ("tight", "oom"), 0, 0),
+        ({}, ("ok", "tight"), 1, 0),
+        ({}, ("oom", "oom"), 0, 1),
+        ({}, ("oom", "ok"), 1, 1),
+        ({"fails": ""}, ("ok",), 0, 0),
+        ({"fits": ""}, ("ok",), 1, 0),
     ],
 )
 def test_a_bracket_is_right_where_both_batches_do_what_they_did(
-    row: dict[str, str], outcomes: tuple[str, ...], crashes: bool | None, timid: bool | None, right: bool
+    row: dict[str, str], outcomes: tuple[str, ...], crashes: int, timid: int
 ) -> None:
-    (case,) = RTX3090.read([{**BRACKET, **row}])
-    verdict = RTX3090.judge(case, [predicted(*run) for run in zip(case.batches, outcomes, strict=True)])
-    assert (verdict.would_crash, verdict.too_timid, verdict.right) == (crashes, timid, right)
-    assert verdict.complete == (len(outcomes) == 2)
+    batches = [int((BRACKET | row)[side]) for side in ("fits", "fails") if (BRACKET | row)[side]]
+    scores = compare(RTX3090, BRACKET | row, *map(predicted, batches, outcomes))
+    counts = judge_limits(scores)
+    assert (counts.runs, counts.right) == (1, int(not crashes and not timid))
+    assert (counts.would_crash, counts.too_timid) == (crashes, timid)
+    assert judge_limits(scores, both_sides=True).runs == (len(batches) == 2)
 
 
 @pytest.mark.parametrize(
-    ("row", "min_budget_bytes", "outcome", "crashes", "timid", "complete"),
+    ("row", "min_budget_bytes", "outcome", "limits", "crashes", "timid"),
     [
-        ({}, 4 * GIB + 1, "ok", False, False, True),
-        ({}, 5 * GIB, "ok", False, False, True),
-        ({}, 4 * GIB, "ok", True, False, True),
-        ({}, 5 * GIB + 1, "ok", False, True, True),
-        ({"min_cap_ok_bytes": ""}, 9 * GIB, "oom", False, None, False),
-        ({"max_cap_oom_bytes": ""}, GIB, "ok", None, False, False),
-        ({"max_cap_oom_bytes": str(5 * GIB)}, GIB, "ok", None, None, False),
-        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 5 * GIB, "ok", True, None, False),
-        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 8 * GIB, "oom", False, None, False),
-        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 3 * GIB, "oom", True, None, False),
+        ({}, 4 * GIB + 1, "ok", 2, 0, 0),
+        ({}, 5 * GIB, "ok", 2, 0, 0),
+        ({}, 4 * GIB, "ok", 2, 1, 0),
+        ({}, 5 * GIB + 1, "ok", 2, 0, 1),
+        ({"min_cap_ok_bytes": ""}, 9 * GIB, "oom", 1, 0, 0),
+        ({"max_cap_oom_bytes": ""}, GIB, "ok", 1, 0, 0),
+        ({"max_cap_oom_bytes": str(5 * GIB)}, GIB, "ok", 0, 0, 0),
+        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 5 * GIB, "ok", 1, 1, 0),
+        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 8 * GIB, "oom", 1, 0, 0),
+        ({"real_oom": "true", "min_cap_ok_bytes": ""}, 3 * GIB, "oom", 1, 1, 0),
     ],
 )
 def test_the_least_is_right_between_the_caps(
-    row: dict[str, str], min_budget_bytes: int, outcome: str, crashes: bool | None, timid: bool | None, complete: bool
+    row: dict[str, str], min_budget_bytes: int, outcome: str, limits: int, crashes: int, timid: int
 ) -> None:
-    (case,) = RTX4060.read([{**RUN, **row}])
-    verdict = RTX4060.judge(case, [predicted(399, outcome, min_budget_bytes)])
-    assert (verdict.would_crash, verdict.too_timid, verdict.complete) == (crashes, timid, complete)
+    scores = compare(RTX4060, RUN | row, predicted(399, outcome, min_budget_bytes))
+    counts = judge_limits(scores)
+    assert len([score for score in scores if score.quantity == FITS]) == limits
+    assert (counts.runs, counts.would_crash, counts.too_timid) == (int(limits > 0), crashes, timid)
+    assert (errors_of(scores, "growth of the process") is None) == ("real_oom" in row)
 
 
-def test_scores_count_each_kind_of_miss_and_what_was_skipped() -> None:
-    (case,) = RTX3090.read([BRACKET])
-    verdicts = [
-        Verdict(would_crash=False, too_timid=False, complete=True, peak_error=-0.1),
-        Verdict(would_crash=True, too_timid=False, complete=True, peak_error=0.3),
-        Verdict(too_timid=True),
-        Verdict(peak_error=-0.2),
+def test_methods_are_judged_by_order_and_slope() -> None:
+    scores = [
+        replace(compare(L40S, METHOD | {"experiment": str(number)}, predicted(4, "ok"))[0], predicted=value)
+        for number, value in enumerate((2000.0, 3000.0, 3000.0, 5000.0))
     ]
-    done = [Scored(case=case, verdict=verdict) for verdict in verdicts]
-    failed = Scored(case=case, failure="RuntimeError: no | such\nshape")
-    text = format_scores("Brackets", [*done, Scored(case=replace(case, model="gone"), unknown=True), failed])
-    heading, table, unknown, failures, misses = text.split("\n\n")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    counts = ["3", "1 of 3 (33.3 %)", "1 of 3 (33.3 %)", "1 of 3 (33.3 %)", "1 of 2 (50.0 %)", "3", "20.0 %", "29.0 %"]
-    assert heading == "### Brackets"
-    assert rows[2:] == [["ResNets", *counts], ["all", *counts]]
-    assert unknown.endswith("no such model: gone")
-    assert failures.splitlines()[1:] == [f"- {case.label}: RuntimeError: no | such shape"]
-    assert [line.partition(" (ResNets): ")[2][:11] for line in misses.splitlines()] == ["would crash", "too timid ("]
+    scores = [replace(score, measured=100 + 0.5 * (score.predicted or 0)) for score in scores]
+    found = order_and_slope(scores, "reserved")
+    assert found is not None
+    assert found == pytest.approx((4, 1.0, 0.5))
+    assert order_and_slope(scores[:2], "reserved") is None
 
 
-def test_both_peaks_are_told_by_row_where_both_were_measured() -> None:
-    (case,) = T4.read([PEAKS])
-    scored = Scored(case=case, verdict=T4.judge(case, [predicted(2, "ok")]))
-    _, table, line = format_scores("Peaks", [scored]).split("\n\n")
-    cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
-    assert cells[-4:] == ["25.0 %", "25.0 %", "20.0 %", "20.0 %"]
-    assert line.startswith("allocated -20.000 %, reserved +25.00 %: fitcheck_t4_dev Qwen/Qwen2.5-7B")
+def test_scores_are_kept_as_they_are_and_told_with_what_was_not_predicted(tmp_path: Path) -> None:
+    kept = Score(table="t", card="Tesla T4", group="NF4", model="qwen", run="2 x 512", quantity="process")
+    known = [replace(kept, measured=1000.0, predicted=value, fitcheck=1100.0) for value in (1010.0, 980.5)]
+    gone = replace(kept, quantity="", note="no such model")
+    timid = replace(kept, quantity=FITS, measured=1.0, predicted=0.0, note="needs 9 of 8 MiB")
+    save(tmp_path / "t.csv", Scores("of today", [*known, gone, timid]))
+    scores = load(tmp_path / "t.csv")
+    assert scores == Scores("of today", [*known, gone, timid])
+    text = format_table("Runs", scores)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    assert ["NF4", "process", "2", "1.5 %", "1.9 %", "1.9 %"] in cells
+    assert ["process", "fitcheck", "2", "10.0 %", "10.0 %", "10.0 %"] in cells
+    assert "- no such model: qwen, 2 x 512" in text
+    assert "- qwen, 2 x 512: too timid (needs 9 of 8 MiB)" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(page.parents[len(page.parents) - 2])))
+def test_pages_say_what_the_scores_give(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- scores: " in text
+    assert fill(text, load_all()) == text, "run: python tests/benchmarks/accuracy.py"
+
+
+def test_the_picture_shows_the_scores() -> None:
+    """By its points and its words, since releases of matplotlib place them differently."""
+
+    def shown(svg: str) -> tuple[int, list[str]]:
+        return svg.count("<use "), re.findall(r"<text[^>]*>([^<]*)<", svg)
+
+    assert shown(PICTURE.read_text(encoding="utf-8")) == shown(draw(load_all()).decode())
+
+
+def test_a_row_of_lora_is_named_by_what_differs() -> None:
+    row = {"model_id": "Qwen/Qwen2.5-7B", "batch_size": "2", "seq_len": "1024", "quantization": "nf4"}
+    (case,) = T4.read([row | {"attn_impl": "sdpa", "session": "sweep", "repeat": ""}])
+    assert (case.model, case.run, case.group) == ("Qwen/Qwen2.5-7B", "NF4 sdpa 2 x 1024, sweep", "NF4, sdpa")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from truths.scores import UnknownModel
+from truths.scores import NotBuilt
 
 _LENGTH: Final = 128
 _SOME_TOKENS: Final = 1000
@@ -28,12 +28,20 @@ def build_language_model(name: str) -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind, settings = _KNOWN[short_name(name)]
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = configuration_of(name)
+    kind = config.model_type
     made = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
     attention = "eager" if kind in _EAGER_TYPES else "sdpa"
     model: nn.Module = made.from_config(config, attn_implementation=attention)
     return model
+
+
+def configuration_of(name: str) -> Any:
+    """The configuration of the model of that name."""
+    import transformers
+
+    kind, settings = _KNOWN[short_name(name)]
+    return transformers.AutoConfig.for_model(kind, **settings)
 
 
 def short_name(name: str) -> str:
@@ -43,11 +51,11 @@ def short_name(name: str) -> str:
     'gpt2'
 
     Raises:
-        UnknownModel: It is not.
+        NotBuilt: It is not.
     """
     short = name.lower().rpartition("/")[2]
     if short not in _KNOWN:
-        raise UnknownModel(name)
+        raise NotBuilt(f"no configuration of {name}")
     return short
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from truths.scores import Predicted
 
 from autoaccum.devices.simulated.simulated_device import predict_trial
-from autoaccum.simulation.allocator.caching_allocator import read_settings
-from autoaccum.simulation.allocator.replay import Replayer
+from autoaccum.simulation.allocator.blocks import Block
+from autoaccum.simulation.allocator.caching_allocator import CachingAllocator, read_settings
+from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
 from autoaccum.simulation.cards import Card, ContextMemory, context_memory
+from autoaccum.simulation.releases import Release
 from autoaccum.simulation.torch_patches import torch_release
-from autoaccum.simulation.trace_records import Trace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.recorder import Recorder, manual_garbage_collection
 from autoaccum.simulation.tracing.simulation import simulate
@@ -43,10 +45,12 @@ class Loop:
     comes with the first update: the allocator sees the same.
 
     Attributes:
-        model: Builds it, on the host.
+        model: Builds it, on the host, or on the card if it `loads`.
         batch: Makes one batch, on the host.
         forward: The loss, and what else the loop names at the end of an iteration.
-        optimizer: Makes it from the parameters.
+        optimizer: Makes it from the model.
+        loads: Whether the model is on the card once it is built, so that building it is a part of the trace.
+        with_values: Whether a model that cannot be built without values is built with them, in this machine's memory.
         precision: Autocast to it, backward included; None: none.
         zero_grad: When gradients are cleared.
         set_to_none: Whether they are then gone.
@@ -61,7 +65,9 @@ class Loop:
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
     forward: Callable[[nn.Module, Any], tuple[Tensor, Any]]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer]
+    loads: bool = False
+    with_values: bool = True
     precision: torch.dtype | None = None
     zero_grad: Literal["start", "before backward", "after step"] = "start"
     set_to_none: bool = True
@@ -72,27 +78,64 @@ class Loop:
     updates: int = 3
 
 
-def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> Predicted:
+def with_parameters(make: Callable[..., Optimizer], **settings: Any) -> Callable[[nn.Module], Optimizer]:
+    """An optimizer of all parameters, for `Loop.optimizer`."""
+    return lambda model: make(model.parameters(), **settings)
+
+
+def predict_loop(
+    loop: Loop, card: Card, batch: int, *, eager: bool = False, release: Release | None = None
+) -> Predicted:
     """Trace `loop`, whose batches have `batch` samples, on `card`, and replay it there.
 
-    `eager`: all kernels are loaded with the context, as before PyTorch 1.13 and CUDA 11.7.
+    `eager`: all kernels are loaded with the context, as before PyTorch 1.13 and CUDA 11.7. `release`: of the PyTorch
+    that was measured, whose rules are followed (`simulation/releases.py`); None: the installed one.
     """
-    trace = trace_loop(loop, card, batch)
-    settings = read_settings(os.environ, card.total_bytes)
-    replayer = Replayer(card, settings, torch_release())
+    release = release or torch_release()
+    trace = trace_loop(loop, card, batch, release)
+    replayer = Replayer(card, read_settings(os.environ, card.total_bytes), release)
     outside = _eager_context(card) if eager else context_memory(card)
     capacity_bytes = card.total_bytes - outside.bytes
-    peaks = replayer.replay(trace, capacity_bytes)[2]
+    sized, _, within = replayer.replay(trace, capacity_bytes)
     return Predicted(
         batch=batch,
         outcome=predict_trial(replayer, [trace], capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
-        allocated_bytes=peaks.peak_allocated_bytes,
-        shown_bytes=peaks.peak_reserved_bytes,
+        phases_bytes=phase_peaks(sized, replayer, capacity_bytes) if within.fits else {},
+        shown_bytes=within.peak_reserved_bytes,
         min_budget_bytes=replayer.min_budget_bytes([trace], replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )
+
+
+def phase_peaks(sized: SizedTrace, replayer: Replayer, capacity_bytes: int) -> Mapping[str, int]:
+    """Return the most that is allocated in each phase of the last update, with what was held before it.
+
+    `load` is what is held once the model has been loaded, and `reserved` the most that is reserved in the last update.
+    """
+    allocator, blocks = CachingAllocator(capacity_bytes, replayer.settings), dict[int, Block]()
+    peaks: dict[str, int] = {}
+    last: str | None = None
+    for index, event in enumerate(sized.trace.events):
+        phase: str = sized.phase_at(index)
+        if index >= sized.trace.last_update:
+            for name in {phase, "reserved"} - peaks.keys() if phase != last else ():
+                peaks[name] = allocator.reserved_bytes if name == "reserved" else allocator.allocated_bytes
+            last = phase
+        if event < 0:
+            if (block := blocks.pop(~event, None)) is not None:
+                allocator.free(block)
+        elif sized.sizes[event] > 0:
+            blocks[event] = allocator.malloc(sized.sizes[event])
+        elif sized.sizes[event] == EMPTY_CACHE:
+            allocator.release_cached_blocks()
+        if phase == "load":
+            peaks[phase] = allocator.allocated_bytes
+        elif last is not None:
+            peaks[phase] = max(peaks[phase], allocator.allocated_bytes)
+            peaks["reserved"] = max(peaks["reserved"], allocator.reserved_bytes)
+    return peaks
 
 
 def _eager_context(card: Card) -> ContextMemory:
@@ -103,41 +146,53 @@ def _eager_context(card: Card) -> ContextMemory:
     )
 
 
-def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:
-    """Return the allocator requests of `loop` on `card`, from moving the model there."""
+def trace_loop(loop: Loop, card: Card, batch: int, release: Release | None = None) -> Trace:
+    """Return the allocator requests of `loop` on `card`, from moving the model there, or from loading it."""
     recorder, before = Recorder(), torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = loop.benchmark
+    phases: list[Phase] = ["load"]
     try:
-        with simulate(card, recorder) as mode, manual_garbage_collection():
-            model = _lazily(mode, loop.model)
-            recorder.begin(lambda: "forward")
-            _run(loop, model, mode)
+        with simulate(card, recorder, release) as mode, manual_garbage_collection():
+            if loop.loads:
+                recorder.begin(lambda: phases[-1])
+            model = _lazily(mode, loop.model, loop.with_values)
+            if not loop.loads:
+                recorder.begin(lambda: phases[-1])
+                model.to("cuda", **_layout(loop))
+            _run(loop, model.train(), mode, phases.append)
             return recorder.trace((batch,))
     finally:
         torch.backends.cudnn.benchmark = before
 
 
-def _run(loop: Loop, model: nn.Module, mode: FakeCudaMode) -> None:
+def _layout(loop: Loop) -> dict[str, Any]:
+    return {"memory_format": torch.channels_last} if loop.channels_last else {}
+
+
+def _run(loop: Loop, model: nn.Module, mode: FakeCudaMode, enter: Callable[[Phase], None]) -> None:
     """Run the updates; `loss`, `outputs` and the batch are held as long as the variables of a loop hold them."""
-    layout: dict[str, Any] = {"memory_format": torch.channels_last} if loop.channels_last else {}
-    model = model.to("cuda", **layout).train()
-    optimizer = loop.optimizer(model.parameters())
+    optimizer = loop.optimizer(model)
     clear = partial(optimizer.zero_grad, set_to_none=loop.set_to_none)
+    enter("batch")
     batch: Any = _on_card(loop, mode) if loop.resident_batch else None
     loss: Any = None
     outputs: Any = None
     for _ in range(loop.updates):
         gc.collect()
         mode.recorder.mark_update()
+        enter("batch")
         if loop.zero_grad == "start":
             clear()
         if not loop.resident_batch:
             batch = _on_card(loop, mode)
+        enter("forward")
         with nullcontext() if loop.precision is None else torch.autocast("cuda", dtype=loop.precision):
             loss, outputs = loop.forward(model, batch)
             if loop.zero_grad == "before backward":
                 clear()
+            enter("backward")
             loss.backward()
+        enter("update")
         optimizer.step()
         if loop.zero_grad == "after step":
             clear()
@@ -151,16 +206,15 @@ def _on_card(loop: Loop, mode: FakeCudaMode) -> Any:
     if not loop.channels_last:
         return batch
     images, *rest = batch
-    return (images.contiguous(memory_format=torch.channels_last), *rest)
+    return (images.contiguous(**_layout(loop)), *rest)
 
 
-def _lazily(mode: FakeCudaMode, build: Callable[[], Any]) -> Any:
+def _lazily(mode: FakeCudaMode, build: Callable[[], Any], with_values: bool = True) -> Any:
     """Without values for large tensors; with them where that fails."""
-    mode.lazy = True
     try:
-        return build()
+        with mode.building_lazily():
+            return build()
     except Exception:  # noqa: BLE001 - whatever it is: built for real, it works or says why not.
-        mode.lazy = False
+        if not with_values:
+            raise
         return build()
-    finally:
-        mode.lazy = False

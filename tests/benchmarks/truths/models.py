@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from truths.language_models import build_language_model, loss_of_tokens, make_tokens, short_name
-from truths.scores import UnknownModel
+from truths.scores import NotBuilt
 
 _CLASSES, _FEW_CLASSES = 1000, 10
 _WITHDRAWN: Final = re.compile(r"Invalid pretrained tag \(\S+\) for (?P<model>\w+)")
@@ -30,12 +30,12 @@ def check_timm(model: str) -> None:
     """See whether the installed timm has `model`, by this name or one it was known by.
 
     Raises:
-        UnknownModel: It has not.
+        NotBuilt: It has not.
     """
     import timm
 
     if not timm.is_model(model):
-        raise UnknownModel(model)
+        raise NotBuilt("the installed library has no such model")
 
 
 def build_timm(model: str) -> nn.Module:
@@ -74,7 +74,7 @@ def find_torchvision(model: str) -> Subject:
     key = model.lower().replace("_", "").replace("mobenet", "mobilenet")
     found = [name for name in torchvision.models.list_models(module=torchvision.models) if name.replace("_", "") == key]
     if not found:
-        raise UnknownModel(model)
+        raise NotBuilt("the installed library has no such model")
     classes = _FEW_CLASSES if found[0].startswith(("mnasnet", "mobilenet_v3")) else _CLASSES
     build = partial(torchvision.models.get_model, found[0], weights=None, num_classes=classes)
     return build, partial(_make_labelled, classes), _loss_of_labelled

@@ -1,18 +1,20 @@
-"""Predictions of measured runs, how they compare, and the scores of many as tables in markdown. Pure."""
+"""Predictions beside measurements, one line for each that was measured, and how right many of them are. Pure."""
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Final
 
 import numpy as np
-from measuring import format_markdown
-
-from autoaccum.units import MIB
+from numpy.typing import NDArray
 
 OTHERS: Final = "others"
+FITS: Final = "fits"
+"""What is measured of a limit: whether a run goes through within it."""
 
 _FAMILIES: Final[tuple[tuple[str, str], ...]] = (
     ("T5", r"(^|/|flan-|m|by)t5|umt5"),
@@ -57,41 +59,19 @@ def class_of(model: str) -> str:
     return next((kind for kind, pattern in _FAMILIES if re.search(pattern, name)), OTHERS)
 
 
-class UnknownModel(Exception):
-    """The model of a row is not in the library that is installed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row of a table.
-
-    Attributes:
-        table: The table's name: its file's, without the ending.
-        row: The row, by column.
-        model: As the row names it.
-        batches: The batches of the row, in samples, that are to be predicted, ascending.
-    """
-
-    table: str
-    row: Mapping[str, str]
-    model: str
-    batches: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        """The row in one line, to find it again."""
-        return " ".join([self.table, *(value for value in self.row.values() if value)])
+class NotBuilt(Exception):
+    """A run is not rebuilt here, for the reason that is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction for one batch of a case.
+    """The prediction for one batch of a run.
 
     Attributes:
         batch: In samples.
         outcome: At `capacity_bytes`: `ok`, `tight` or `oom`.
         capacity_bytes: What the allocator may hold on the card, beside what the process holds outside of it.
-        allocated_bytes: The most that is in use of it.
+        phases_bytes: See `loops.phase_peaks`; empty if it does not fit.
         shown_bytes: The most it holds on the card, where it gives cached segments back before it runs out.
         min_budget_bytes: The smallest capacity at which it goes through.
         start_bytes: What the process is taken to hold outside of the allocator before it runs any kernel,
@@ -101,7 +81,7 @@ class Predicted:
     batch: int
     outcome: str
     capacity_bytes: int
-    allocated_bytes: int
+    phases_bytes: Mapping[str, int]
     shown_bytes: int
     min_budget_bytes: int
     start_bytes: int
@@ -114,116 +94,144 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The predictions of one case compared with the measurements; None where nothing was measured.
+class Score:
+    """One measurement of a run beside its prediction, a line of `scores.csv`.
 
     Attributes:
-        would_crash: Something is predicted to fit that did not.
-        too_timid: Something is predicted not to fit that did.
-        complete: Both were measured: a size, or a cap, that went through and one that did not.
-        peak_error: Of the predicted peak, relative to the measured one.
-        allocated_error: Of the predicted peak of allocated memory, where that was measured apart.
+        table: The file of measurements, without its ending.
+        card: That the run was on.
+        group: Runs that are scored together.
+        model: As the table names it.
+        run: What else tells it from the other runs of its model.
+        quantity: What was measured: `fits`, or memory by name. Empty if the run could not be predicted.
+        measured: MiB; of `fits` 1 if it went through and 0 if it ran out of memory.
+        predicted: Likewise.
+        fitcheck: What fitcheck states of the same run, MiB.
+        accelerate: What `accelerate estimate-memory` states, MiB.
+        note: How near the limit is, or why the run could not be predicted.
     """
 
-    would_crash: bool | None = None
-    too_timid: bool | None = None
-    complete: bool = False
-    peak_error: float | None = None
-    allocated_error: float | None = None
+    table: str
+    card: str
+    group: str
+    model: str
+    run: str
+    quantity: str
+    measured: float | None = None
+    predicted: float | None = None
+    fitcheck: float | None = None
+    accelerate: float | None = None
+    note: str = ""
 
     @property
-    def right(self) -> bool | None:
-        """True if no measurement contradicts the prediction; None where fitting was not measured."""
-        judged = [wrong for wrong in (self.would_crash, self.too_timid) if wrong is not None]
-        return not any(judged) if judged else None
+    def would_crash(self) -> bool:
+        """Something is predicted to fit that did not."""
+        return self.quantity == FITS and self.measured == 0 and self.predicted == 1
+
+    @property
+    def too_timid(self) -> bool:
+        """Something is predicted not to fit that did."""
+        return self.quantity == FITS and self.measured == 1 and self.predicted == 0
+
+    def error(self, by: str = "predicted") -> float | None:
+        """The error of a prediction, relative to the measurement; None if either is missing."""
+        value = getattr(self, by)
+        return None if value is None or not self.measured or self.quantity == FITS else value / self.measured - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """One case, done: with a verdict, or why there is none.
+@dataclass(frozen=True)
+class Scores:
+    """The scores of one table, and the command, the versions and the date that they are of."""
 
-    Attributes:
-        case: The row.
-        predicted: For each of its batches.
-        verdict: None where there are no predictions.
-        unknown: The model is not in the installed library.
-        failure: Why else there are none.
+    origin: str
+    lines: Sequence[Score]
+
+
+def save(path: Path, scores: Scores) -> None:
+    """Write the scores as CSV below a line with their origin, with bytes that depend on nothing else."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(f"# {scores.origin}\n")
+        rows = csv.DictWriter(file, [field.name for field in fields(Score)], lineterminator="\n")
+        rows.writeheader()
+        rows.writerows({name: _text(value) for name, value in asdict(score).items()} for score in scores.lines)
+
+
+def load(path: Path) -> Scores:
+    """Read what `save` wrote."""
+    numbers = {field.name for field in fields(Score) if "float" in str(field.type)}
+    with path.open(encoding="utf-8", newline="") as file:
+        origin = file.readline().removeprefix("# ").rstrip()
+        rows = [
+            {name: (float(text) if text else None) if name in numbers else text for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    return Scores(origin, [Score(**row) for row in rows])  # type: ignore[arg-type]
+
+
+def _text(value: str | float | None) -> str:
+    return value if isinstance(value, str) else "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often limits are met. A run is right if none of its limits contradicts the prediction."""
+
+    runs: int
+    right: int
+    would_crash: int
+    too_timid: int
+
+
+def judge_limits(scores: Iterable[Score], *, both_sides: bool = False) -> Limits:
+    """Count the runs that have limits, or those alone that went through one and failed at another."""
+    runs: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        if score.quantity == FITS:
+            runs.setdefault((score.table, score.model, score.run), []).append(score)
+    known = [run for run in runs.values() if not both_sides or len({score.measured for score in run}) == 2]
+    crash = [any(score.would_crash for score in run) for run in known]
+    timid = [any(score.too_timid for score in run) for run in known]
+    right = sum(not (early or late) for early, late in zip(crash, timid, strict=True))
+    return Limits(len(known), right, sum(crash), sum(timid))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors without their signs: how many, and those at a half, at 95 % and at the end of them."""
+
+    runs: int
+    median: float
+    high: float
+    worst: float
+
+
+def errors_of(scores: Iterable[Score], quantity: str, by: str = "predicted") -> Errors | None:
+    """The errors of a quantity, as predicted or as a peer states it; None if there are none."""
+    errors = [score.error(by) for score in scores if score.quantity == quantity]
+    sizes = [abs(error) for error in errors if error is not None]
+    if not sizes:
+        return None
+    return Errors(len(sizes), *(float(np.quantile(sizes, share)) for share in (0.5, 0.95, 1.0)))
+
+
+def order_and_slope(scores: Sequence[Score], quantity: str) -> tuple[int, float, float] | None:
+    """How many runs, the correlation of their ranks (Spearman), and the slope of measured over predicted memory.
+
+    A slope of 1 says that what one method needs more than another is predicted; what all have in common does not count.
     """
-
-    case: Case
-    predicted: tuple[Predicted, ...] = ()
-    verdict: Verdict | None = None
-    unknown: bool = False
-    failure: str | None = None
-
-
-def format_scores(about: str, done: Sequence[Scored]) -> str:
-    """The heading, a row for each class and for all, the cases that are not in it, and those that are not right.
-
-    Columns for which nothing was measured are left out.
-    """
-    verdicts: dict[str, list[Verdict]] = {}
-    for one in done:
-        if one.verdict is not None:
-            verdicts.setdefault(class_of(one.case.model), []).append(one.verdict)
-    scores = [score(kind, verdicts[kind]) for kind in sorted(verdicts, key=str.lower)]
-    scores.append(score("all", [verdict for group in verdicts.values() for verdict in group]))
-    columns = [name for name in scores[0] if any(row[name] != "-" for row in scores)]
-    parts = [f"### {about}", format_markdown([columns, *([row[name] for name in columns] for row in scores)])]
-    unknown = dict.fromkeys(one.case.model for one in done if one.unknown)
-    if unknown:
-        parts.append(f"skipped, since the installed library has no such model: {', '.join(unknown)}")
-    failed = [f"- {one.case.label}: {' '.join(one.failure.split())}" for one in done if one.failure]
-    if failed:
-        parts.append("\n".join([f"{len(failed)} rows could not be predicted:", *failed]))
-    parts += filter(None, ("\n".join(filter(None, map(told, done))) for told in (_miss, _errors)))
-    return "\n\n".join(parts)
+    pairs = [
+        (score.predicted, score.measured)
+        for score in scores
+        if score.quantity == quantity and score.error() is not None
+    ]
+    if len(pairs) < 3:
+        return None
+    predicted, measured = np.array(pairs, float).T
+    ranks = np.corrcoef(_ranks(predicted), _ranks(measured))[0, 1]
+    return len(pairs), float(ranks), float(np.polyfit(predicted, measured, 1)[0])
 
 
-def score(kind: str, verdicts: Sequence[Verdict]) -> dict[str, str]:
-    """The score of some verdicts, by column."""
-    judged = [verdict for verdict in verdicts if verdict.right is not None]
-    errors = [abs(verdict.peak_error) for verdict in verdicts if verdict.peak_error is not None]
-    allocated = [abs(verdict.allocated_error) for verdict in verdicts if verdict.allocated_error is not None]
-    return {
-        "class": kind,
-        "judged": str(len(judged)) if judged else "-",
-        "right": _share([verdict.right for verdict in judged]),
-        "would crash": _share([verdict.would_crash for verdict in judged]),
-        "too timid": _share([verdict.too_timid for verdict in judged]),
-        "right of both sides": _share([verdict.right for verdict in judged if verdict.complete]),
-        "peaks": str(len(errors)) if errors else "-",
-        "median error": _quantile(errors, 0.5),
-        "95th percentile": _quantile(errors, 0.95),
-        "median error, allocated": _quantile(allocated, 0.5),
-        "95th percentile, allocated": _quantile(allocated, 0.95),
-    }
-
-
-def _quantile(errors: Sequence[float], share: float) -> str:
-    return f"{100 * np.quantile(errors, share):.1f} %" if errors else "-"
-
-
-def _share(answers: Sequence[bool | None]) -> str:
-    yes = sum(answer is True for answer in answers)
-    return f"{yes} of {len(answers)} ({100 * yes / len(answers):.1f} %)" if answers else "-"
-
-
-def _miss(one: Scored) -> str:
-    """Return a line for a case that is not right."""
-    if one.verdict is None or one.verdict.right is not False:
-        return ""
-    wrong = "would crash" if one.verdict.would_crash else "too timid"
-    runs = ", ".join(
-        f"{run.batch}: {run.outcome}, least {run.min_budget_bytes / MIB:.0f} of {run.capacity_bytes / MIB:.0f} MiB"
-        for run in one.predicted
-    )
-    return f"{one.case.label} ({class_of(one.case.model)}): {wrong} ({runs})"
-
-
-def _errors(one: Scored) -> str:
-    """Return a line for a case of which both peaks were measured."""
-    if one.verdict is None or one.verdict.allocated_error is None or one.verdict.peak_error is None:
-        return ""
-    errors = f"allocated {100 * one.verdict.allocated_error:+.3f} %, reserved {100 * one.verdict.peak_error:+.2f} %"
-    return f"{errors}: {one.case.label}"
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ranks, the mean of them for equal values."""
+    order = np.sort(values)
+    return (np.searchsorted(order, values, "left") + np.searchsorted(order, values, "right")) / 2

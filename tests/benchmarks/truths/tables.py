@@ -1,30 +1,65 @@
-"""The tables of measured runs: what their rows say, how each run is predicted, and how the two compare."""
+"""The tables of measured runs: what their rows say, how each run is predicted, and what is compared."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
 from truths import models
-from truths.language_models import loss_of_tokens
-from truths.loops import Loop, predict_loop
-from truths.scores import Case, Predicted, UnknownModel, Verdict
-from truths.trainer import trainer_loop
+from truths.adapters import fitcheck_loop, load_config, peft_loop
+from truths.language_models import configuration_of
+from truths.loops import Loop, predict_loop, with_parameters
+from truths.peers import accelerate_mib, fitcheck_mib
+from truths.scores import FITS, Predicted, Score, class_of
+from truths.trainer import bert_large, trainer_loop
 
-from autoaccum.simulation.cards import find_card
-from autoaccum.sources.source import find_source
+from autoaccum.simulation.cards import Card, find_card
 from autoaccum.units import MIB
 
-_GIB: Final = 1 << 30
 _ZERO_GRAD: Final = ("start", "before backward", "after step")
-_CONFIGURATIONS: Final = Path(__file__).parents[2] / "libraries" / "configs"
-_RTX3090_BYTES: Final = 24_268 << 20
-"""The memory that PyTorch reported of the measured card."""
+_PHASES: Final = {"peak_forward": "forward", "peak_backward": "backward", "peak_optimizer": "update"}
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of a table.
+
+    Attributes:
+        table: The table's name: its file's, without the ending.
+        key: The number of the row.
+        row: The row, by column.
+        model: As the row names it.
+        run: What else tells it from other runs.
+        group: Runs that are scored together.
+        batches: The batches of the row, in samples, that are to be predicted, ascending.
+    """
+
+    table: str
+    key: int
+    row: Row
+    model: str
+    run: str
+    group: str
+    batches: tuple[int, ...]
+
+    def score(self, quantity: str = "", measured: float | None = None, predicted: float | None = None) -> Score:
+        """A measurement of the row; without a quantity, that there is none to compare."""
+        return Score(
+            table=self.table,
+            card=TABLES[self.table].card.title,
+            group=self.group,
+            model=self.model,
+            run=self.run,
+            quantity=quantity,
+            measured=measured,
+            predicted=predicted,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +68,40 @@ class Table:
 
     Attributes:
         name: The file's, without its ending.
+        card: That was measured.
         about: What was measured, as the heading of its scores.
         model: The model of a row.
+        run: The words that tell the run from other runs of the model.
+        group: The runs that a row is scored with.
         batches: The batches of a row.
-        predict: One prediction for a row with one of its batches; raises UnknownModel.
-        judge: Compares a row with the predictions of its batches.
+        predict: One prediction for a row with one of its batches; raises NotBuilt.
+        compare: The measurements of a row beside the predictions of its batches.
     """
 
     name: str
+    card: Card
     about: str
-    model: Callable[[Mapping[str, str]], str]
-    batches: Callable[[Mapping[str, str]], tuple[int, ...]]
+    model: Callable[[Row], str]
+    run: Callable[[Row], str]
+    group: Callable[[Row], str]
+    batches: Callable[[Row], tuple[int, ...]]
     predict: Callable[[Case, int], Predicted]
-    judge: Callable[[Case, Sequence[Predicted]], Verdict]
+    compare: Callable[[Case, Sequence[Predicted]], Iterator[Score]]
 
-    def read(self, rows: Sequence[Mapping[str, str]]) -> list[Case]:
+    def read(self, rows: Sequence[Row]) -> list[Case]:
         """One case for each row."""
-        return [Case(table=self.name, row=row, model=self.model(row), batches=self.batches(row)) for row in rows]
+        return [
+            Case(
+                table=self.name,
+                key=key,
+                row=row,
+                model=self.model(row),
+                run=self.run(row),
+                group=self.group(row),
+                batches=self.batches(row),
+            )
+            for key, row in enumerate(rows)
+        ]
 
 
 def _predict_timm(case: Case, batch: int) -> Predicted:
@@ -58,7 +110,7 @@ def _predict_timm(case: Case, batch: int) -> Predicted:
         model=partial(models.build_timm, case.model),
         batch=partial(models.images, batch, int(case.row["img_size"])),
         forward=models.loss_of_images,
-        optimizer=partial(torch.optim.SGD, lr=1e-4, momentum=0.9, nesterov=True, foreach=False),
+        optimizer=with_parameters(torch.optim.SGD, lr=1e-4, momentum=0.9, nesterov=True, foreach=False),
         precision=torch.float16,
         set_to_none=False,
         keeps=False,
@@ -67,19 +119,19 @@ def _predict_timm(case: Case, batch: int) -> Predicted:
         benchmark=True,
         updates=2,
     )
-    card = replace(find_card("rtx3090"), total_bytes=_RTX3090_BYTES)
-    return predict_loop(loop, card, batch, eager=True)  # torch 1.12 with CUDA 11.3: neither loads kernels late.
+    # torch 1.12 with CUDA 11.3: neither loads kernels late.
+    return predict_loop(loop, RTX3090.card, batch, eager=True, release=(1, 12))
 
 
-def _judge_timm(case: Case, predicted: Sequence[Predicted]) -> Verdict:
-    """Return whether the two batches of the bracket, where given, are predicted to behave as measured."""
-    trains = {run.batch: run.trains for run in predicted}
-    fits, fails = case.row["fits"], case.row["fails"]
-    return Verdict(
-        would_crash=trains[int(fails)] if fails else None,
-        too_timid=not trains[int(fits)] if fits else None,
-        complete=bool(fits and fails),
-    )
+def _compare_timm(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """Whether the two batches of the bracket, where given, go through."""
+    runs = {run.batch: run for run in predicted}
+    for side in ("fits", "fails"):
+        if case.row[side]:
+            run = runs[int(case.row[side])]
+            score = case.score(FITS, side == "fits", run.trains)
+            least, most = run.min_budget_bytes / MIB, run.capacity_bytes / MIB
+            yield replace(score, note=f"batch {run.batch}: {run.outcome}, needs {least:.0f} of {most:.0f} MiB")
 
 
 def _predict_xmem(case: Case, batch: int) -> Predicted:
@@ -90,30 +142,35 @@ def _predict_xmem(case: Case, batch: int) -> Predicted:
         model=model,
         batch=partial(make_batch, batch),
         forward=forward,
-        optimizer=partial(getattr(torch.optim, case.row["optimizer"]), lr=1e-3),
+        optimizer=with_parameters(getattr(torch.optim, case.row["optimizer"]), lr=1e-3),
         zero_grad=_ZERO_GRAD[int(case.row["zero_grad_position"] or 0)],
     )
-    return predict_loop(loop, replace(find_card(case.row["gpu"]), total_bytes=int(case.row["gpu_total_bytes"])), batch)
+    card = replace(find_card(case.row["gpu"]), total_bytes=int(case.row["gpu_total_bytes"]))
+    return predict_loop(loop, card, batch, release=(2, 6))
 
 
-def _judge_xmem(case: Case, predicted: Sequence[Predicted]) -> Verdict:
+def _compare_xmem(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
     """The least against both caps; the peak against the process's growth, where the card did not cut that short.
 
     What grew is what the allocator held on the card and the kernels that were loaded. A run that found no memory on the
-    card must be predicted to find none there, and none at the caps it was tried with.
+    card must be predicted to find none there, and none at the cap it was tried with. Caps that contradict each other
+    are left out.
     """
     (run,) = predicted
     went, failed = (int(case.row[cap]) if case.row[cap] else None for cap in ("min_cap_ok_bytes", "max_cap_oom_bytes"))
+    least = f"needs {run.min_budget_bytes / MIB:.0f} MiB"
     if case.row["real_oom"] == "true":
-        return Verdict(would_crash=run.trains or (failed is not None and run.min_budget_bytes <= failed))
+        fits = run.trains or (failed is not None and run.min_budget_bytes <= failed)
+        yield replace(case.score(FITS, False, fits), note=f"the card: {least}")
+        return
+    if went is None or failed is None or went > failed:
+        for cap in (went, failed):
+            if cap is not None:
+                score = case.score(FITS, cap == went, run.min_budget_bytes <= cap)
+                yield replace(score, note=f"capped at {cap / MIB:.0f} MiB: {least}")
     grown_bytes, ground_bytes = run.shown_bytes + run.modules_bytes, int(case.row["ground_bytes"])
-    contradicts = went is not None and failed is not None and went <= failed
-    return Verdict(
-        would_crash=None if failed is None or contradicts else run.min_budget_bytes <= failed,
-        too_timid=None if went is None or contradicts else run.min_budget_bytes > went,
-        complete=went is not None and failed is not None and not contradicts,
-        peak_error=grown_bytes / ground_bytes - 1,
-    )
+    adam = accelerate_mib(configuration_of(case.model), "float32") if case.row["family"] == "Transformer" else None
+    yield replace(case.score("growth of the process", ground_bytes / MIB, grown_bytes / MIB), accelerate=adam)
 
 
 def _predict_bert(case: Case, batch: int) -> Predicted:
@@ -125,55 +182,63 @@ def _predict_bert(case: Case, batch: int) -> Predicted:
         half="fp16" in case.row["dtype"],
         optimizer=case.row["optimizer"],
     )
-    return predict_loop(loop, find_card("v100-16gb"), batch, eager=True)
+    return predict_loop(loop, V100.card, batch, eager=True, release=(1, 10))  # As `trainer.softmax` has it.
 
 
-def _judge_bert(case: Case, predicted: Sequence[Predicted]) -> Verdict:
-    """Return the memory of a whole process after training, by the documentation's page on one card."""
+def _compare_bert(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """The memory of a whole process after training, by the documentation's page on one card."""
     (run,) = predicted
     held_bytes = run.shown_bytes + run.start_bytes + run.modules_bytes
-    measured_bytes = round(float(case.row["process_gib"]) * _GIB)
-    return Verdict(
-        too_timid=not run.trains,
-        peak_error=held_bytes / measured_bytes - 1,
-    )
+    yield case.score(FITS, True, run.trains)
+    adam = accelerate_mib(bert_large(), "float16" if "fp16" in case.row["dtype"] else "float32")
+    yield replace(case.score("process", float(case.row["process_gib"]) * 1024, held_bytes / MIB), accelerate=adam)
 
 
 def _predict_lora(case: Case, batch: int) -> Predicted:
-    """As the model by name, with parameters and nothing more."""
-    row, folder = case.row, _CONFIGURATIONS / case.model.rpartition("/")[2]
-    if not folder.exists():
-        raise UnknownModel(case.model)
-    parameters = {
-        "length": int(row["seq_len"]),
-        "dtype": "float16",
-        "attention": row["attn_impl"],
-        "repeat_kv": True,
-        "load_in_4bit": row["quantization"] == "nf4",
-        "gradient_checkpointing": True,
-        "lora": int(row["lora_rank"]),
-        "lora_targets": row["lora_targets"],
-    }
-    workload = find_source(f"hf:{folder}", parameters).load()
-    loop = Loop(
-        model=workload.build_model,
-        batch=partial(workload.batch, batch),
-        forward=loss_of_tokens,
-        optimizer=torch.optim.AdamW,
-        keeps=False,
-        resident_batch=True,
-    )
-    return predict_loop(loop, find_card("t4"), batch)
+    return predict_loop(fitcheck_loop(case.row), T4.card, batch, release=_release(case.row["torch"]))
 
 
-def _judge_lora(case: Case, predicted: Sequence[Predicted]) -> Verdict:
-    """Both peaks that PyTorch counted; every row trained."""
+def _compare_lora(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """All that PyTorch counted; every row trained. fitcheck's process has a context, as the measured one has."""
+    (run,), row = predicted, case.row
+    yield case.score(FITS, True, run.trains)
+    if not run.phases_bytes:
+        return
+    tensors, process = fitcheck_mib(row)
+    adam = accelerate_mib(load_config(case.model), "float16") if row["quantization"] == "none" else None
+    phases = {phase: held / MIB for phase, held in run.phases_bytes.items()}
+    outside = (run.start_bytes + run.modules_bytes) / MIB
+    allocated = max(phases[phase] for phase in _PHASES.values())
+    score = case.score("allocated", float(row["peak_allocated_mib"]), allocated)
+    yield replace(score, fitcheck=tensors)
+    yield case.score("reserved", float(row["peak_reserved_mib"]), phases["reserved"])
+    score = case.score("process", float(row["process_mib"]), phases["reserved"] + outside)
+    yield replace(score, fitcheck=process, accelerate=adam)
+    if row["after_load_allocated_mib"]:
+        yield case.score("after loading", float(row["after_load_allocated_mib"]), phases["load"])
+        for column, phase in _PHASES.items():
+            yield case.score(phase, float(row[f"{column}_mib"]), phases[phase])
+
+
+def _predict_peft(case: Case, batch: int) -> Predicted:
+    return predict_loop(peft_loop(case.row), L40S.card, batch, release=_release(case.row["torch-version"]))
+
+
+def _compare_peft(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """The most that was reserved at the end of 99 % of the training steps, whose lengths nobody knows here."""
     (run,) = predicted
-    return Verdict(
-        too_timid=not run.trains,
-        peak_error=run.shown_bytes / (float(case.row["peak_reserved_mib"]) * MIB) - 1,
-        allocated_error=run.allocated_bytes / (float(case.row["peak_allocated_mib"]) * MIB) - 1,
-    )
+    measured = int(case.row["accelerator_memory_reserved_99th"]) / MIB
+    yield case.score("reserved", measured, run.phases_bytes.get("reserved", run.shown_bytes) / MIB)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """The release of a version of PyTorch.
+
+    >>> _release("2.14.0+cu130")
+    (2, 14)
+    """
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
 
 
 def micro_batches(setting: str) -> int:
@@ -186,36 +251,64 @@ def micro_batches(setting: str) -> int:
     return int(found[1]) if found else 1
 
 
+def _lora_run(row: Row) -> str:
+    weights = "NF4" if row["quantization"] == "nf4" else "fp16"
+    return f"{weights} {row['attn_impl']} {row['batch_size']} x {row['seq_len']}, {row['session']}{row['repeat']}"
+
+
 RTX3090: Final = Table(
     name="timm_rtx3090",
-    about="RTX 3090, timm, fp16 autocast: does the batch that trained fit, and the one that did not, not",
+    card=replace(find_card("rtx3090"), total_bytes=24_268 << 20),  # As PyTorch reported of the measured card.
+    about="RTX 3090: timm's training benchmarks, fp16 autocast, torch 1.12",
     model=lambda row: row["model"],
+    run=lambda row: f"{row['img_size']} pixels" + ", channels last" * (row["channels_last"] == "1"),
+    group=lambda row: class_of(row["model"]),
     batches=lambda row: tuple(int(row[side]) for side in ("fits", "fails") if row[side]),
     predict=_predict_timm,
-    judge=_judge_timm,
+    compare=_compare_timm,
 )
 RTX4060: Final = Table(
     name="xmem_rtx4060",
-    about="RTX 4060, fp32: does the least that is needed lie between the measured caps, and how far off is the peak",
+    card=find_card("rtx4060"),
+    about="RTX 4060: xMem's runs, fp32, torch 2.6",
     model=lambda row: row["model"],
+    run=lambda row: f"batch {row['batch']}, {row['optimizer']}, zero_grad {row['zero_grad_position'] or '-'}",
+    group=lambda row: class_of(row["model"]),
     batches=lambda row: (int(row["batch"]),),
     predict=_predict_xmem,
-    judge=_judge_xmem,
+    compare=_compare_xmem,
 )
 V100: Final = Table(
     name="bert_large_v100",
-    about="V100 16 GB, bert-large-uncased fine-tuned by the Trainer: the whole process",
+    card=find_card("v100-16gb"),
+    about="V100: bert-large-uncased fine-tuned by the Trainer of 2022, whole process",
     model=lambda row: "bert-large-uncased",
+    run=lambda row: f"{row['setting']}, batch {row['batch']}",
+    group=lambda row: "BERT-large",
     batches=lambda row: (int(row["batch"]),),
     predict=_predict_bert,
-    judge=_judge_bert,
+    compare=_compare_bert,
 )
 T4: Final = Table(
     name="fitcheck_t4_dev",
-    about="T4, LoRA and QLoRA: how far off are the peaks of reserved and of allocated memory",
+    card=find_card("t4"),
+    about="Tesla T4: LoRA and QLoRA as fitcheck measured them, torch 2.10 and 2.14",
     model=lambda row: row["model_id"],
+    run=_lora_run,
+    group=lambda row: f"{'NF4' if row['quantization'] == 'nf4' else 'fp16'}, {row['attn_impl']}",
     batches=lambda row: (int(row["batch_size"]),),
     predict=_predict_lora,
-    judge=_judge_lora,
+    compare=_compare_lora,
 )
-TABLES: Final = {table.name: table for table in (RTX3090, RTX4060, V100, T4)}
+L40S: Final = Table(
+    name="peft_l40s_dev",
+    card=find_card("l40s"),
+    about="L40S: peft's comparison of methods, bf16, torch 2.12 and 2.13",
+    model=lambda row: row["model_id"],
+    run=lambda row: row["experiment"],
+    group=lambda row: row["table"],
+    batches=lambda row: (int(row["batch_size"]),),
+    predict=_predict_peft,
+    compare=_compare_peft,
+)
+TABLES: Final = {table.name: table for table in (T4, L40S, RTX4060, V100, RTX3090)}

@@ -38,8 +38,8 @@ def trainer_loop(*, batch: int, length: int, micro_batches: int, checkpoints: bo
             torch.autograd.backward(loss(model, one))
         return loss(model, batches[-1]), None
 
-    def make_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-        known = list(params)
+    def make_optimizer(model: nn.Module) -> Optimizer:
+        known = list(model.parameters())
 
         def clip(*_: Any) -> None:
             torch.nn.utils.clip_grad_norm_(known, 1.0)
@@ -60,10 +60,17 @@ def trainer_loop(*, batch: int, length: int, micro_batches: int, checkpoints: bo
     )
 
 
-def _build(checkpoints: bool) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
+def bert_large() -> Any:
+    """The configuration of bert-large-uncased."""
+    from transformers import BertConfig
 
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    return BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+
+
+def _build(checkpoints: bool) -> nn.Module:
+    from transformers import BertForSequenceClassification
+
+    config = bert_large()
     config._attn_implementation = "eager"
     model: Any = BertForSequenceClassification(config)
     if checkpoints:
