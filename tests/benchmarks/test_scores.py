@@ -108,10 +108,11 @@ def test_methods_are_judged_by_order_and_slope() -> None:
         for number, value in enumerate((2000.0, 3000.0, 3000.0, 5000.0))
     ]
     scores = [replace(score, measured=100 + 0.5 * (score.predicted or 0)) for score in scores]
-    found = order_and_slope(scores, "reserved")
+    found = order_and_slope(scores)
     assert found is not None
     assert found == pytest.approx((4, 1.0, 0.5))
-    assert order_and_slope(scores[:2], "reserved") is None
+    assert order_and_slope(scores[:2]) is None
+    assert errors_of(scores, scores[0].quantity) is None
 
 
 def test_scores_are_kept_as_they_are_and_told_with_what_was_not_predicted(tmp_path: Path) -> None:

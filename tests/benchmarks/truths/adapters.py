@@ -100,7 +100,7 @@ def _padded(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _add_adapter(row: Mapping[str, str], build: Any) -> nn.Module:
-    """Build the model with the adapter of the row; its parameters must be as many as were counted there."""
+    """Build the model with the adapter of the row; its parameters must be as many as there, to 1 %."""
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -116,8 +116,9 @@ def _add_adapter(row: Mapping[str, str], build: Any) -> nn.Module:
             settings["task_type"] = "CAUSAL_LM"
         model = get_peft_model(model, PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings), autocast_adapter_dtype=True)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if trained != int(row["num_trainable_params"]):
-        raise NotBuilt(f"today's peft trains {trained:,} parameters there, not {int(row['num_trainable_params']):,}")
+    measured = int(row["num_trainable_params"])
+    if abs(trained - measured) > 0.01 * measured:
+        raise NotBuilt(f"the installed peft trains {trained:,} parameters, and the measured one {measured:,}")
     built: nn.Module = model
     return built
 

@@ -38,7 +38,8 @@ _DRAWN: Final = {
     "bert_large_v100": ("process", "optimizer_state"),
 }
 """What is drawn of each table, and in which colour."""
-_PEERS: Final = {"predicted": "autoaccum", "fitcheck": "fitcheck", "accelerate": "accelerate estimate-memory"}
+_BY_GROUP: Final = ("allocated", "reserved", "growth of the process")
+_PEERS: Final = {"predicted": "autoaccum", "fitcheck": "fitcheck", "accelerate": "accelerate"}
 _PEERS_COLOURS: Final = {"predicted": "parameters", "fitcheck": "gradients", "accelerate": "optimizer_state"}
 
 
@@ -60,7 +61,7 @@ def fill(page: str, tables: Mapping[str, Scores]) -> str:
 
     def content(block: re.Match[str]) -> str:
         kind, _, name = block["name"].partition(" ")
-        return f"{block[1]}{_BLOCKS[kind](tables, name)}\n{block[3]}"
+        return f"{block[1]}\n{_BLOCKS[kind](tables, name)}\n\n{block[3]}"
 
     return _BLOCK.sub(content, page)
 
@@ -79,16 +80,17 @@ def limits_table(lines: Sequence[Score]) -> str:
         counts, both = judge_limits(group), judge_limits(group, both_sides=True)
         shares = [_share(count, counts.runs) for count in (counts.right, counts.would_crash, counts.too_timid)]
         rows.append([name, str(counts.runs), *shares, _share(both.right, both.runs)])
-    return format_markdown(rows) if len(rows) > 2 else ""
+    return format_markdown(rows) if len(rows) > 1 else ""
 
 
 def errors_table(lines: Sequence[Score]) -> str:
-    """The errors of what was measured in bytes, by group and quantity."""
+    """The errors of what was measured in bytes, by quantity, and the more telling ones by group."""
     rows = [["runs", "memory", "measured", "median error", "95th percentile", "worst"]]
-    for name, group in _groups(score for score in lines if score.quantity not in ("", FITS)):
+    groups = dict(_groups(score for score in lines if score.quantity not in ("", FITS)))
+    for name, group in groups.items():
         for quantity in dict.fromkeys(score.quantity for score in group):
             errors = errors_of(group, quantity)
-            if errors is not None:
+            if errors is not None and (quantity in _BY_GROUP or len(group) == max(map(len, groups.values()))):
                 figures = [_percent(value) for value in (errors.median, errors.high, errors.worst)]
                 rows.append([name, quantity, str(errors.runs), *figures])
     return format_markdown(rows) if len(rows) > 1 else ""
@@ -112,7 +114,7 @@ def order_table(lines: Sequence[Score]) -> str:
     """The order and the slope over methods, of tables whose runs differ in nothing else."""
     rows = [["runs", "methods", "rank correlation", "slope"]]
     for name, group in _groups(score for score in lines if score.table == "peft_l40s_dev"):
-        found = order_and_slope(group, "reserved") if name != "all" else None
+        found = order_and_slope(group) if name != "all" else None
         if found is not None:
             rows.append([name, str(found[0]), f"{found[1]:.2f}", f"{found[2]:.2f}"])
     return format_markdown(rows) if len(rows) > 1 else ""
@@ -240,8 +242,8 @@ def draw(tables: Mapping[str, Scores]) -> bytes:
     t4 = tables["fitcheck_t4_dev"].lines
     tools = [_points(t4, "process", _PEERS_COLOURS[by], _PEERS[by], by) for by in _PEERS]
     panels = [
-        partial(_draw_points, points=cards, title="Memory reserved, or grown by or held in the whole process"),
-        partial(_draw_points, points=tools, title="Memory of the whole process on a Tesla T4"),
+        partial(_draw_points, points=cards, title="Reserved memory, or that of the process"),
+        partial(_draw_points, points=tools, title="Memory of the process on a Tesla T4, by three tools"),
     ]
     return draw_panels(panels, title="Predicted and measured on real cards", height=4.6)
 
@@ -256,7 +258,7 @@ def _points(lines: Sequence[Score], quantity: str, colour: str, label: str, by: 
 
 
 def _draw_points(figure: SubFigure, *, points: Sequence[_Points], title: str) -> None:
-    """Draw on two logarithmic axes of equal length, with the diagonal."""
+    """Draw on two logarithmic axes with the same ends, so that the diagonal means what was measured."""
     axes = figure.subplots()
     ends = [value for each in points for value in (*each.measured, *each.predicted)]
     low, high = 0.8 * min(ends), 1.25 * max(ends)
@@ -264,11 +266,11 @@ def _draw_points(figure: SubFigure, *, points: Sequence[_Points], title: str) ->
     for each in points:
         (line,) = axes.plot(each.measured, each.predicted, each.marker, color=LIGHT[each.colour], label=each.label)
         line.set(markersize=4.5, markerfacecolor="none")
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal", title=title)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=title)
     axes.set_xlabel("measured, in GiB")
     axes.set_ylabel("predicted, in GiB")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks([tick for tick in (0.5, 1, 2, 4, 8, 16, 32) if low <= tick <= high])
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside lower left", ncols=2)

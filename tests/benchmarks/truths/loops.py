@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from truths.scores import Predicted
+from truths.scores import NotBuilt, Predicted
 
 from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.simulation.allocator.blocks import Block
@@ -214,6 +214,8 @@ def _lazily(mode: FakeCudaMode, build: Callable[[], Any], with_values: bool = Tr
     try:
         with mode.building_lazily():
             return build()
+    except NotBuilt:
+        raise
     except Exception:  # noqa: BLE001 - whatever it is: built for real, it works or says why not.
         if not with_values:
             raise

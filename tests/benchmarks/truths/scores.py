@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 OTHERS: Final = "others"
 FITS: Final = "fits"
 """What is measured of a limit: whether a run goes through within it."""
+UNKNOWN_LENGTHS: Final = "reserved with unknown lengths"
+"""What is measured where a prediction is of the longest samples: its order and slope count, and no error."""
 
 _FAMILIES: Final[tuple[tuple[str, str], ...]] = (
     ("T5", r"(^|/|flan-|m|by)t5|umt5"),
@@ -136,7 +138,9 @@ class Score:
     def error(self, by: str = "predicted") -> float | None:
         """The error of a prediction, relative to the measurement; None if either is missing."""
         value = getattr(self, by)
-        return None if value is None or not self.measured or self.quantity == FITS else value / self.measured - 1
+        if value is None or not self.measured or self.quantity in (FITS, UNKNOWN_LENGTHS):
+            return None
+        return float(value / self.measured - 1)
 
 
 @dataclass(frozen=True)
@@ -214,16 +218,12 @@ def errors_of(scores: Iterable[Score], quantity: str, by: str = "predicted") -> 
     return Errors(len(sizes), *(float(np.quantile(sizes, share)) for share in (0.5, 0.95, 1.0)))
 
 
-def order_and_slope(scores: Sequence[Score], quantity: str) -> tuple[int, float, float] | None:
+def order_and_slope(scores: Iterable[Score]) -> tuple[int, float, float] | None:
     """How many runs, the correlation of their ranks (Spearman), and the slope of measured over predicted memory.
 
     A slope of 1 says that what one method needs more than another is predicted; what all have in common does not count.
     """
-    pairs = [
-        (score.predicted, score.measured)
-        for score in scores
-        if score.quantity == quantity and score.error() is not None
-    ]
+    pairs = [(score.predicted, score.measured) for score in scores if score.quantity not in ("", FITS)]
     if len(pairs) < 3:
         return None
     predicted, measured = np.array(pairs, float).T

@@ -14,7 +14,7 @@ from truths.adapters import fitcheck_loop, load_config, peft_loop
 from truths.language_models import configuration_of
 from truths.loops import Loop, predict_loop, with_parameters
 from truths.peers import accelerate_mib, fitcheck_mib
-from truths.scores import FITS, Predicted, Score, class_of
+from truths.scores import FITS, UNKNOWN_LENGTHS, Predicted, Score, class_of
 from truths.trainer import bert_large, trainer_loop
 
 from autoaccum.simulation.cards import Card, find_card
@@ -169,7 +169,8 @@ def _compare_xmem(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
                 score = case.score(FITS, cap == went, run.min_budget_bytes <= cap)
                 yield replace(score, note=f"capped at {cap / MIB:.0f} MiB: {least}")
     grown_bytes, ground_bytes = run.shown_bytes + run.modules_bytes, int(case.row["ground_bytes"])
-    adam = accelerate_mib(configuration_of(case.model), "float32") if case.row["family"] == "Transformer" else None
+    states = case.row["family"] == "Transformer" and "Adam" in case.row["optimizer"]
+    adam = accelerate_mib(configuration_of(case.model), "float32") if states else None
     yield replace(case.score("growth of the process", ground_bytes / MIB, grown_bytes / MIB), accelerate=adam)
 
 
@@ -190,7 +191,8 @@ def _compare_bert(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
     (run,) = predicted
     held_bytes = run.shown_bytes + run.start_bytes + run.modules_bytes
     yield case.score(FITS, True, run.trains)
-    adam = accelerate_mib(bert_large(), "float16" if "fp16" in case.row["dtype"] else "float32")
+    dtype = "float16" if "fp16" in case.row["dtype"] else "float32"
+    adam = accelerate_mib(bert_large(), dtype) if "AdamW" in case.row["optimizer"] else None
     yield replace(case.score("process", float(case.row["process_gib"]) * 1024, held_bytes / MIB), accelerate=adam)
 
 
@@ -225,10 +227,11 @@ def _predict_peft(case: Case, batch: int) -> Predicted:
 
 
 def _compare_peft(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
-    """The most that was reserved at the end of 99 % of the training steps, whose lengths nobody knows here."""
+    """The most that was reserved at the end of 99 % of the training steps; nobody knows the lengths of texts here."""
     (run,) = predicted
     measured = int(case.row["accelerator_memory_reserved_99th"]) / MIB
-    yield case.score("reserved", measured, run.phases_bytes.get("reserved", run.shown_bytes) / MIB)
+    quantity = "reserved" if case.group == "image-gen" else UNKNOWN_LENGTHS
+    yield case.score(quantity, measured, run.phases_bytes.get("reserved", run.shown_bytes) / MIB)
 
 
 def _release(version: str) -> tuple[int, int]:
