@@ -61,9 +61,14 @@ def fitcheck_loop(row: Mapping[str, str]) -> Loop:
         "lora_targets": row["lora_targets"],
     }
     workload = find_source(f"hf:{folder_of(row['model_id'])}", parameters).load()
+
+    def batch() -> Any:
+        tokens = workload.batch(int(row["batch_size"]))["input_ids"]
+        return {"input_ids": tokens, "labels": tokens}
+
     return Loop(
         model=workload.build_model,
-        batch=partial(workload.batch, int(row["batch_size"])),
+        batch=batch,
         forward=loss_of_tokens,
         optimizer=with_parameters(torch.optim.AdamW, lr=1e-4),
         loads=row["quantization"] == "nf4",
