@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import torch
 import transformers
 import transformers.integrations.sdpa_attention
-from torch import nn
 
 name = "Qwen/Qwen2.5-7B"  # a name on the hub, or a folder with a config.json
 task = "auto"  # the X of transformers' AutoModelForX, such as CausalLM; auto: the one that the configuration names
@@ -155,32 +154,25 @@ def model():
 
 
 def quantize(built):
-    """Replace the linear layers by those of bitsandbytes, as `from_pretrained(quantization_config=...)` does."""
-    from bitsandbytes import nn as layers
+    """Load the model's weights as `from_pretrained` does those of a checkpoint, quantized by bitsandbytes."""
     from peft import prepare_model_for_kbit_training
-    from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = HfQuantizer.get_modules_to_not_convert(built, keep_in_fp32_modules=built._keep_in_fp32_modules)
-    for place, layer in list(built.named_modules()):
-        if type(layer) not in (nn.Linear, Conv1D) or not should_convert_module(place, kept):
-            continue
-        values = layer.weight.data if type(layer) is nn.Linear else layer.weight.data.T.contiguous()
-        sizes = values.shape[1], values.shape[0], layer.bias is not None
-        if load_in_4bit:
-            settings = {"compress_statistics": double_quant, "quant_type": "nf4"}
-            packed = layers.Linear4bit(*sizes, compute_dtype=weights_dtype, device="meta", **settings)
-            packed.weight = layers.Params4bit(values, requires_grad=False, module=packed, **settings)
-        else:  # A threshold above 0 would look for outliers in the values of each batch.
-            packed = layers.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0, device="meta")
-            packed.weight = layers.Int8Params(values, requires_grad=False, has_fp16_weights=False)
-        packed.bias = layer.bias
-        built.set_submodule(place, packed)
-    if torch.cuda.is_available():
-        built.to("cuda")
-    built.is_loaded_in_4bit, built.is_loaded_in_8bit = load_in_4bit, load_in_8bit
-    return prepare_model_for_kbit_training(built, use_gradient_checkpointing=False)
+    if load_in_4bit:
+        settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double_quant}
+        settings |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": weights_dtype}
+    else:  # A threshold above 0 would look for outliers in the values of each batch.
+        settings = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+    tied = built.all_tied_weights_keys  # A checkpoint holds these weights once.
+    transformers.utils.logging.disable_progress_bar()
+    loaded = type(built).from_pretrained(
+        None,
+        config=built.config,
+        state_dict={key: values for key, values in built.state_dict().items() if key not in tied},
+        dtype=weights_dtype,
+        device_map={"": 0 if torch.cuda.is_available() else "cpu"},
+        quantization_config=transformers.BitsAndBytesConfig(**settings),
+    )
+    return prepare_model_for_kbit_training(loaded.train(), use_gradient_checkpointing=False)
 
 
 def add_adapters(built):

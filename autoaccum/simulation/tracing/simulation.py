@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, thread, wait
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, wraps
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial, partialmethod, wraps
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.messages import Message, message
@@ -168,6 +170,7 @@ def _patch_functions(mode: FakeCudaMode, stack: ExitStack) -> None:
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.DataParallel, "forward", run_on_card),
         (_METAS, "_meta_grouped_mm_common", _grouped_mm),
+        (DeviceContext, "__torch_function__", partialmethod(_make_in_context, DeviceContext.__torch_function__)),
         (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
         patch(stack, owner, name, value)
@@ -271,6 +274,13 @@ def run_on_card(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Run what `nn.DataParallel` or DDP wraps, with its inputs on the card."""
     inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), (inputs, kwargs))
     return wrapper.module(*inputs, **kwargs)
+
+
+def _make_in_context(context: Any, run: Callable[..., Any], func: Any, *call: Any) -> Any:
+    """Make tensors under `torch.device("meta")` without the card, which C++ calls `meta` elsewhere."""
+    is_plain = context.device.type == "meta" and func in _device_constructors()
+    with _disable_current_modes() if is_plain else nullcontext():
+        return run(context, func, *call)
 
 
 def _eager(notices: dict[Message, None], model: Any = None, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.simulation.torch_patches import patch
@@ -27,9 +26,8 @@ def prepare_process(mode: FakeCudaMode, stack: ExitStack) -> None:
     """Prepare this process for a script that runs to its end on the card of `mode`.
 
     Two runs of a script record equal traces: random numbers are the same, and garbage is collected only on request.
-    Tensors of the card are written to files as zeros. Those that are made under `torch.device("meta")` are the host's,
-    without values: `meta` means the card elsewhere. Daemonic worker processes, which prepare data, leave the simulation
-    by closing `stack`.
+    Tensors of the card are written to files as zeros. Daemonic worker processes, which prepare data, leave the
+    simulation by closing `stack`.
     """
     random.seed(0)
     np.random.seed(0)
@@ -43,13 +41,6 @@ def prepare_process(mode: FakeCudaMode, stack: ExitStack) -> None:
         safetensors: Any = import_module("safetensors.torch")
         for name in ("save", "save_file"):
             patch(stack, safetensors, name, _saving_nothing(getattr(safetensors, name)))
-    run_in_context: Any = DeviceContext.__torch_function__
-
-    def make_on_host(context: Any, *call: Any) -> Any:
-        with mode.building_lazily() if context.device.type == "meta" else nullcontext():
-            return run_in_context(context, *call)
-
-    patch(stack, DeviceContext, "__torch_function__", make_on_host)
     run: Any = BaseProcess._bootstrap  # type: ignore[attr-defined]
 
     def run_process(process: Any, *args: Any, **kwargs: Any) -> Any:
