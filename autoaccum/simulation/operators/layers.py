@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from autoaccum.simulation.operators.cudnn import DATA_TYPES, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from autoaccum.simulation.operators.operator_call import (
     Handler,
     OperatorCall,
@@ -27,7 +28,7 @@ from autoaccum.simulation.operators.operator_call import (
 )
 from autoaccum.simulation.operators.reductions import reduction_workspaces
 from autoaccum.simulation.releases import holds
-from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, Workspace
+from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 
 _cudnn: Any = torch.backends.cudnn
 MIN_EPS = 0.0
@@ -101,37 +102,57 @@ def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -
     return last if last in (suggest_memory_format(tensor), suggest_memory_format(weight)) else torch.contiguous_format
 
 
-def _convolution(call: OperatorCall) -> list[Workspace]:
-    tensor, weight = call["input"], call["weight"]
+def _convolution(call: OperatorCall) -> list[MemoryStep]:
+    tensor, weight, transposed = call["input"], call["weight"], call["transposed"]
     layout = convolution_format(tensor, weight)
+    kind, source = (INPUT_GRADIENT, call.out) if transposed else (FORWARD, tensor)
     copies = layout_copies(tensor, weight, memory_format=layout)
-    return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
+    return [*before_outputs(copies), *_workspace(call, kind, source, layout)]
 
 
-def _convolution_gradient(call: OperatorCall) -> list[Workspace]:
-    """One workspace for the gradients of input and weight, which come one after the other; the bias is a sum."""
+def _convolution_gradient(call: OperatorCall) -> list[MemoryStep]:
+    """The gradients of input and weight, one after the other, and the sum for the bias.
+
+    Source: `cudnn_convolution_backward` in ATen/native/cudnn/ConvShared.cpp.
+    """
     grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
     layout = convolution_format(tensor, weight)
-    workspaces: list[Workspace] = []
-    if mask[0] or mask[1]:
-        workspaces += layout_copies(grad, tensor, weight, memory_format=layout)
-        workspaces += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
+    kind, source = (FORWARD, grad) if call["transposed"] else (INPUT_GRADIENT, tensor)
+    copies = layout_copies(grad, memory_format=layout) if mask[0] or mask[1] else []
+    steps: list[MemoryStep] = [*copies]
+    for index, (part, operand) in enumerate(((kind, weight), (WEIGHT_GRADIENT, tensor))):
+        if mask[index]:
+            copied = layout_copies(operand, memory_format=layout)
+            taken = _workspace(call, part, source, layout)
+            steps += [*copied, OutputAllocated(index), *taken, Freed(len(copied) + len(taken))]
+    steps.append(Freed(len(copies)))
     if mask[2]:
         dims = (0, *range(2, grad.dim()))
-        workspaces += reduction_workspaces(grad, dims, accumulator=accumulator_bytes(grad.dtype))
-    return workspaces
+        sums = reduction_workspaces(grad, dims, accumulator=accumulator_bytes(grad.dtype))
+        steps += [OutputAllocated(2), *sums]
+    return steps
 
 
-def _workspace(call: OperatorCall, read: int, written: int, layout: torch.memory_format) -> list[Workspace]:
+def _workspace(call: OperatorCall, kind: int, source: Tensor, layout: torch.memory_format) -> list[Workspace]:
+    """Return the workspace for a convolution of `source`, or one of its gradients."""
     tensor, weight = call["input"], call["weight"]
     channels_last = layout != torch.contiguous_format
-    # PyTorch's own kernel may run instead of cuDNN's (`use_cudnn_depthwise` in Convolution.cpp).
+    # PyTorch's own kernel, or one of cuDNN's for fp16 that takes nothing (`use_cudnn_depthwise` in Convolution.cpp).
     depthwise = call["groups"] > 1 and tensor.shape[1] == call["groups"] and not call["transposed"]
-    if depthwise and not channels_last and tensor.dtype != torch.float16:
+    if depthwise and not channels_last:
         return []
-    tf32 = _cudnn.conv.fp32_precision != "ieee"
-    flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
-    return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
+    deterministic = call.deterministic or torch.backends.cudnn.deterministic
+    flags = (channels_last, _cudnn.conv.fp32_precision != "ieee", deterministic, torch.backends.cudnn.benchmark)
+    missing = max(0, 4 - source.dim())  # One dimension is the second of two (`view4d` in Convolution.cpp).
+    shapes = [(*shape[:2], *[1] * missing, *shape[2:]) for shape in (source.shape, weight.shape)]
+    count = source.dim() - 2
+    windows = [
+        (*[default] * missing, *list(call[name]) * (count // len(call[name])))
+        for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+    ]
+    geometry = [number for numbers in (*shapes, *windows) for number in numbers]
+    numbers = (kind, DATA_TYPES[str(weight.dtype)], *map(int, flags), *geometry)
+    return [Workspace("convolution", numbers)]
 
 
 def is_cudnn_batch_norm(

@@ -18,12 +18,20 @@ ScanUtils.cuh (`scan_dim`) with CUB's DeviceScan. In ATen/native/transformers/cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from autoaccum.simulation.cards import Card
+from autoaccum.simulation.operators.cudnn import (
+    FORWARD,
+    HALVES,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Convolution,
+    plan_workspaces,
+)
 from autoaccum.simulation.operators.operator_call import ceil_div, power_below, round_up
 from autoaccum.simulation.operators.reductions import reduction_layout, reduction_numbers, staging_and_flags
 from autoaccum.simulation.releases import Release, holds
@@ -86,23 +94,56 @@ def product(on: Target, thread: int, configured: int) -> int:
 # --- convolutions, norms and recurrent networks ------------------------------------------------------------------
 
 _CONVOLUTION_LEAST_BAND = 32 << 20
+_PRODUCT_BYTES = 4 << 20
+_TILE_BYTES = 256 * 128 * 4
+_BENCHMARK_LIMIT = 10
+"""`torch.backends.cudnn.benchmark_limit`: the plans that `benchmark=True` times."""
 
 
 def convolution(
-    on: Target, read_bytes: int, written_bytes: int, element_bytes: int, channels_last: int, tf32: int, benchmark: int
+    on: Target,
+    kind: int,
+    data_type: int,
+    channels_last: int,
+    tf32: int,
+    deterministic: int,
+    benchmark: int,
+    *shape: int,
 ) -> Estimate:
-    """The workspace of a convolution that reads two tensors and writes one; three numbers are 0 or 1.
+    """The workspace of a convolution, or of one of its gradients: numbers are those of a `Convolution`, flags 0 or 1.
 
-    Tensor cores work on channels-last data, so cuDNN copies contiguous operands of half precision. For TF32 it has
-    kernels that read them as they are (NVIDIA in tensorflow/tensorflow#56744). `benchmark=True` tries plans of any
-    size. If there is no memory for a plan's workspace, the next plan is taken and kept (`try_plans` in Conv_v8.cpp
-    catches the allocator's error).
+    That of the plan that cuDNN prefers, if it is here to be asked; the card may split sums into more parts, of a tile
+    for each multiprocessor. `benchmark=True` takes the fastest of several plans. If there is no memory for a plan's
+    workspace, the next plan is taken and kept (`try_configs` in Conv_v8.cpp catches the allocator's error).
     """
-    copies = read_bytes + written_bytes
-    size = copies if element_bytes == 2 and not channels_last else 0
-    may_copy = size or (tf32 and not channels_last and on.card.capability[0] >= 8)
-    band = (copies if may_copy else min(copies, _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
+    asked = Convolution(kind, data_type, channels_last, tf32, deterministic, shape)
+    bytes_of = [{0: 4, 1: 8}.get(data_type, 2) * prod(sizes) for sizes in asked.tensors]
+    if asked.is_product:  # In cuBLASLt: nothing is copied, and sums may be split (H100, cuDNN 9.19: up to 8.3 MiB).
+        size, band = _PRODUCT_BYTES if kind == WEIGHT_GRADIENT else 0, _PRODUCT_BYTES + (1 << 20)
+    elif plans := plan_workspaces(on.card.capability, asked, _BENCHMARK_LIMIT if benchmark else 1):
+        size = plans[0]
+        band = _TILE_BYTES * on.card.multiprocessors + max(abs(other - size) for other in plans)
+    else:
+        size = _copied_bytes(on.card, asked, bytes_of)
+        band = max(size, min(sum(bytes_of), _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
     return Estimate(bytes=size, uncertainty_bytes=band, measured=False, optional=True)
+
+
+def _copied_bytes(card: Card, asked: Convolution, bytes_of: Sequence[int]) -> int:
+    """Return the bytes that cuDNN probably copies into another layout, by most answers of 9.24 for 20 shapes.
+
+    Tensor cores work on channels-last data. For TF32, kernels for GeForce and before Hopper copy that, too: in forward
+    and for the input's gradient all that they read.
+    """
+    weight, sizes, output = bytes_of
+    if asked.data_type in HALVES or not asked.tf32 or asked.data_type != 0 or card.capability[0] < 8:
+        return 0 if asked.channels_last or asked.data_type not in HALVES else sum(bytes_of)
+    reads_last = card.capability[0] in (9, 10, 11)
+    if asked.channels_last and reads_last:
+        return 0
+    if asked.kind == FORWARD and not reads_last:
+        return weight + sizes
+    return weight + output if asked.kind == INPUT_GRADIENT and asked.channels_last else sum(bytes_of)
 
 
 def cudnn_batch_norm(on: Target, channels: int, channels_last: int) -> Estimate:
