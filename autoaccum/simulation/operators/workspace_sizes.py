@@ -6,7 +6,8 @@ an `Estimate` where these are not certain. Which operators take which workspaces
 cuDNN is closed. Where it is installed, it tells the workspaces of convolutions (ATen/native/cudnn/Conv_v8.cpp) without
 a card; see cudnn.py. All others are guesses with a band: for a convolution its copies into the other layout, for a
 batch norm (cudnn/BatchNorm.cpp) sums for each channel, for a recurrent network (cudnn/RNN.cpp) the gates of one layer,
-for attention (cudnn/MHA.cpp) as much as flash attention takes. The reserve of a recurrent network is a tensor: see `CudnnRnnCall.reserve_bytes` in rnn.py.
+for attention (cudnn/MHA.cpp) as much as flash attention takes. The reserve of a recurrent network is a
+tensor: see `CudnnRnnCall.reserve_bytes` in rnn.py.
 
 Sources in ATen/native/cuda: layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`), Normalization.cuh
 (`flexible_launch_configs`), group_norm_kernel.cu, EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`),
