@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from autoaccum.errors import AutoaccumError
@@ -139,14 +139,27 @@ def _check_same_events(first: Trace, other: Trace) -> None:
     sizes = f"at {first.parts[0]} and {other.parts[0]} samples"
     if len(first.parts) != len(other.parts):
         raise NotAffineError(f"{len(first.parts)} parts and {len(other.parts)} parts cannot be compared")
-    for index, (event, another) in enumerate(zip_longest(first.events, other.events)):
-        if event != another:
-            raise NotAffineError(f"event {index} of the step differs {sizes}")
+    if first.events != other.events:
+        for index, (event, another) in enumerate(zip_longest(_in_order(first), _in_order(other))):
+            if event != another:
+                raise NotAffineError(f"event {index} of the step differs {sizes}")
     if (first.phases, first.last_update) != (other.phases, other.last_update):
         raise NotAffineError(f"the phases of the step differ {sizes}")
     for block, (size, another) in enumerate(zip(first.sizes, other.sizes, strict=True)):
         if _kind(size) != _kind(another):
             raise NotAffineError(f"block {block} is of different kinds {sizes}")
+
+
+def _in_order(trace: Trace) -> list[int]:
+    """Return the events with frees in a row in the order of their blocks.
+
+    Whichever comes first, they leave the same memory; and autograd lets go of some tensors in an order that varies.
+    """
+    ordered: list[int] = []
+    for update in (trace.events[: trace.last_update], trace.events[trace.last_update :]):
+        for are_frees, events in groupby(update, lambda event: event < 0):
+            ordered += sorted(events) if are_frees else events
+    return ordered
 
 
 def _kind(size: int | Workspace) -> tuple[str, int]:

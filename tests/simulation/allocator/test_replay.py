@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
 import pytest
@@ -137,6 +138,21 @@ def test_a_result_holds_for_the_whole_range_of_capacities(seed: int, kind: Alloc
     if done.valid_below_bytes is not None:
         assert done.valid_below_bytes > capacity
         assert done == sized(events, sizes).replay(kind, done.valid_below_bytes - 1)
+
+
+@pytest.mark.parametrize("kind", [AllocatorSettings(), EXPANDABLE])
+@given(seed=st.integers(0, 10**6), share=st.floats(0.3, 1.0))
+def test_the_order_of_frees_in_a_row_makes_no_difference(kind: AllocatorSettings, seed: int, share: float) -> None:
+    events, sizes = random_trace(random.Random(seed), 60)
+    for start in range(10, len(events), 15):  # Longer rows: some frees come early.
+        frees = [event for event in events[start:] if event < 0 and ~event in events[:start]]
+        events = [*events[:start], *frees[:4], *(event for event in events[start:] if event not in frees[:4])]
+    sorted_events: list[int] = []
+    for are_frees, row in groupby(events, lambda event: event < 0):
+        sorted_events += sorted(row) if are_frees else row
+    capacity = int(share * sized(events, sizes).replay(kind).peak_reserved_bytes)
+    for limit in (None, capacity):
+        assert sized(sorted_events, sizes).replay(kind, limit) == sized(events, sizes).replay(kind, limit)
 
 
 def test_a_refused_optional_block_is_left_out() -> None:

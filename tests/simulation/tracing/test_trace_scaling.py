@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,14 @@ def test_a_matrix_of_samples_by_samples_is_told_from_other_sizes() -> None:
 def test_the_first_different_event_is_named(other: tuple[int, ...], index: int) -> None:
     with pytest.raises(NotAffineError, match=f"event {index} of the step differs at 2 and 3 samples"):
         fit_affine_trace([trace(2, weight, row), trace(3, weight, row, events=other)])
+
+
+def test_frees_in_a_row_may_come_in_another_order() -> None:
+    one = trace(2, weight, row, row, events=(0, 1, 2, ~0, ~1, ~2))
+    other = trace(3, weight, row, row, events=(0, 1, 2, ~2, ~0, ~1))
+    assert fit_affine_trace([one, other]).at(2) == one
+    with pytest.raises(NotAffineError, match="event 3 of the step differs"):  # An update starts between them.
+        fit_affine_trace([replace(made, last_update=4) for made in (one, other)])
 
 
 def test_sizes_below_the_smallest_traced_are_refused() -> None:
