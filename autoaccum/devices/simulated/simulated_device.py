@@ -296,12 +296,21 @@ class SimulatedDevice(Predictor):
         return Replayer(self._card, self._settings, self._torch_version, self.traces.replays)
 
     def _peak_bytes(self, size: int, deadline: Deadline) -> int | None:
-        """Return the peak of a size that can be extrapolated, maybe of a card with equal kernels; None for others."""
+        """Return the peak of a size, maybe of a card with equal kernels; None if it is not known.
+
+        Where traces cannot be extrapolated, it is that of the line through the peaks of the largest two that were made.
+        """
         try:
             trace = self.traces.extrapolate((size,), deadline)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
-        return None if trace is None else self.replayer.about_peak_bytes(trace)
+        if trace is not None:
+            return self.replayer.about_peak_bytes(trace)
+        peaks = sorted((made.parts[0], self.replayer.peak_bytes(made)) for made in self.traces.made_of_equal_parts)
+        if len(peaks) < 2:
+            return None
+        (smaller, low), (larger, high) = peaks[-2:]
+        return low + (high - low) * (size - smaller) // (larger - smaller)
 
 
 def predict_trial(replayer: Replayer, traces: Sequence[Trace], limit_bytes: int) -> Trial:

@@ -183,6 +183,11 @@ class TraceCache:
         if traces.affine is not None and not _agrees(traces.affine, made):
             traces.refute(message("trace_differs", parts=list(made.parts), sizes=list(traces.affine.sizes)))
 
+    @property
+    def made_of_equal_parts(self) -> list[Trace]:
+        """The traces that were made of two micro-batches of one size."""
+        return [made for parts, made in self._traces.made.items() if len(parts) == 2 and parts[0] == parts[1]]
+
     def was_traced(self, trace: Trace) -> bool:
         """Return whether this trace was made by the tracer, not extrapolated."""
         return self._traces.made.get(trace.parts) is trace

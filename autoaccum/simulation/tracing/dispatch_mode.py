@@ -17,12 +17,12 @@ from autoaccum.simulation.operators.registry import observe_workspaces
 from autoaccum.simulation.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.simulation.releases import Release
 from autoaccum.simulation.torch_patches import ObjectNumbers
-from autoaccum.simulation.trace_records import MemoryStep, Phase
+from autoaccum.simulation.trace_records import Phase
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
-from autoaccum.simulation.tracing.operator_cache import OperatorCache
+from autoaccum.simulation.tracing.operator_cache import CachedCall, OperatorCache
 from autoaccum.simulation.tracing.reads import read_scalar, reads_for_user
 from autoaccum.simulation.tracing.recorder import Recorder
-from autoaccum.simulation.tracing.values import Values, find_tensors, set_values, values_of
+from autoaccum.simulation.tracing.values import Values, find_tensors, may_keep, set_values, values_of
 from autoaccum.simulation.unsupported import NotMaterialisedError, UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -101,7 +101,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
-        self._steps: dict[Any, Sequence[MemoryStep]] = {}
         self._attributes: dict[str, Any] | None = None
 
     @contextmanager
@@ -128,6 +127,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if "device" in kwargs:
             kwargs = self._with_device(kwargs)
+        elif not (self._depth or self._has_sparse or self.values.computed):
+            call = self._cache.calls.get(self._cache.key(func, args, kwargs))
+            if call is not None and call.decides:
+                return self._repeat(call, args, kwargs)
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
         if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
@@ -159,25 +162,34 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.values.keep(func, args, kwargs, out)
             return out
         key = self._cache.key(func, args, kwargs)
-        make_result = self._cache.makers.get(key)
-        if make_result is not None:
-            out = make_result(args)
-        else:
-            self._depth = 1
-            try:
-                out = self.dispatch(func, types, args, kwargs)
-            except Exception:  # Where the result's size follows from values, the CPU's result may still tell it.
-                computes = self.values.computed and not func._schema.is_mutable
-                out = self._run_known(func, args, kwargs) if computes else None
-                if out is None:
-                    raise
-                return out
-            finally:
-                self._depth = 0
-            if key is not None:
-                self._cache.add(key, func, args, kwargs, out)
-        self._record(key, func, args, kwargs, out)
+        call = self._cache.calls.get(key)
+        if call is not None:
+            return self._repeat(call, args, kwargs)
+        self._depth = 1
+        try:
+            out = self.dispatch(func, types, args, kwargs)
+        except Exception:  # Where the result's size follows from values, the CPU's result may still tell it.
+            computes = self.values.computed and not func._schema.is_mutable
+            out = self._run_known(func, args, kwargs) if computes else None
+            if out is None:
+                raise
+            return out
+        finally:
+            self._depth = 0
+        call = None if key is None else self._cache.add(key, func, args, kwargs, out)
+        if call is not None:
+            call.decides = func not in _VALUE_DEPENDENT and _has_fake(args)
+        self._record(call, func, args, kwargs, out)
         self.values.keep(func, args, kwargs, out)
+        return out
+
+    def _repeat(self, call: CachedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator that has run with such arguments before."""
+        self.recorder.op = call.func
+        out = call.make(args)
+        self._record(call, call.func, args, kwargs, out)
+        if self.values.computed or may_keep(call.func, args):
+            self.values.keep(call.func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -246,15 +258,19 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 indices.append(index)
         return indices
 
-    def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _record(
+        self, call: CachedCall | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
         in_backward = torch._C._current_autograd_node() is not None
-        steps = None if key is None else self._steps.get((key, in_backward))
+        steps = None if call is None else call.steps[in_backward]
         if steps is None:
             steps = observe_workspaces(func, args, kwargs, out, self._torch_version)
-            if key is not None:
-                self._steps[key, in_backward] = steps
+            if call is not None:
+                call.steps[in_backward] = steps
         if steps:
             self.recorder.record_steps(steps, out)
+        elif call is not None and call.on_card:
+            self.recorder.record_storage(out.untyped_storage(), out.dtype)
         else:
             self.recorder.record_outputs(out)
 
@@ -279,8 +295,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 meta.untyped_storage().resize_(nbytes)
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
-            with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
-                meta.set_(base.untyped_storage(), offset, shape, stride)
+            meta.set_(base.untyped_storage(), offset, shape, stride)
         if device != DEVICE:
             return FakeTensor(self, meta, device)
         if self._attributes is None:

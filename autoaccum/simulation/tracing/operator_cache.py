@@ -7,12 +7,14 @@ operators takes longer to build its key than most operators take; this one cache
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoaccum.simulation.trace_records import MemoryStep
 from autoaccum.simulation.tracing.values import find_tensors
 
 ResultMaker = Callable[[Sequence[Any]], Any]
@@ -33,20 +35,39 @@ _PLAIN = frozenset(
 )
 
 
+@dataclass(slots=True, eq=False)
+class CachedCall:
+    """What calls with one key have in common.
+
+    Attributes:
+        func: The operator, which has to live as long as its number in the key counts.
+        make: Makes the result.
+        on_card: Whether the result is one tensor, on the card.
+        steps: What the kernel allocates, outside and within a backward pass; None: not known yet.
+        decides: Whether the key alone decides what such a call does, whatever values are known.
+    """
+
+    func: Any
+    make: ResultMaker
+    on_card: bool
+    steps: list[Sequence[MemoryStep] | None] = field(default_factory=lambda: [None, None])
+    decides: bool = False
+
+
 class OperatorCache:
     """Caches the calls of one simulation; `make` makes its fake tensors (`FakeCudaMode._make`).
 
     Attributes:
-        makers: By the key of a cached call, the function that makes its result.
+        calls: The cached calls, by their keys.
     """
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make
-        self.makers: dict[Any, ResultMaker] = {}
+        self.calls: dict[Any, CachedCall] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return a key that determines the form of the result; None if the call cannot be cached."""
-        key: list[Any] = [func]
+        key: list[Any] = [id(func)]  # The hash of an operator is computed in Python.
         try:
             _describe(args, key)
             if kwargs:
@@ -57,20 +78,23 @@ class OperatorCache:
             return None
         return tuple(key)
 
-    def add(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def add(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> CachedCall | None:
         """Cache a call and its result, if calls of this operator can be cached; what is written to `out=` cannot."""
         if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
-            return
+            return None
         given = {id(tensor) for tensor in find_tensors(kwargs.values())}
         if given and any(id(tensor) in given for tensor in find_tensors([out])):
-            return
+            return None
         is_several = isinstance(out, tuple | list)
         makers = [self._part_maker(args, part) for part in (out if is_several else [out])]
         parts = [maker for maker in makers if maker is not None]
         if len(parts) < len(makers) or (is_several and _share_storages(args, out)):
-            return
+            return None
         kind = list if isinstance(out, list) else tuple  # Those that run in Python, as layer_norm, return named tuples.
-        self.makers[key] = (lambda args: kind(part(args) for part in parts)) if is_several else parts[0]
+        make = (lambda args: kind(part(args) for part in parts)) if is_several else parts[0]
+        on_card = isinstance(out, FakeTensor) and out.fake_device.type == "cuda"
+        self.calls[key] = CachedCall(func, make, on_card)
+        return self.calls[key]
 
     def _part_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
         if out is None or type(out) is int:
@@ -101,7 +125,7 @@ class _NotCacheableError(Exception):
 def _describe(values: Any, key: list[Any]) -> None:
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
+        if kind is FakeTensor or (kind not in _PLAIN and isinstance(value, FakeTensor)):  # Packed weights have a class.
             if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
                 raise _NotCacheableError
             place = value.storage_offset(), value.fake_device

@@ -86,13 +86,13 @@ class Recorder:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
                     raise UnsupportedError(f"a tensor of layout {layout} is made, but only dense ones can be simulated")
-                self._record_storage(tensor.untyped_storage(), tensor.dtype)
+                self.record_storage(tensor.untyped_storage(), tensor.dtype)
 
     def record_resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage has another size, by `UntypedStorage.resize_`; one that was never recorded stays so."""
         live = self._live.get(id(storage))
         if live is not None:
-            self._record_storage(storage, live[3])
+            self.record_storage(storage, live[3])
 
     def record_steps(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
         """Record a kernel's workspaces and outputs in the order of `steps`; those still held are freed at its end."""
@@ -167,7 +167,8 @@ class Recorder:
     def _free_latest(self, blocks: list[int], count: int) -> None:
         self.events.extend(~blocks.pop() for _ in range(count))
 
-    def _record_storage(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
+    def record_storage(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
+        """Record a storage, unless it is known with that size."""
         key, size = id(storage), storage.nbytes()
         live = self._live.get(key)
         if live is not None and live[2] == size:

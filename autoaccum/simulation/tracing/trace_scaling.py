@@ -157,7 +157,8 @@ def _in_order(trace: Trace) -> list[int]:
     """
     ordered: list[int] = []
     for update in (trace.events[: trace.last_update], trace.events[trace.last_update :]):
-        for are_frees, events in groupby(update, lambda event: event < 0):
+        for are_frees, row in groupby(update, lambda event: event < 0):
+            events = list(row)
             ordered += sorted(events) if are_frees else events
     return ordered
 

@@ -66,10 +66,7 @@ class Values:
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Keep the values of what an operator returned as `out`, and of what it wrote to."""
         writes = _written_arguments(func)
-        if writes is None:
-            return
-        is_common = not (writes or self.computed or func in _CHECKS or func in _COPIES)
-        if is_common and args and type(args[0]) is FakeTensor and _contents(args[0]) is None:
+        if writes is None or not (self.computed or may_keep(func, args)):
             return
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in writes]
         written = list(_fakes(targets))
@@ -119,6 +116,13 @@ class Values:
         for tensor in written:
             if not (self.computed and isinstance(tensor, nn.Parameter)):  # It stays as if it had not been updated.
                 forget_values(tensor)
+
+
+def may_keep(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether there may be values to keep of an operator, where not all are computed."""
+    if not _is_common(func):
+        return _written_arguments(func) is not None
+    return not (args and type(args[0]) is FakeTensor and _contents(args[0]) is None)
 
 
 def values_of(tensor: Tensor, *, for_host: bool = False) -> Tensor | None:
@@ -256,6 +260,12 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
         return None
     arguments = [(at, argument.name, argument.alias_info) for at, argument in enumerate(func._schema.arguments)]
     return tuple((at, name) for at, name, alias in arguments if alias is not None and alias.is_write)
+
+
+@cache
+def _is_common(func: Any) -> bool:
+    """Return whether an operator neither writes to memory nor copies or checks numbers."""
+    return _written_arguments(func) == () and func not in _CHECKS and func not in _COPIES
 
 
 @cache

@@ -114,7 +114,11 @@ def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
     assert trial.fresh
     assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
     assert (20, 20) in tracer.traced
-    assert made.forecast().peak_bytes(20) is None
+    expected = made.forecast().peak_bytes
+    assert expected is not None
+    peaks = [expected(size) or 0 for size in (5, 20, 35)]  # On the line through the largest two that were traced.
+    assert peaks[1] == trial.peak_reserved_bytes
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
     prediction = made.predict((20, 20))
     assert codes(prediction.notes) == ["predicted", "not_extrapolated", "uncertainty"]
     assert codes(prediction.warnings) == ["compares_samples"]

@@ -148,7 +148,8 @@ def test_the_order_of_frees_in_a_row_makes_no_difference(kind: AllocatorSettings
         frees = [event for event in events[start:] if event < 0 and ~event in events[:start]]
         events = [*events[:start], *frees[:4], *(event for event in events[start:] if event not in frees[:4])]
     sorted_events: list[int] = []
-    for are_frees, row in groupby(events, lambda event: event < 0):
+    for are_frees, group in groupby(events, lambda event: event < 0):
+        row = list(group)
         sorted_events += sorted(row) if are_frees else row
     capacity = int(share * sized(events, sizes).replay(kind).peak_reserved_bytes)
     for limit in (None, capacity):
