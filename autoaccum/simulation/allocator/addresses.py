@@ -18,10 +18,10 @@ class SegmentAddresses:
     there is none, a range is reserved for it at the top of the highest gap that is larger, as `mmap` does: each below
     the ones before. An empty range is given back.
 
-    Source: not published, but each of 86 addresses that an H100 under driver 580 gave is as it says, over frees, too
-    (tests/simulation/allocator/test_addresses.py); as are those in a snapshot of torch 2.7 and older that others
-    recorded, where nothing is freed. Not modelled: a process maps host memory and libraries in the same address space,
-    which takes gaps and leaves others.
+    Source: not published. All 86 addresses that an H100 under driver 580 gave, over frees too, are as it says
+    (tests/simulation/allocator/test_addresses.py), and the 58 segments that filled ranges in a snapshot that others
+    published (cranberrii/ftcourse on GitHub). Not modelled: a process maps host memory and libraries into the same
+    addresses, which takes gaps and leaves others.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,7 @@ class SegmentAddresses:
         index = next(index for index in reversed(range(len(self._gaps))) if self._gaps[index][1] > span)
         below, free = self._gaps[index]
         address = below + free - span
-        if free > span:
-            self._gaps[index] = (below, free - span)
-        else:
-            del self._gaps[index]
+        self._gaps[index] = (below, free - span)
         insort(self._starts, address)
         self._ends[address], self._used_bytes[address] = address + span, size
         if span > size:

@@ -8,7 +8,7 @@ capacity is assumed to be usable to its last byte.
 
 From 2.13 on, the oldest segment comes first among free blocks of equal size, so that addresses ascend here in the order
 of allocation; before, the lowest address did (`AllocatorSettings.by_address`). 2.12, which numbers the blocks one by
-one, is taken for 2.11.
+one, is taken for 2.11: its library reserves as much for eight of nine traces of language models, 13 % less for one.
 
 Settings have the syntax and the bounds of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp:
 `key:value,key:value`, with spaces anywhere, and `True` and `False` in this spelling.
