@@ -24,7 +24,6 @@ import os
 import platform
 import re
 import shlex
-import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -51,8 +50,6 @@ VERSIONS = (
 )
 CASES_EACH = 40
 """Then processes are replaced: what a simulation keeps would grow with every model."""
-SECONDS_EACH = 120
-"""Of CPU time for a row: some adapters are built element by element, which takes minutes."""
 
 
 def main() -> int:
@@ -116,8 +113,6 @@ def score_apart(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, li
 def score_case(case: Case) -> list[Score]:
     """Predict a row, and compare."""
     table = TABLES[case.table]
-    signal.signal(signal.SIGVTALRM, _give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_EACH)
     try:
         return list(table.compare(case, [table.predict(case, batch) for batch in case.batches]))
     except NotBuilt as reason:
@@ -125,13 +120,8 @@ def score_case(case: Case) -> list[Score]:
     except Exception as error:  # noqa: BLE001 - one row that fails must not end the run.
         return [replace(case.score(), note=" ".join(f"{type(error).__name__}: {error}".split())[:200])]
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         gc.collect()
         gc.freeze()  # Garbage is looked for between updates: not in what libraries made when they were imported.
-
-
-def _give_up(*_: object) -> None:
-    raise NotBuilt(f"it takes more than {SECONDS_EACH} s of CPU time to build and trace")
 
 
 def _prepare() -> None:

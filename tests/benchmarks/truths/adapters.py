@@ -8,6 +8,7 @@ That of FLUX.2-klein-base-4B is in diffusers, `scripts/convert_flux2_to_diffuser
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from autoaccum.sources.source import find_source
 
 _CONFIGURATIONS: Final = Path(__file__).parents[2] / "libraries" / "configs"
 _METHODS: Final = json.loads((Path(__file__).parent / "peft_methods.json").read_text(encoding="utf-8"))
+_BUILD_SECONDS: Final = 40
+"""Of CPU time for an adapter: some are made element by element on the host, which takes minutes."""
 _FLUX_TARGETS: Final = (
     *("linear_in", "linear_out", "to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -119,13 +122,22 @@ def _add_adapter(row: Mapping[str, str], build: Any) -> nn.Module:
             settings["target_modules"] = list(_FLUX_TARGETS)
         if row["table"] == "MetaMathQA":
             settings["task_type"] = "CAUSAL_LM"
-        model = get_peft_model(model, PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings), autocast_adapter_dtype=True)
+        signal.signal(signal.SIGVTALRM, _give_up)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _BUILD_SECONDS)
+        try:
+            model = get_peft_model(model, PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings), autocast_adapter_dtype=True)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     measured = int(row["num_trainable_params"])
     if abs(trained - measured) > 0.01 * measured:
         raise NotBuilt(f"the installed peft trains {trained:,} parameters, and the measured one {measured:,}")
     built: nn.Module = model
     return built
+
+
+def _give_up(*_: object) -> None:
+    raise NotBuilt(f"it takes more than {_BUILD_SECONDS} s of CPU time to build the adapter")
 
 
 def _clipping(row: Mapping[str, str], model: nn.Module) -> Optimizer:

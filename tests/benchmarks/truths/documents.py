@@ -148,7 +148,7 @@ def _whole(tables: Mapping[str, Scores], name: str) -> str:
 
 def _figures(tables: Mapping[str, Scores], _: str) -> str:
     """The three figures of the README."""
-    rows = [["compared with", "right", "command"]]
+    rows = [["compared with", "result", "command"]]
     t4, rtx = tables.get("fitcheck_t4_dev"), tables.get("timm_rtx3090")
     for quantity in ("allocated", "reserved"):
         errors = None if t4 is None else errors_of(t4.lines, quantity)
