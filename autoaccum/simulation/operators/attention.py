@@ -368,13 +368,11 @@ def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
 
 def _grouped_gradients(call: OperatorCall) -> list[Workspace]:
     """The gradients of keys and values for each head of the queries, where these share heads."""
-    heads, grouped = call["query"].shape[1], (call["key"], call["value"])
-    return [
-        Workspace("flash_grouped", (batch, heads, rows, size, tensor.dtype.itemsize))
-        for tensor in grouped
-        for batch, shared, rows, size in [tensor.shape]
-        if shared != heads
+    (batch, heads, *_), grouped = call["query"].shape, (call["key"], call["value"])
+    shapes = [
+        (batch, heads, *tensor.shape[2:], tensor.dtype.itemsize) for tensor in grouped if tensor.shape[1] != heads
     ]
+    return [Workspace("flash_grouped", shape) for shape in shapes]
 
 
 def _efficient_workspaces(call: OperatorCall) -> list[Workspace]:

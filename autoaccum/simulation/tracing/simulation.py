@@ -70,7 +70,8 @@ def simulate(
 ) -> Iterator[FakeCudaMode]:
     """Simulate `card` in this process, preferably one of its own; everything is restored at the end.
 
-    `torch_version` is the release whose rules (`releases.RULES`) are followed; None: the installed one.
+    `torch_version` is the release whose `releases.RULES` are followed, None the installed one; operators of Python and
+    C++ stay the installed ones.
     """
     in_use, torch_version = CardInUse(card) if isinstance(card, Card) else card, torch_version or torch_release()
     with ExitStack() as stack:
