@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from truths.loops import Loop, predict_loop, trace_loop, with_parameters
+from truths.models import check_timm
+from truths.scores import NotBuilt
 
 from autoaccum.simulation.cards import find_card
 
@@ -65,3 +67,8 @@ def test_a_prediction_is_of_the_card(gib: int, outcome: str) -> None:
     assert gib << 30 < found.min_budget_bytes
     assert (found.min_budget_bytes <= found.capacity_bytes) == found.trains
     assert found.shown_bytes <= found.capacity_bytes
+
+
+def test_a_model_that_was_another_one_is_not_rebuilt() -> None:
+    with pytest.raises(NotBuilt, match="in-place"):
+        check_timm("tresnet_xl_448")
