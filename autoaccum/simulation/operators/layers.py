@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -147,12 +148,11 @@ def _workspace(call: OperatorCall, kind: int, source: Tensor, layout: torch.memo
     shapes = [(*shape[:2], *[1] * missing, *shape[2:]) for shape in (source.shape, weight.shape)]
     count = source.dim() - 2
     windows = [
-        (*[default] * missing, *list(call[name]) * (count // len(call[name])))
+        (*[default] * missing, *[*call[name]] * (count // len(call[name])))
         for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     ]
-    geometry = [number for numbers in (*shapes, *windows) for number in numbers]
-    numbers = (kind, DATA_TYPES[str(weight.dtype)], *map(int, flags), *geometry)
-    return [Workspace("convolution", numbers)]
+    data_type = DATA_TYPES.get(str(weight.dtype), -1)
+    return [Workspace("convolution", (kind, data_type, *map(int, flags), *chain(*shapes, *windows)))]
 
 
 def is_cudnn_batch_norm(

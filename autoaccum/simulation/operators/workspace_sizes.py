@@ -6,8 +6,8 @@ an `Estimate` where these are not certain. Which operators take which workspaces
 cuDNN is closed. Where it is installed, it tells the workspaces of convolutions (ATen/native/cudnn/Conv_v8.cpp) without
 a card; see cudnn.py. All others are guesses with a band: for a convolution its copies into the other layout, for a
 batch norm (cudnn/BatchNorm.cpp) sums for each channel, for a recurrent network (cudnn/RNN.cpp) the gates of one layer,
-for attention (cudnn/MHA.cpp) as much as flash attention takes. The reserve of a recurrent network is a
-tensor: see `CudnnRnnCall.reserve_bytes` in rnn.py.
+for attention (cudnn/MHA.cpp) as much as flash attention takes. The reserve of a recurrent network is a tensor: see
+`CudnnRnnCall.reserve_bytes` in rnn.py.
 
 Sources in ATen/native/cuda: layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDAKernel`), Normalization.cuh
 (`flexible_launch_configs`), group_norm_kernel.cu, EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`),
@@ -101,23 +101,15 @@ _BENCHMARK_LIMIT = 10
 """`torch.backends.cudnn.benchmark_limit`: the plans that `benchmark=True` times."""
 
 
-def convolution(
-    on: Target,
-    kind: int,
-    data_type: int,
-    channels_last: int,
-    tf32: int,
-    deterministic: int,
-    benchmark: int,
-    *shape: int,
-) -> Estimate:
-    """The workspace of a convolution, or of one of its gradients: numbers are those of a `Convolution`, flags 0 or 1.
+def convolution(on: Target, *numbers: int) -> Estimate:
+    """The workspace of a convolution, or of one of its gradients: the numbers of a `Convolution`, and `benchmark`.
 
-    That of the plan that cuDNN prefers, if it is here to be asked; the card may split sums into more parts, of a tile
-    for each multiprocessor. `benchmark=True` takes the fastest of several plans. If there is no memory for a plan's
-    workspace, the next plan is taken and kept (`try_configs` in Conv_v8.cpp catches the allocator's error).
+    It is that of the plan that cuDNN prefers, if it is here to be asked; the card may split sums into more parts, of a
+    tile for each multiprocessor. `benchmark=True` takes the fastest of several plans. If there is no memory for a
+    plan's workspace, the next plan is taken and kept (`try_configs` in Conv_v8.cpp catches the allocator's error).
     """
-    asked = Convolution(kind, data_type, channels_last, tf32, deterministic, shape)
+    kind, data_type, channels_last, tf32, deterministic, benchmark, *geometry = numbers
+    asked = Convolution(kind, data_type, channels_last, tf32, deterministic, tuple(geometry))
     bytes_of = [{0: 4, 1: 8}.get(data_type, 2) * prod(sizes) for sizes in asked.tensors]
     if asked.is_product:  # In cuBLASLt: nothing is copied, and sums may be split (H100, cuDNN 9.19: up to 8.3 MiB).
         size, band = _PRODUCT_BYTES if kind == WEIGHT_GRADIENT else 0, _PRODUCT_BYTES + (1 << 20)
@@ -137,8 +129,8 @@ def _copied_bytes(card: Card, asked: Convolution, bytes_of: Sequence[int]) -> in
     and for the input's gradient all that they read.
     """
     weight, sizes, output = bytes_of
-    if asked.data_type in HALVES or not asked.tf32 or asked.data_type != 0 or card.capability[0] < 8:
-        return 0 if asked.channels_last or asked.data_type not in HALVES else sum(bytes_of)
+    if asked.data_type != 0 or not asked.tf32 or card.capability[0] < 8:
+        return sum(bytes_of) if asked.data_type in HALVES and not asked.channels_last else 0
     reads_last = card.capability[0] in (9, 10, 11)
     if asked.channels_last and reads_last:
         return 0

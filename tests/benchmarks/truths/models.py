@@ -23,7 +23,7 @@ _MISSING: Final = re.compile(r"operator (torchvision::\w+) does not exist")
 _LIKE_NMS: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 _IN_PLACE: Final = re.compile(r"tresnet_(m|l|xl)")
-"""Until huggingface/pytorch-image-models#1785, their norms and activations kept one tensor for both; now they keep two."""
+"""Until huggingface/pytorch-image-models#1785, norms and activations kept one tensor for both; now they keep two."""
 
 Subject = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[[nn.Module, Any], tuple[Tensor, Any]]]
 """Builds a model; makes a batch of so many samples; its loss, and what else the loop names."""
