@@ -29,8 +29,8 @@ def sentence(length: int) -> dict[str, Tensor]:
     }
 
 
-lengths = torch.randint(LENGTH // 8, LENGTH + 1, (SENTENCES,), generator=generator)
-dataset = [sentence(int(length)) for length in lengths]
+words = torch.randint(LENGTH // 8, LENGTH + 1, (SENTENCES,), generator=generator)
+dataset = [sentence(int(length)) for length in words]
 
 
 def model() -> nn.Module:
