@@ -67,30 +67,35 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
     if is_large(model):
         return _TOO_LARGE
     try:
-        with fixed_seeds(), one_thread():
-            return _probe_copy(workload)
+        with fixed_seeds():
+            return _probe_copy(workload, model)
     except (Exception, SystemExit) as error:  # The user's code must not end a plan or a training.
         return Coupling(reason=describe_error(error))
 
 
-def _probe_copy(workload: Workload) -> Coupling:
-    model, is_copied = copy_workload_model(workload)
-    if not is_copied:
-        return Coupling(reason="the model cannot be copied")
+def _probe_copy(workload: Workload, built: nn.Module) -> Coupling:
     multiple_of = workload.multiple_of or 1
     half = multiple_of * -(-_HALF // multiple_of)
     sizes, objective = [half, half], workload.objective
     batch = take_small_batch(workload, 2 * half)
+    counter, device = FlopCounterMode(display=False), model_device(built)
+    with suppress(Exception, SystemExit), counter:  # The experiment below reports the error.
+        _Runs(built, objective, sizes, {}).run(split_batch(move_batch(cast_batch(batch, None), device), sizes)[0])
+    if counter.get_total_flops() > _MOST_WORK:
+        return _TOO_LARGE
+    with one_thread():
+        return _experiment(workload, objective, batch, sizes)
+
+
+def _experiment(workload: Workload, objective: Objective, batch: Any, sizes: Sequence[int]) -> Coupling:
+    model, is_copied = copy_workload_model(workload)
+    if not is_copied:
+        return Coupling(reason="the model cannot be copied")
     if workload.batchnorm == "frozen":
         objective = copy_objective(objective)
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
-    counter = FlopCounterMode(display=False)
-    with suppress(Exception, SystemExit), counter:  # The experiment below reports the error.
-        _Runs(model, objective, sizes, {}).run(split_batch(narrow, sizes)[0])
-    if counter.get_total_flops() > _MOST_WORK:
-        return _TOO_LARGE
     with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
         wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
         coupling = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)

@@ -52,7 +52,8 @@ class Trial:
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
         is_definite_oom: False if the message of an `oom` could also be that of a bug: then a smaller size has to run.
-        fresh: Whether its process had run no trial before; of a simulated one, whether just its parts were traced.
+        fresh: Whether its process had run no trial before, or it failed though nothing that earlier jobs left was
+            missing; of a simulated one, whether just its parts were traced.
         fault: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
@@ -143,6 +144,7 @@ class Inspection:
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
         update_bytes: Peak of an update of `update_samples` samples without a budget; None if not measured.
+        resident_bytes: Bytes of parameters, gradients and optimizer state; None if not known.
         sample_bytes: Bytes of the activations of one sample, kept for its backward; None if not known.
         parallel: How its ranks train one model, where there are several and the device knows; else None.
         coupling: The result of the experiment on batch coupling (samples that depend on others of their batch); None:
@@ -159,6 +161,7 @@ class Inspection:
     environment: Mapping[str, Any]
     least_size: int = 1
     update_bytes: int | None = None
+    resident_bytes: int | None = None
     update_samples: int = 0
     sample_bytes: int | None = None
     parallel: Parallel | None = None
@@ -218,10 +221,12 @@ class Device(ABC):
 
     Attributes:
         explains: Whether it can report where the memory goes.
+        grants_leftovers: Whether a process that has run trials has no less memory for the next than a fresh one.
         findings: Warnings for the plan that trials have brought up.
     """
 
     explains: bool = False
+    grants_leftovers: bool = False
     findings: tuple[Message, ...] = ()
 
     @property

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import pickle
 import platform
+import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from autoaccum.accumulation.activation_checkpointing import trained_blocks
 from autoaccum.accumulation.argument_checks import storage_bytes, unwrap_model
@@ -24,13 +29,14 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import AccumulationWarning
-from autoaccum.accumulation.update import StorageRecorder
+from autoaccum.accumulation.update import StorageRecorder, optimizer_parameters
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import TrialRun, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.messages import Message, message
 from autoaccum.sharded_tensors import model_class
+from autoaccum.sources import pytree
 from autoaccum.sources.batches import move_batch
 from autoaccum.sources.model_loss import ignores_items
 from autoaccum.sources.step_recipe import describe_recipe
@@ -52,6 +58,8 @@ _CARD_VARIABLES = (
 )
 """The last two are the newer and the older name of the allocator's settings, such as expandable segments."""
 _SEEDS = 4
+_DRAWS = torch.Tag.nondeterministic_seeded
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
@@ -71,11 +79,13 @@ def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None 
     size = probe_size(workload, SAMPLES, rank_samples)
     run = TrialRun(dataclasses.replace(workload, ema=False, hold_outputs=False), size, meter.device)
     accumulator, batch = run.prepare((size,))
-    model, _ = run.built
+    model, optimizer = run.built
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         with collect_warnings() as said:
             before = RngState().digest()
-            first = accumulator.step(batch)
+            # A coupled loss needs one batch: samples that are there twice are alike.
+            is_whole = bool(workload.coupled) or size == rank_samples
+            first = accumulator.step(batch) if is_whole else accumulator.step_parts([batch, batch])
             has_drawn = RngState().digest() != before
             if not math.isfinite(first.loss):
                 raise WorkloadError(
@@ -84,9 +94,7 @@ def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None 
                     " nothing",
                 )
             update_bytes = meter.peak_bytes()
-            if not workload.coupled:
-                accumulator.step_parts([batch, batch])
-            elif rank_samples >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.
+            if workload.coupled and rank_samples >= 2 * size:
                 accumulator.step(workload.build_batch(2 * size))
         workload, least_size, notes = probe_sizes(workload, model, rank_samples, has_drawn=has_drawn)
         sample_bytes = measure_sample_bytes(workload, model, size) if rank_samples >= 2 * size else None
@@ -101,12 +109,13 @@ def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None 
     # `check_weighting` knows more of the weighting. A coupled loss has no weights, and a part's values of
     # whole_batch(x) are not those of training.
     needs_others = bool(coupled or accumulator.whole_batch)
-    weighting = [] if workload.coupled else check_weighting(workload, coupled=needs_others)
+    weighting = [] if workload.coupled else check_weighting(workload, coupled=needs_others, built=model)
     return Inspection(
         **describe_run(workload, run, rank_samples, terms=first.terms, weighting=weighting),
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,
+        resident_bytes=resident_bytes(optimizer, meter.device),
         update_samples=size,
         sample_bytes=sample_bytes,
         coupling=coupling,
@@ -114,6 +123,14 @@ def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None 
         accumulation_warnings=(*said, *coupled),
         notes=notes,
     )
+
+
+def resident_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of parameters, gradients and optimizer state on `device`, which an update has made."""
+    parameters = optimizer_parameters(optimizer)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    state = [tensor for values in optimizer.state.values() for tensor in pytree.tensors(values)]
+    return sum(tensor.nbytes for tensor in (*parameters, *trained, *state) if tensor.device == device)
 
 
 def describe_run(
@@ -234,7 +251,10 @@ def _varies_with_draws(workload: Workload, model: nn.Module, size: int) -> bool:
     with suppress(Exception):  # A model that cannot be observed can still train.
         for seed in range(_SEEDS):
             seed_everything(seed)
-            held.add(_held_bytes(workload, model, batch))
+            host, recorder = _host_draws(), DrawRecorder()
+            held.add(_held_bytes(workload, model, batch, recorder))
+            if not recorder.decides and _host_draws() == host:
+                break
     return len(held) > 1
 
 
@@ -262,21 +282,51 @@ def collect_warnings() -> Iterator[list[Message]]:
 def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
     """Return the bytes per sample that stay alive after forward for its backward, without workspaces and gradients.
 
-    It is the difference between batches of `size` samples and of twice as many, in which constant bytes cancel out.
-    The search uses it as a hint: None if it cannot be measured, for any reason.
+    It is the difference between batches of `size` samples and of one more (or a multiple), in which constant bytes
+    cancel out. The search uses it as a hint: None if it cannot be measured, for any reason.
     """
+    more = workload.multiple_of or 1
     try:
-        small, large = (_held_bytes(workload, model, workload.build_batch(samples)) for samples in (size, 2 * size))
+        small, large = (_held_bytes(workload, model, workload.build_batch(samples)) for samples in (size, size + more))
     except Exception:  # A model that cannot be observed can still train.
         return None
-    return (large - small) // size if large > small else None
+    return (large - small) // more if large > small else None
 
 
-def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:
+class DrawRecorder(StorageRecorder):  # type: ignore[no-untyped-call]
+    """Records storages, and whether what is drawn `decides` which operators run: whether a value or shape is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decides = False
+        self._drawn: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, record its storages, and mark those that depend on random numbers."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        inputs, outputs = map(_storages, (args, kwargs or {})), _storages(out)
+        is_drawn = not self._drawn.isdisjoint(chain(*inputs))
+        self.decides |= is_drawn and not _READS.isdisjoint(func.tags)
+        mark = self._drawn.update if is_drawn or _DRAWS in func.tags else self._drawn.difference_update
+        mark(outputs)
+        return out
+
+
+def _storages(tree: Any) -> list[int]:
+    return [tensor.untyped_storage()._cdata for tensor in pytree.tensors(tree)]
+
+
+def _host_draws() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+def _held_bytes(workload: Workload, model: nn.Module, batch: Any, recorder: StorageRecorder | None = None) -> int:
     device = model_device(model)
     batch = move_batch(batch, device)
     torch.clear_autocast_cache()
-    with StorageRecorder() as recorder, autocast(workload.precision, device):
+    with recorder or StorageRecorder() as recorder, autocast(workload.precision, device):
         terms = workload.objective.terms(model, batch)
         held_bytes: int = recorder.alive_bytes
     del terms

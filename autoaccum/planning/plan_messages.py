@@ -26,9 +26,11 @@ class MemoryNeeds:
         curved: Whether memory is no line over the sizes, all at one distance: they are no micro-batches.
         least_bytes: The bytes that every size needs: the parameters.
         update_bytes: The peak of an update of `update_samples` samples without a memory limit; None: not measured.
+        resident_bytes: The bytes of parameters, gradients and optimizer state; None: not known.
         update_samples: The samples of that update.
         sample_bytes: The bytes of one sample's activations; None: not measured.
         predicted: Whether trials are predicted: then a trial that does not fit has a peak too.
+        grants_leftovers: As of `Device`.
         parallel: How simulated ranks train one model; None: there is one, or trials are real.
         of_command: Whether a command is planned, whose options are its own.
         holds_whole_batch: Whether every size takes the memory of the whole batch, in lock step on the CPU.
@@ -38,9 +40,11 @@ class MemoryNeeds:
     curved: bool = False
     least_bytes: int = 0
     update_bytes: int | None = None
+    resident_bytes: int | None = None
     update_samples: int = 0
     sample_bytes: int | None = None
     predicted: bool = False
+    grants_leftovers: bool = False
     parallel: Parallel | None = None
     of_command: bool = False
     holds_whole_batch: bool = False

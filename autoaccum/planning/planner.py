@@ -366,6 +366,7 @@ class _Planner:
             known=known,
             answer=lambda size: self.request.schedule(size).micro_batch,
             from_largest=self.runner.needs_whole_batch,
+            fails_first=self.setup.device.grants_leftovers and not (self.limits.max_trials or self.limits.time_limit),
         )
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:
@@ -406,9 +407,11 @@ class _Planner:
         return MemoryNeeds(
             least_bytes=inspection.workload.parameter_bytes or 0,
             update_bytes=inspection.update_bytes,
+            resident_bytes=inspection.resident_bytes,
             update_samples=inspection.update_samples,
             sample_bytes=None if in_lock_step else inspection.sample_bytes,
             predicted=self.predicts,
+            grants_leftovers=self.setup.device.grants_leftovers,
             parallel=inspection.parallel,
             of_command=bool(inspection.workload.command),
             holds_whole_batch=in_lock_step and self.setup.device.describe().kind == "cpu",

@@ -27,6 +27,8 @@ Stop = Literal["time", "trials"]
 
 _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
+_FLAT = 1.01
+"""The ratio of two peaks up to which they are of the same thing."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
 
@@ -91,6 +93,7 @@ def search(
     known: Sequence[Trial] = (),
     answer: Callable[[int], int] | None = None,
     from_largest: bool = False,
+    fails_first: bool = False,
 ) -> SearchResult:
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
@@ -110,6 +113,8 @@ def search(
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
+        fails_first: Begin with the smallest size that is expected to fail: a used process shows that soonest, and what
+            fits has to run in a fresh one.
 
     Raises:
         DoesNotFitError: The smallest size ran out of memory.
@@ -125,6 +130,7 @@ def search(
         None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1]),
         answer or (lambda size: sizes[bisect_right(sizes, size) - 1]),
         from_largest,
+        fails_first,
     )
     for trial_before in known:
         found.keep(trial_before)
@@ -142,6 +148,7 @@ class _Search:
     forecast: CorrectedForecast | None
     answer: Callable[[int], int]
     from_largest: bool
+    fails_first: bool
     trials: list[Trial] = field(default_factory=list)
     tried_fresh: set[int] = field(default_factory=set)
     refuted: int | None = None
@@ -211,6 +218,8 @@ class _Search:
                 wide = None if estimate is None else estimate.widened(widening)
                 between, first_fail = sizes[low + 1 : high], self.first_fail
                 size = choose_size(between, self.largest_fit, first_fail, wide, from_largest=self.from_largest)
+                if self.fails_first and estimate is not None and not self.trials:
+                    size = next((larger for larger in between if larger > estimate.ceiling), size)
             trial = self.run(size, fresh=self.is_run_fresh(size, high, estimate))
             if estimate is not None:
                 widening = estimate.widen(widening, size, fits=self.fits(trial))
@@ -223,7 +232,8 @@ class _Search:
         if self.needs.predicted or estimate is None:
             return self.leftovers_matter
         if size > estimate.ceiling:
-            return self.leftovers_matter or estimate.probability(size) > _UNSURE
+            is_unsure = not self.needs.grants_leftovers and estimate.probability(size) > _UNSURE
+            return self.leftovers_matter or is_unsure
         index = bisect_left(self.sizes, size)
         next_fails = index + 1 == high or self.sizes[index + 1] > estimate.ceiling
         # The process of the inspection has more memory than others: what it imported does not count any more.
@@ -316,7 +326,11 @@ class _Search:
         peaks, needs = self.peaks, self.needs
         if needs.curved:
             return next_size.estimate_by_curve(peaks, self.limit_bytes, self.sizes)
-        if not self.trials and needs.update_bytes is not None and needs.sample_bytes:
+        # Peaks no higher than in few samples are those of the update, which does not grow.
+        is_flat = max(peaks.values(), default=0) <= (needs.update_bytes or 0) * _FLAT
+        if needs.resident_bytes is not None and needs.sample_bytes and is_flat:
+            peaks = {0: needs.resident_bytes}
+        elif needs.update_bytes is not None and needs.sample_bytes and not peaks:
             peaks = {needs.update_samples: needs.update_bytes}
         return estimate_from_peaks(peaks, self.limit_bytes, sample_bytes=needs.sample_bytes)
 

@@ -29,7 +29,7 @@ _HALF_TOLERANCE = 2e-2
 """The relative difference up to which two losses count as equal."""
 
 
-def check_weighting(workload: Workload, *, coupled: bool = False) -> list[Message]:
+def check_weighting(workload: Workload, *, coupled: bool = False, built: nn.Module | None = None) -> list[Message]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
     The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. If all are equally long, it is
@@ -39,6 +39,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[Messag
     Args:
         workload: The workload.
         coupled: The samples are known to be coupled; then nothing is reported if no weight fits.
+        built: As in `copy_workload_model`.
 
     Returns:
         Warnings for the plan, with the likely right `weight`; none if the parts agree with the whole.
@@ -48,7 +49,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[Messag
     """
     sizes = [(workload.multiple_of or 1) * size for size in _SIZES]
     with fixed_seeds():
-        comparison = _compare_copy(workload, take_small_batch(workload, sum(sizes)), sizes)
+        comparison = _compare_copy(workload, take_small_batch(workload, sum(sizes)), sizes, built)
         found = explain_mismatch(comparison, coupled=coupled)
         varied = None if found else comparison.shortened()
         return found if varied is None else explain_mismatch(varied, coupled=coupled)
@@ -162,15 +163,15 @@ class LossComparison:
             return {name: float(term.detach()) for name, term in terms.items()}
 
 
-def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
+def copy_workload_model(workload: Workload, built: nn.Module | None = None) -> tuple[nn.Module, bool]:
     """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
 
     A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
-    model itself, unchanged, and False.
+    model itself, unchanged, and False. `built` was made before: where another is made now, that needs no copy.
     """
     with user_code("model()"):
         model = workload.make_model()
-    if not isinstance(workload.model, nn.Module | type):
+    if not isinstance(workload.model, nn.Module | type) and (built is None or built is model):
         try:
             model = copy_module(model)  # A function may return the same model each time; that belongs to the caller.
         except Exception:  # `__deepcopy__` may be the user's.
@@ -181,15 +182,20 @@ def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
     with torch.no_grad():
         for parameter in model.parameters():
             is_matrix = parameter.ndim > 1 and parameter.is_floating_point()
-            if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
+            if is_matrix and _is_constant(parameter.flatten()):
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
     return model, True
 
 
-def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int]) -> LossComparison:
+def _is_constant(values: Tensor) -> bool:
+    """Return whether all values are alike; of most, the first few already differ."""
+    return all(bool((some == values[:1]).all()) for some in (values[:64], values))
+
+
+def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int], built: nn.Module | None) -> LossComparison:
     """Run a copy of the workload's model, in eval mode unless it computes a loss only in training mode."""
-    model, _ = copy_workload_model(workload)
+    model, _ = copy_workload_model(workload, built)
     objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
     has_grad = False
 

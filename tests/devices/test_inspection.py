@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from planned import make_settings
 from torch import Tensor, nn
 
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.inspection import inspect_workload
+from autoaccum.devices.inspection import DrawRecorder, inspect_workload
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.workload import Workload
 
@@ -110,3 +111,44 @@ def test_reports_the_memory_of_an_update(write_workload: Any) -> None:
 def test_refuses_what_cannot_be_trained(workload: Workload, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         inspect_workload(workload, rank_samples=8)
+
+
+class Drawing(nn.Linear):
+    """A layer that draws random numbers, and may decide by them what it keeps for backward."""
+
+    def __init__(self, decide: Callable[[Tensor], bool]) -> None:
+        super().__init__(4, 2)
+        self.decide = decide
+
+    def forward(self, input: Tensor) -> Tensor:
+        masked = nn.functional.dropout(input, 0.5)
+        output = super().forward(masked)
+        return output.exp().log() if self.decide(masked) else output
+
+
+@pytest.mark.parametrize(
+    ("decide", "is_read", "varies"),
+    [
+        (lambda masked: False, False, False),
+        (lambda masked: bool(torch.ones(2).all()), False, False),
+        (lambda masked: bool(masked.sum() > 0), True, True),
+        (lambda masked: masked.nonzero().shape[0] > 4, True, True),
+        (lambda masked: random.random() < 0.5, False, True),
+    ],
+    ids=["dropout", "reads what is not drawn", "reads what is drawn", "counts what is drawn", "draws on the host"],
+)
+def test_the_memory_of_a_forward_varies_only_where_draws_decide_what_runs(
+    decide: Callable[[Tensor], bool], is_read: bool, varies: bool
+) -> None:
+    with DrawRecorder() as recorder:
+        Drawing(decide)(torch.ones(2, 4))
+    assert recorder.decides == is_read
+    notes = inspect_workload(make(lambda: Drawing(decide)), rank_samples=8).notes
+    assert ("random_memory" in [note.code for note in notes]) == varies
+
+
+def test_tells_what_every_size_holds_and_not_the_copy_of_the_first_update() -> None:
+    wide = make(lambda: nn.Linear(1000, 1000), batch=lambda size: (torch.ones(size, 1000), torch.ones(size, 1000)))
+    found = inspect_workload(wide, rank_samples=8)
+    counts_of_steps = 2 * 4
+    assert found.resident_bytes == 4 * 4 * 1_001_000 + counts_of_steps, "a gradient and two moments of each parameter"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -39,6 +40,7 @@ class SyntheticMemory:
     constant: float = 0.3
     kind: Kind = "affine"
     seed: int = 0
+    tells_resident: bool = False
     trials: list[Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,8 +78,10 @@ class SyntheticMemory:
 
     def needs(self) -> MemoryNeeds:
         """What an inspection tells: the peak of two samples, and a sample's activations without what backward adds."""
+        sample_bytes = int(self._slope / self._random.uniform(1.05, 1.4))
+        resident_bytes = int(self.constant * LIMIT) if self.tells_resident else None
         return MemoryNeeds(
-            update_bytes=self.peak(2), update_samples=2, sample_bytes=int(self._slope / self._random.uniform(1.05, 1.4))
+            update_bytes=self.peak(2), resident_bytes=resident_bytes, update_samples=2, sample_bytes=sample_bytes
         )
 
     def search(self, target: int, *, sizes: Any = None, **options: Any) -> SearchResult:
@@ -156,6 +160,20 @@ def test_three_trials_on_average_whatever_ceiling_and_target(
         mean = sum(trials * searches for trials, searches in counts.items()) / counts.total()
         assert mean <= (3.5 if kind == "floor" else 3.1)
         assert max(counts) <= (10 if kind == "floor" else 7)
+
+
+def test_a_floor_costs_fewer_trials_where_it_is_known_what_lies_below() -> None:
+    """A floor, such as the copy of the first update, hides how memory grows until a size is above it."""
+    trials = {False: 0, True: 0}
+    for tells, seed in itertools.product(trials, range(300)):
+        rng = random.Random(seed)
+        target = rng.randint(4, 256)
+        memory = SyntheticMemory(rng.randint(2, target), rng.choice((0.2, 0.4, 0.6)), "floor", seed, tells)
+        result, sizes = memory.search(target, fails_first=tells), part_sizes(target, target)
+        check(result, sizes)
+        assert result.size == max(size for size in sizes if memory.fits(size))
+        trials[tells] += len(result.trials)
+    assert trials[True] < 0.85 * trials[False], trials
 
 
 @pytest.mark.parametrize("kind", KINDS)
