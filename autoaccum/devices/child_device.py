@@ -29,16 +29,22 @@ class ChildDevice(Device):
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
     they did not free may be missing for later ones (`search` repeats failures that may be due to it). After a failure
-    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the next fresh child, if
-    the host has the memory for it beside the budget. There is none before the budget is chosen.
+    the next trial has a fresh child. While jobs run, a standby process imports PyTorch for the next fresh child and, on
+    the CPU, loads the workload, if the host has the memory for it beside the budget.
     """
 
     _crashes_for_memory = False
+    _loads_standby = False
+    """Whether a standby process that has loaded the workload takes no memory of the device."""
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
+        self._posted: LoadWorkload | None = None
+        """What the standby process loads or has loaded, if anything."""
+        self._held_bytes: int | None = None
+        """The memory of a child that has loaded the workload, once one has."""
         self._limit_bytes: int | None = None
         self._multiple_of: int | None = None
         self._needs_whole_batch = False
@@ -74,8 +80,10 @@ class ChildDevice(Device):
         self._savers = savers
 
     def turn_to(self, settings: TrialSettings) -> None:
-        """As `Device`; a standby process is used for it, too."""
+        """As `Device`; a standby process that has loaded nothing is used for it, too."""
         self._end_child()
+        if self._posted is not None:
+            self._end_standby()
         self._settings = settings
 
     def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
@@ -92,7 +100,7 @@ class ChildDevice(Device):
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
             child.close()
-        return dataclasses.replace(trial, fresh=is_first)
+        return dataclasses.replace(trial, fresh=is_first or (trial.fresh and not trial.ran))
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -108,42 +116,62 @@ class ChildDevice(Device):
 
     def close(self) -> None:
         """End every process that this device started. Idempotent; a later job starts a new one."""
-        standby, self._standby = self._standby, None
         try:
             self._end_child()
         finally:
-            if standby is not None:
-                standby.end()
+            self._end_standby()
 
     def _use_child(self, *, fresh: bool = False) -> ChildProcess:
         """Return the running child, or a new one that has loaded the workload; the first one sets the budget."""
         if self._child is not None and (not self._child.alive or (fresh and self._child.calls > 1)):
             self._end_child()
         if self._child is None:
-            child, self._standby = self._standby, None
-            if child is not None and child.has_died():
-                child.end()
-                child = None
-            child = child or self._start()
-            self._facts = self._load(child)
-            self._child = child
+            if self._standby is not None and self._standby.has_died():
+                self._end_standby()
+            child, posted = self._standby or self._start(), self._posted
+            self._standby = self._posted = None
+            if self._limit_bytes is None:  # Both import PyTorch at once.
+                self._start_standby()
+            self._facts = self._load(child) if posted is None else child.run(posted, self._load_seconds, posted=True)
+            self._child, self._held_bytes = child, self._facts["held_bytes"]
         if self._limit_bytes is None:
             options, available = self._settings.options, self._available(self._facts)
             self._limit_bytes = choose_budget(available, options.memory, options.reserve)
         return self._child
 
     def _load(self, process: ChildProcess, **spec: Any) -> Mapping[str, Any]:
+        return process.run(self._load_request(**spec), self._load_seconds)
+
+    def _load_request(self, **spec: Any) -> LoadWorkload:
         given = {name: value for name, value in spec.items() if value is not None}
         settings = dataclasses.replace(self._settings, options=self._settings.options.with_spec(**given))
-        if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
-            settings = dataclasses.replace(settings, load_limit_seconds=None)
-        return process.run(LoadWorkload(device=self.name, **settings.to_request()), settings.load_seconds)
+        return LoadWorkload(device=self.name, **settings.to_request())
+
+    @property
+    def _load_seconds(self) -> float:
+        """The limit on loading, which an earlier child has kept once there is a budget."""
+        limit_seconds = self._settings.load_limit_seconds if self._limit_bytes is None else None
+        return dataclasses.replace(self._settings, load_limit_seconds=limit_seconds).load_seconds
 
     def _start_standby(self) -> None:
-        """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
-        if self._standby is None and read_host_memory().free_bytes - self._host_budget_bytes >= _STANDBY_BYTES:
+        """Start a standby process if the host has the memory; without one, the next fresh child only takes longer.
+
+        It loads the workload once another child has.
+        """
+        room = read_host_memory().free_bytes - self._host_budget_bytes
+        if self._standby is None and room >= _STANDBY_BYTES:
             with suppress(NotMeasuredError):
                 self._standby = self._start()
+        if self._standby is None or self._posted is not None or self._held_bytes is None or not self._loads_standby:
+            return
+        if room >= self._held_bytes + _STANDBY_BYTES:
+            self._posted = self._load_request()
+            self._standby.post(self._posted)
+
+    def _end_standby(self) -> None:
+        standby, self._standby, self._posted = self._standby, None, None
+        if standby is not None:
+            standby.end()
 
     def _start(self, *, measured: bool = True) -> ChildProcess:
         settings, handler = self._settings, "autoaccum.devices.trial_child:TrialChild"

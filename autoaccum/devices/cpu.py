@@ -32,8 +32,11 @@ class CpuDevice(ChildDevice):
     (`peak_allocated_bytes`) are not known: the CPU allocator does not count them.
 
     *The processes* (see `ChildDevice`): a used one has some MiB more than a fresh one, since what earlier jobs left
-    does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process. Fresh processes differ by
-    some 100 KiB in the memory left for a trial.
+    does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process, and what fails in a used one
+    would fail in a fresh one, too. Fresh processes differ by some 100 KiB in the memory left for a trial.
+
+    *In a used process* the first update, and the first of two equal parts of the last one, have as few samples as ran
+    there before: the second part meets the same gradients and optimizer state, and most failures show sooner.
 
     *A crash* in native code counts as an out-of-memory error that is not certain (`Trial.is_definite_oom`): some
     libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
@@ -46,7 +49,8 @@ class CpuDevice(ChildDevice):
         NotMeasuredError: This is not Linux.
     """
 
-    _crashes_for_memory = True
+    grants_leftovers = True
+    _crashes_for_memory = _loads_standby = True
 
     def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
@@ -70,7 +74,11 @@ class CpuDevice(ChildDevice):
 
     @property
     def _host_budget_bytes(self) -> int:
-        return self.limit_bytes
+        """The budget, or at most what it will be: all that is free, if no memory is given."""
+        if self._limit_bytes is None:
+            host, memory = read_host_memory(), self._settings.options.memory
+            return host.total_bytes if memory is None else memory.resolve(host.total_bytes)
+        return self._limit_bytes
 
     def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
         self._host = read_host_memory()

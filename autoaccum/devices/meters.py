@@ -35,7 +35,7 @@ class HostMeter:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.start()
-        self._base = self._before
+        self._base, self._grants_all = self._before, True
 
     def open(self) -> None:
         """Make the device ready: raise NotMeasuredError unless the kernel holds a process to the limit."""
@@ -61,6 +61,7 @@ class HostMeter:
         fresh process has exactly the budget.
         """
         held_bytes = min(self._before.data_bytes, self._base.data_bytes + _MOST_LEFTOVER_BYTES)
+        self._grants_all = held_bytes == self._before.data_bytes
         return data_limit(held_bytes + budget_bytes)
 
     def peak_bytes(self) -> int:
@@ -78,7 +79,8 @@ class HostMeter:
         elif peak_bytes > limit_bytes:
             # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
             peak_bytes = limit_bytes
-        return Trial(**{"parts": parts, "outcome": "ok", "peak_reserved_bytes": peak_bytes, **fields})
+        known = {"parts": parts, "outcome": "ok", "peak_reserved_bytes": peak_bytes, "fresh": self._grants_all}
+        return Trial(**{**known, **fields})
 
 
 class CardMeter:

@@ -24,6 +24,7 @@ from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Handler
+from autoaccum.devices.host_memory import read_process_memory
 from autoaccum.devices.inspection import SAMPLES, inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, synchronize_device, warm_up
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
@@ -34,6 +35,9 @@ from autoaccum.sources.samples import apply_spec
 from autoaccum.sources.source import NamedSource, read_source
 from autoaccum.sources.workload import Workload
 
+_LEAD_RATIO = 4
+"""How many times smaller a first update has to be to save time also where a trial fails in its first forward."""
+
 
 class TrialChild(Handler):
     """Handles the requests of `trial_requests`, one after the other; `LoadWorkload` comes first."""
@@ -43,6 +47,8 @@ class TrialChild(Handler):
     _share: int
     _world_size: int
     _timed: tuple[Accumulator, Any] | None = None
+    _least_run: int | None = None
+    """The least samples that an update has run here."""
 
     @staticmethod
     def prepare() -> None:
@@ -76,7 +82,7 @@ class TrialChild(Handler):
                 "the workload has parallelize, and trials on a device of this machine run the whole model",
                 hint="plan for a simulated card (--gpu NAME), or take --parallel ddp",
             )
-        return start_meter(self._meter)
+        return {**start_meter(self._meter), "held_bytes": read_process_memory().anonymous_bytes}
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection:
@@ -91,6 +97,7 @@ class TrialChild(Handler):
         if inspection is None:  # The device has no room for two samples, and maybe for one.
             inspection = inspect_workload(workload, least, meter=self._meter)
             release_memory()
+        self._least_run = inspection.update_samples
         return inspection
 
     @handle.register
@@ -98,6 +105,10 @@ class TrialChild(Handler):
         """Run a trial under its limit, which is lifted before a failure is described."""
         release_memory()
         meter, workload = self._meter, request.replaced(self._workload)
+        has_cache, least = meter.device.type != "cpu", self._least_run or request.parts[0]
+        is_plain = not (has_cache or request.lengths or request.needs_whole_batch or workload.hold_outputs)
+        lead = least if is_plain and _LEAD_RATIO * least <= request.parts[0] else None
+        self._least_run = min(least, *request.parts)
         run = TrialRun(
             workload, self._share, meter.device, world_size=self._world_size, before_update=meter.begin_update
         )
@@ -108,7 +119,7 @@ class TrialChild(Handler):
             warnings.simplefilter("ignore")  # The inspection has shown them.
             try:
                 with on_device(find_auxiliary_modules(workload).values(), meter.device):
-                    run.run(request.parts, request.lengths, needs_whole_batch=request.needs_whole_batch)
+                    run.run(request.parts, request.lengths, needs_whole_batch=request.needs_whole_batch, lead=lead)
             except BaseException as error:
                 failure = error
         fields = {"seconds": time.perf_counter() - began, "host_bytes": run.host_bytes}

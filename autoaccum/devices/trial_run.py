@@ -134,14 +134,22 @@ class TrialRun:
         """As `Accumulator.host_bytes`; None if it kept none there."""
         return None if self.accumulator is None else self.accumulator.host_bytes or None
 
-    def run(self, parts: Sequence[int], lengths: Sequence[int] = (), *, needs_whole_batch: bool = False) -> StepResult:
+    def run(
+        self,
+        parts: Sequence[int],
+        lengths: Sequence[int] = (),
+        *,
+        needs_whole_batch: bool = False,
+        lead: int | None = None,
+    ) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
 
         Samples are the longest, or those of each part have a length of `lengths`.
 
         The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
         blocks of a cache that are not those of training. With `needs_whole_batch` every update runs all: one part alone
-        would keep on the device what waits elsewhere in training.
+        would keep on the device what waits elsewhere in training. With `lead`, so many samples make the first update,
+        and replace the first of two equal parts, if that is less: their kernels are there already.
 
         Returns:
             The result of the last update.
@@ -156,7 +164,9 @@ class TrialRun:
             last = [cut(build(size, length)) for size, length in zip(parts, lengths, strict=True)]
             first = last[:1]
         else:
-            first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+            last = slice_parts(batch, self._size, parts)
+            first = last[:1] if lead is None else slice_parts(batch, self._size, [min(lead, *parts)])
+            last = [*first, *last[1:]] if parts[:1] == parts[1:2] else last
         if needs_whole_batch:
             first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)

@@ -141,7 +141,7 @@ def find_budget(
             trial = dataclasses.replace(trial, peak_reserved_bytes=None)
         tried.append(ValueTrial(value=size, trial=trial))
         notify(ValueTried(_NAME, size, predicted, trial))
-        return dataclasses.replace(trial, parts=(size,), fresh=fresh and trial.fresh)
+        return dataclasses.replace(trial, parts=(size,), fresh=trial.fresh and (fresh or not predicted))
 
     needs = MemoryNeeds(quantity=_NAME, curved=True, predicted=predicted)
     found = search(try_budget, budgets, limit_bytes=device.limit_bytes, needs=needs, from_largest=True)

@@ -44,6 +44,41 @@ def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workl
     assert seen == [(4, False, whole), (4, False, whole), (3, True, whole), (3, True, whole)]
 
 
+@pytest.mark.parametrize(
+    ("parts", "lead", "sizes"),
+    [
+        ((4, 4), 2, [(2, False), (2, False), (4, True)]),
+        ((4, 4, 2), 1, [(1, False), (1, False), (4, True), (2, True)]),
+        ((4, 3), 2, [(2, False), (4, False), (3, True)]),
+        ((8,), 2, [(2, False), (8, False)]),
+        ((2, 2), 3, [(2, False), (2, False), (2, True)]),
+    ],
+)
+def test_a_lead_stands_for_what_only_makes_state_and_gradients(
+    workload: Workload, seen: Seen, parts: tuple[int, ...], lead: int, sizes: list[tuple[int, bool]]
+) -> None:
+    TrialRun(workload, rank_samples=10).run(parts, lead=lead)
+    assert [(size, has_gradient) for size, has_gradient, _ in seen] == sizes
+
+
+def test_after_a_lead_the_others_have_the_samples_that_they_have_without(workload: Workload) -> None:
+    """Samples may differ in size, and the longest come first."""
+    seen: dict[int | None, list[list[float]]] = {None: [], 2: []}
+    for lead, inputs in seen.items():
+
+        def loss(model: nn.Module, batch: Any, inputs: list[list[float]] = inputs) -> Tensor:
+            inputs.append(batch.flatten().tolist())
+            outputs: Tensor = model(batch)
+            return outputs.mean()
+
+        numbered = Workload(
+            model=lambda: nn.Linear(1, 1), batch=lambda size: torch.arange(size)[:, None] * 1.0, loss=loss
+        )
+        TrialRun(numbered, rank_samples=10).run((4, 4, 2), lead=lead)
+    assert seen[2][2:] == seen[None][2:]
+    assert seen[2][:2] == [[0, 1]] * 2
+
+
 def test_every_trial_draws_the_same_numbers(workload: Workload) -> None:
     drawn = []
     for _ in range(2):

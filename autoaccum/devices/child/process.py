@@ -168,8 +168,10 @@ class ChildProcess:
         self._wait_for_start()
         return self._wait_for_reply(request, limit_seconds)
 
-    def run(self, request: Request[Reply], limit_seconds: float) -> Reply:
+    def run(self, request: Request[Reply], limit_seconds: float, *, posted: bool = False) -> Reply:
         """Run a job as `call`, except that a failure ends the child, and is raised as what it means to the user.
+
+        `posted`: the request was, by `post`.
 
         Raises:
             WorkloadError: The workload fails.
@@ -177,7 +179,7 @@ class ChildProcess:
             NotMeasuredError: The child died or took too long.
         """
         try:
-            return self.call(request, limit_seconds)
+            return self.receive(request, limit_seconds) if posted else self.call(request, limit_seconds)
         except JobFailed as failed:
             self.close()
             raise failure_error(failed.failure, self.owner) from None
