@@ -61,8 +61,11 @@ def test_this_torch_is_recorded() -> None:
 
 
 def test_recorded_releases_differ_by_what_their_rules_say() -> None:
-    """Up to 2.11, cuBLASLt has a workspace of its own in each thread that adds a bias to a product; 2.14 is as 2.13."""
-    old, new = recorded("2.11.0+cu130"), recorded("2.13.0+cpu")
+    """Up to 2.11, cuBLASLt has a workspace of its own in each thread that adds a bias to a product.
+
+    2.14 is as 2.13, except for convolutions, about which a build for the CPU has no cuDNN to ask.
+    """
+    old, new, on_cpu = (recorded(version) for version in ("2.11.0+cu130", "2.14.1+cu130", "2.13.0+cpu"))
     workspaces = {
         pair.partition(" on ")[0]: old[pair]["categories"]["workspace"] - found["categories"]["workspace"]
         for pair, found in new.items()
@@ -72,7 +75,8 @@ def test_recorded_releases_differ_by_what_their_rules_say() -> None:
     both_threads = ("gpt_checkpointed",)
     expected = dict.fromkeys(WORKLOADS, MIB) | dict.fromkeys(without_bias, 0) | dict.fromkeys(both_threads, 2 * MIB)
     assert workspaces == expected
-    assert recorded("2.14.1+cu130") == new
+    differ = {pair.partition(" on ")[0] for pair in new if new[pair] != on_cpu[pair]}
+    assert differ == {"resnet_fp32", "resnet_bf16_last", "speech_fp32", "unet_fp16"}
 
 
 @pytest.mark.parametrize("group", GROUPS)
