@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_transformers import llama
+from tiny_transformers import SIZES, hf, llama
+from watched_scripts import WatchedScript
 
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
 from autoaccum.simulation.cards import find_card
 from autoaccum.simulation.trace_records import Trace
-from autoaccum.sources.source import FileSource
+from autoaccum.sources.source import FileSource, Source, find_source
 
 DETR = """
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
@@ -53,10 +54,10 @@ def loss(model, batch):
 MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2}
 
 
-def trace(path: Path, **options: Any) -> Trace:
+def trace(workload: Path | Source, **options: Any) -> Trace:
     child, card = SimulatedChild(), find_card("rtx3090")
     try:
-        source = FileSource(str(path)).to_record()
+        source = (FileSource(str(workload)) if isinstance(workload, Path) else workload).to_record()
         child.handle(LoadOnCard(card=card, source=source, rank_samples=8, options=options))
         made = child.handle(TraceParts(parts=(2, 2)))
     finally:
@@ -89,12 +90,100 @@ def loss(model, batch):
 """
 
 
-def test_a_checkpoint_that_is_loaded_onto_the_card_takes_as_much_there(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "llama")
+QUANTIZED = """
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+def model():
+    how = {{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float16}}
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        {folder!r}, device_map={{"": 0}}, dtype=torch.float16,
+        quantization_config=transformers.BitsAndBytesConfig(**how))
+    made = prepare_model_for_kbit_training(made, gradient_checkpointing_kwargs={{"use_reentrant": False}})
+    return get_peft_model(made, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+def batch(n):
+    ids = torch.randint(0, 30, (n, 8))
+    return {{"input_ids": ids, "labels": ids}}
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+VIT = """
+import torch
+from transformers import ViTForImageClassification
+
+def model():
+    return ViTForImageClassification.from_pretrained({folder!r}, device_map="cuda")
+
+def batch(n):
+    return {{"pixel_values": torch.rand(n, 3, 32, 32), "labels": torch.randint(0, 2, (n,))}}
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+SCRIPT = """
+import torch
+from transformers import LlamaForCausalLM
+
+model = LlamaForCausalLM.from_pretrained({folder!r}, device_map={{"": 0}})
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    ids = torch.randint(0, 30, (2, 8), device="cuda")
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def blocks_of(trace: Trace, *phases: str) -> list[Any]:
+    """What is allocated in these phases."""
+    ends = [begin for begin, _ in trace.phases[1:]] + [len(trace.events)]
+    ranges = [range(begin, end) for (begin, phase), end in zip(trace.phases, ends, strict=True) if phase in phases]
+    events = [trace.events[event] for each in ranges for event in each]
+    return [trace.sizes[event] for event in events if event >= 0]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    llama().save_pretrained(tmp_path / "llama", max_shard_size="10KB")
+    assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 1
+    return str(tmp_path / "llama")
+
+
+def test_a_checkpoint_that_is_loaded_onto_the_card_takes_as_much_there(checkpoint: str, tmp_path: Path) -> None:
     traced = []
-    for how in ("", ', device_map={"": 0}'):
-        (path := tmp_path / "model.py").write_text(LOADED.format(folder=str(tmp_path / "llama"), how=how))
-        traced.append(trace(path))
-    moved, loaded = traced
-    of_update = [[size for size in each.sizes[-100:] if isinstance(size, int)] for each in (moved, loaded)]
-    assert of_update[0] == of_update[1]
+    for how, options in (("", {}), (', device_map={"": 0}', {}), (', device_map={"": 0}', {"values": "cpu"})):
+        (path := tmp_path / "model.py").write_text(LOADED.format(folder=checkpoint, how=how))
+        traced.append(trace(path, **options))
+    moved, loaded, computed = traced
+    steps = "forward", "backward", "update"
+    assert blocks_of(moved, *steps) == blocks_of(loaded, *steps)
+    assert blocks_of(loaded, "model") == blocks_of(computed, "model")
+    weights = sum(4 * weight.numel() for weight in llama().parameters())
+    assert blocks_of(loaded, "model")[0] == weights  # transformers warms up the allocator.
+
+
+def test_a_quantized_model_by_name_is_loaded_like_a_checkpoint(checkpoint: str, tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(QUANTIZED.format(folder=checkpoint))
+    sizes: dict[str, Any] = {"load_in_4bit": True, "lora": 4, "lora_targets": "q_proj,v_proj", "length": 8}
+    named = trace(find_source(f"hf:{checkpoint}", sizes | {"dtype": "float16", "task": "CausalLM"}))
+    assert blocks_of(named, "model") == blocks_of(trace(path), "model")
+
+
+def test_initial_values_of_the_meta_device_are_not_computed(tmp_path: Path) -> None:
+    config = hf.ViTConfig(**SIZES, image_size=32, patch_size=16, num_labels=2)
+    hf.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    (path := tmp_path / "model.py").write_text(VIT.format(folder=str(tmp_path / "vit")))
+    assert blocks_of(trace(path), "model")
+
+
+def test_a_script_loads_a_checkpoint_onto_the_card(checkpoint: str, tmp_path: Path) -> None:
+    report = WatchedScript(tmp_path / "script", SCRIPT.format(folder=checkpoint), parts=(2,)).report()
+    assert report.failure is None, report.failure
+    assert report.simulated is not None
+    traced = report.simulated.trace
+    assert traced is not None
+    assert [phase for _, phase in traced.phases].count("update") == 3
+    assert blocks_of(traced, "model")[0] == sum(4 * weight.numel() for weight in llama().parameters())

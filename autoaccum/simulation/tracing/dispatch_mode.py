@@ -122,22 +122,23 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is DEVICE_QUERY:  # The most frequent call.
             return device_seen_by_cpp(args[0])
         with _LOCK:
-            return self._dispatch(func, types, args, {} if kwargs is None else kwargs)
+            kwargs = {} if kwargs is None else kwargs
+            if "device" in kwargs:
+                kwargs = self._with_device(kwargs)
+            elif not (self._depth or self._has_sparse or self.values.computed):
+                call = self._cache.calls.get(self._cache.key(func, args, kwargs))
+                if call is not None and call.decides:
+                    return self._repeat(call, args, kwargs)
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
+            if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
+                lists = None if kwargs else self._lists_of_shards(func, args)
+                return func(*args, **kwargs) if lists is None else self._run_on_shards(func, args, lists)
+            if self._is_simulated(func, args, kwargs):
+                return self._dispatch(func, types, args, kwargs)
+        return func(*args, **kwargs)  # On the host, several threads at a time.
 
     def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if "device" in kwargs:
-            kwargs = self._with_device(kwargs)
-        elif not (self._depth or self._has_sparse or self.values.computed):
-            call = self._cache.calls.get(self._cache.key(func, args, kwargs))
-            if call is not None and call.decides:
-                return self._repeat(call, args, kwargs)
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
-        if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
-            lists = None if kwargs else self._lists_of_shards(func, args)
-            return func(*args, **kwargs) if lists is None else self._run_on_shards(func, args, lists)
-        if not self._is_simulated(func, args, kwargs):
-            return func(*args, **kwargs)
         if func in _VALUE_DEPENDENT or (self.values.computed and str(func) == _NMS):
             if func in _READS:
                 return self._read(func, args, kwargs)

@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, partialmethod, wraps
 from importlib import import_module
+from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -313,14 +315,25 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
     """Enter `mode`, which belongs to a thread, in each thread that starts until `stack` is closed.
 
     On a real card, the allocations of threads come in any order. Here, whoever starts a thread or gives work to a pool
-    waits for it a little, so that the order is nearly always the same.
+    waits for it a little, so that the order is nearly always the same: until the same function has once or more often
+    left the card alone for `_WAIT_SECONDS` in all, as downloads and workers without end do.
     """
     start, run, submit = _Thread.start, _Thread._bootstrap_inner, ThreadPoolExecutor.submit
+    idle: dict[str, float] = {}
+
+    def wait_for(function: Any, wait: Callable[[float], Any]) -> None:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        begun, events = perf_counter(), len(mode.recorder.events)
+        if (left := _WAIT_SECONDS - idle.setdefault(name, 0.0)) > 0:
+            wait(left)
+            if len(mode.recorder.events) == events:
+                idle[name] += perf_counter() - begun
 
     def start_and_wait(starting: Any) -> None:
         start(starting)
-        if not starting.daemon and getattr(starting, "_target", None) is not thread._worker:
-            starting.join(_WAIT_SECONDS)
+        function = getattr(starting, "_target", None) or type(starting)
+        if not starting.daemon and function is not thread._worker:
+            wait_for(function, starting.join)
 
     def run_thread(running: Any) -> None:
         with mode:
@@ -328,9 +341,15 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
 
     def submit_and_wait(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = submit(pool, function, *args, **kwargs)
-        wait([future], _WAIT_SECONDS)
+        wait_for(function, partial(wait, [future]))
         return future
 
     patch(stack, _Thread, "start", start_and_wait)
     patch(stack, _Thread, "_bootstrap_inner", run_thread)
     patch(stack, ThreadPoolExecutor, "submit", submit_and_wait)
+    run_plainly = MethodType(_run_plainly, mode)  # For threads that outlive the simulation.
+    stack.callback(setattr, mode, "__torch_dispatch__", run_plainly)
+
+
+def _run_plainly(_: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    return func(*args, **kwargs or {})
