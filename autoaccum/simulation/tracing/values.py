@@ -122,7 +122,7 @@ def may_keep(func: Any, args: Sequence[Any]) -> bool:
     """Return whether there may be values to keep of an operator, where not all are computed."""
     if not _is_common(func):
         return _written_arguments(func) is not None
-    return not (args and type(args[0]) is FakeTensor and _contents(args[0]) is None)
+    return not (args and type(args[0]) is FakeTensor and _attribute(args[0]) is None)
 
 
 def values_of(tensor: Tensor, *, for_host: bool = False) -> Tensor | None:
@@ -264,8 +264,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
 
 @cache
 def _is_common(func: Any) -> bool:
-    """Return whether an operator neither writes to memory nor copies or checks numbers."""
-    return _written_arguments(func) == () and func not in _CHECKS and func not in _COPIES
+    """Return whether an operator writes to no memory, and tells nothing of numbers that are not known."""
+    return _written_arguments(func) == () and func not in _OF_NUMBERS
 
 
 @cache
