@@ -91,7 +91,7 @@ def peft_loop(row: Mapping[str, str]) -> Loop:
     batch = int(row["batch_size"])
     workload = None if of_images else find_source(f"hf:{folder}", _padded(row)).load()
     return Loop(
-        model=partial(_add_adapter, row, partial(_build_flux, folder) if workload is None else workload.build_model),
+        model=partial(_add_adapter, row, partial(build_flux, folder) if workload is None else workload.build_model),
         batch=_images if workload is None else partial(workload.batch, batch),
         forward=partial(_loss_of_images, batch) if of_images else _loss_of_answers,
         optimizer=partial(_clipping, row),
@@ -167,7 +167,8 @@ def _loss_of_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Ten
     return outputs.loss, outputs
 
 
-def _build_flux(folder: Path) -> nn.Module:
+def build_flux(folder: Path) -> nn.Module:
+    """The transformer of FLUX.2 with its layers recomputed in backward."""
     from diffusers import Flux2Transformer2DModel
 
     model: Any = Flux2Transformer2DModel.from_config(json.loads((folder / "config.json").read_text("utf-8")))

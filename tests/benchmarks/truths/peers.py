@@ -24,7 +24,7 @@ def fitcheck_mib(row: Mapping[str, str]) -> tuple[float, float]:
     heads = config.num_attention_heads
     model = ModelConfig(
         name=row["model_id"],
-        num_params=_count_parameters(row["model_id"]),
+        num_params=count_parameters(row["model_id"]),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_attention_heads=heads,
@@ -66,7 +66,8 @@ def accelerate_mib(config: Any, dtype: str) -> float:
 
 
 @cache
-def _count_parameters(model: str) -> int:
+def count_parameters(model: str) -> int:
+    """The parameters of a language model on the hub, tied ones once."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
