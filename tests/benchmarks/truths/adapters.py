@@ -26,7 +26,7 @@ from autoaccum.sources.source import find_source
 
 _CONFIGURATIONS: Final = Path(__file__).parents[2] / "libraries" / "configs"
 _METHODS: Final = json.loads((Path(__file__).parent / "peft_methods.json").read_text(encoding="utf-8"))
-_BUILD_SECONDS: Final = 40
+_BUILD_SECONDS: Final = 25
 """Of CPU time for an adapter: some are made element by element on the host, which takes minutes."""
 _FLUX_TARGETS: Final = (
     *("linear_in", "linear_out", "to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj"),
