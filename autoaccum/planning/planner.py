@@ -366,7 +366,7 @@ class _Planner:
             known=known,
             answer=lambda size: self.request.schedule(size).micro_batch,
             from_largest=self.runner.needs_whole_batch,
-            fails_first=self.setup.device.grants_leftovers and not (self.limits.max_trials or self.limits.time_limit),
+            probes_first=self.setup.device.grants_leftovers and not (self.limits.max_trials or self.limits.time_limit),
         )
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:

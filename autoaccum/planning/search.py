@@ -93,7 +93,7 @@ def search(
     known: Sequence[Trial] = (),
     answer: Callable[[int], int] | None = None,
     from_largest: bool = False,
-    fails_first: bool = False,
+    probes_first: bool = False,
 ) -> SearchResult:
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
@@ -113,8 +113,7 @@ def search(
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
-        fails_first: Begin with the smallest size that is expected to fail: a used process shows that soonest, and what
-            fits has to run in a fresh one.
+        probes_first: Run the first trial, of which least is known, in a used process, where it takes less time.
 
     Raises:
         DoesNotFitError: The smallest size ran out of memory.
@@ -130,7 +129,7 @@ def search(
         None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1]),
         answer or (lambda size: sizes[bisect_right(sizes, size) - 1]),
         from_largest,
-        fails_first,
+        probes_first,
     )
     for trial_before in known:
         found.keep(trial_before)
@@ -148,7 +147,7 @@ class _Search:
     forecast: CorrectedForecast | None
     answer: Callable[[int], int]
     from_largest: bool
-    fails_first: bool
+    probes_first: bool
     trials: list[Trial] = field(default_factory=list)
     tried_fresh: set[int] = field(default_factory=set)
     refuted: int | None = None
@@ -218,8 +217,6 @@ class _Search:
                 wide = None if estimate is None else estimate.widened(widening)
                 between, first_fail = sizes[low + 1 : high], self.first_fail
                 size = choose_size(between, self.largest_fit, first_fail, wide, from_largest=self.from_largest)
-                if self.fails_first and estimate is not None and not self.trials:
-                    size = next((larger for larger in between if larger > estimate.ceiling), size)
             trial = self.run(size, fresh=self.is_run_fresh(size, high, estimate))
             if estimate is not None:
                 widening = estimate.widen(widening, size, fits=self.fits(trial))
@@ -234,6 +231,8 @@ class _Search:
         if size > estimate.ceiling:
             is_unsure = not self.needs.grants_leftovers and estimate.probability(size) > _UNSURE
             return self.leftovers_matter or is_unsure
+        if self.probes_first and not self.trials:
+            return False
         index = bisect_left(self.sizes, size)
         next_fails = index + 1 == high or self.sizes[index + 1] > estimate.ceiling
         # The process of the inspection has more memory than others: what it imported does not count any more.
@@ -328,10 +327,12 @@ class _Search:
             return next_size.estimate_by_curve(peaks, self.limit_bytes, self.sizes)
         # Peaks no higher than in few samples are those of the update, which does not grow.
         is_flat = max(peaks.values(), default=0) <= (needs.update_bytes or 0) * _FLAT
-        if needs.resident_bytes is not None and needs.sample_bytes and is_flat:
-            peaks = {0: needs.resident_bytes}
-        elif needs.update_bytes is not None and needs.sample_bytes and not peaks:
-            peaks = {needs.update_samples: needs.update_bytes}
+        # Once one has failed and none has run, a limit on trials leaves no time for estimates.
+        if needs.sample_bytes and (peaks or self.probes_first or not self.trials):
+            if needs.resident_bytes is not None and is_flat:
+                peaks = {0: needs.resident_bytes}
+            elif needs.update_bytes is not None and not peaks:
+                peaks = {needs.update_samples: needs.update_bytes}
         return estimate_from_peaks(peaks, self.limit_bytes, sample_bytes=needs.sample_bytes)
 
     @property

@@ -169,7 +169,7 @@ def test_a_floor_costs_fewer_trials_where_it_is_known_what_lies_below() -> None:
         rng = random.Random(seed)
         target = rng.randint(4, 256)
         memory = SyntheticMemory(rng.randint(2, target), rng.choice((0.2, 0.4, 0.6)), "floor", seed, tells)
-        result, sizes = memory.search(target, fails_first=tells), part_sizes(target, target)
+        result, sizes = memory.search(target, probes_first=tells), part_sizes(target, target)
         check(result, sizes)
         assert result.size == max(size for size in sizes if memory.fits(size))
         trials[tells] += len(result.trials)
