@@ -120,8 +120,14 @@ class CardMeter:
         return {"card": dataclasses.asdict(card.with_processes(ask_nvml(card.uuid), own_pid=os.getpid()))}
 
     def start(self) -> None:
-        """Begin a new measurement: reset the peak to the memory that is held now."""
+        """Begin a new measurement: reset the peak to the memory that is held now.
+
+        cuBLAS's workspaces, which the warm-up has left, are given back: in training they come with the first products,
+        where they may lie in memory that is cached.
+        """
         torch.cuda.current_device()  # Starts CUDA if nothing has yet.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._index)
         self.begin_update()
 
