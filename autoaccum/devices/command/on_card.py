@@ -163,7 +163,7 @@ class CardWatch:
         self._counter: CostCounter | None = None
         watcher = Watcher()
         if settings.purpose == "label":
-            found = self._mode.recorder, self._phases, self._mode.library_tensors
+            found = self._mode.recorder, self._phases
             watcher = self._labeller = BlockLabeller(*found, allocators=script_ranks.ALLOCATORS)
             self._stack.enter_context(self._labeller.labelling())
         elif settings.purpose == "cost":

@@ -94,7 +94,6 @@ class TracedTrial(TrialRun):
     def trace(self, watcher: Watcher | None = None) -> Trace:
         """Return its trace."""
         mode = self._mode
-        mode.library_tensors.clear()
         gc.collect()
         mode.numbering.restart()
         mode.values.restart()
@@ -115,7 +114,7 @@ class TracedTrial(TrialRun):
         auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
         auxiliary += find_auxiliary_modules(self._workload).values()
         allocators = () if self._mode.sharded_type is None else ALLOCATORS
-        labeller = BlockLabeller(self._mode.recorder, self, self._mode.library_tensors, auxiliary, allocators)
+        labeller = BlockLabeller(self._mode.recorder, self, auxiliary, allocators)
         with labeller.labelling():
             trace = self.trace(labeller)
         return labeller.label(trace)

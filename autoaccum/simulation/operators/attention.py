@@ -21,7 +21,7 @@ from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, before_outputs, bytes_of
 from autoaccum.simulation.releases import Release, holds
 from autoaccum.simulation.torch_patches import cudnn_version, is_strictly_deterministic
-from autoaccum.simulation.trace_records import Freed, MemoryStep, Workspace
+from autoaccum.simulation.trace_records import Freed, MemoryStep, OutputAllocated, Workspace
 
 Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]
 _KERNELS: tuple[Kernel, ...] = ("math", "flash", "efficient", "cudnn")
@@ -349,13 +349,15 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask.logical_not(), -math.inf, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
 
 
-def _flash_workspaces(call: OperatorCall) -> list[Workspace]:
+def _flash_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    """Partial outputs come before the state of the random numbers (`mha_fwd` in flash_attn/flash_api.cpp)."""
     query, key = call["query"], call["key"]
     if query.dim() != 4 or call["dropout_p"]:
         return []
     batch, heads, queries, size = query.shape
     numbers = (batch, heads, queries, key.shape[2], size)
-    return [Workspace("flash_split_sums", numbers), Workspace("flash_splits", numbers)]
+    splits = Workspace("flash_split_sums", numbers), Workspace("flash_splits", numbers)
+    return [OutputAllocated(0), OutputAllocated(1), *splits, OutputAllocated()]
 
 
 def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
@@ -375,10 +377,12 @@ def _grouped_gradients(call: OperatorCall) -> list[Workspace]:
     return [Workspace("flash_grouped", shape) for shape in shapes]
 
 
-def _efficient_workspaces(call: OperatorCall) -> list[Workspace]:
+def _efficient_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    """Seed and offset of the dropout, the other outputs, stay on the host."""
     query, value = call["query"], call["value"]
     batch, heads, queries, _ = query.shape
-    return [Workspace("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))]
+    in_fp32 = Workspace("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))
+    return [OutputAllocated(0), OutputAllocated(1), in_fp32]
 
 
 def _efficient_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:

@@ -262,8 +262,10 @@ def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
     tensor: Tensor = call["input"]
     if "training" in call.signature and not call["training"]:
         return []
-    channels_last = suggest_memory_format(tensor) != torch.contiguous_format
-    return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
+    if suggest_memory_format(tensor) == torch.contiguous_format:
+        return []
+    backward = int("training" not in call.signature)
+    return [Workspace("cudnn_batch_norm", (tensor.numel(), tensor.shape[1], tensor.dtype.itemsize, backward))]
 
 
 def _channel_sums(tensor: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -18,16 +18,19 @@ from autoaccum.simulation.operators.operator_call import (
     OperatorCall,
     Tensor,
     accumulator_bytes,
+    before_outputs,
     bytes_of,
     ceil_div,
     layout_copies,
     power_below,
 )
-from autoaccum.simulation.trace_records import Freed, MemoryStep, OutputAllocated, Workspace
+from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 
 _BAG_OF_MAXIMA = 2
 _SMALL_SORT = 4096
 """The longest row that one block of threads sorts (ATen/native/cuda/Sort.cu)."""
+_MANY_SORTS, _VERY_LONG_SORT = 128, 1_000_000
+"""The rows from which CUB sorts them as segments, and the length from which one is sorted after the other."""
 _MANY_INDICES = 3073
 """The least number of indices that the gradient of an embedding sorts (ATen/native/cuda/Embedding.cu)."""
 _HALF = ("torch.float16", "torch.bfloat16")
@@ -220,12 +223,12 @@ def _extreme(call: OperatorCall) -> list[Workspace]:
     return reduction_workspaces(call.first, _dims(call), accumulator=accumulator)
 
 
-def _foreach_norm(call: OperatorCall) -> list[Workspace]:
+def _foreach_norm(call: OperatorCall) -> list[MemoryStep]:
     tensors: Sequence[Tensor] = call["self"]
     if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
         return []
     largest = max(tensor.numel() for tensor in tensors)
-    return [Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
+    return before_outputs([Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))])
 
 
 def _dims(call: OperatorCall) -> Sequence[int]:
@@ -263,15 +266,35 @@ def _index_put(call: OperatorCall) -> list[MemoryStep]:
     return [*copies, numbers, numbers, Freed(), numbers, numbers, numbers, Workspace("sorted_pairs", (count, 16, 0))]
 
 
-def _sort(call: OperatorCall) -> list[Workspace]:
+def _sort(call: OperatorCall) -> list[MemoryStep]:
+    """Short rows are sorted in place; a few long ones at once, by value and then by row (cuda/SortStable.cu)."""
     tensor = call.first
     columns = tensor.shape[call["dim"]] if tensor.dim() else 0
     if not columns:
         return []
     count, key_bytes = tensor.numel(), tensor.dtype.itemsize
-    pairs = Workspace("sorted_pairs", (count, key_bytes + 8, 0))
-    copies = Workspace("sort", (count // columns, columns, key_bytes))
-    return [copies, pairs] if columns > _SMALL_SORT else [copies]
+    rows, pairs = count // columns, Workspace("sorted_pairs", (count, key_bytes + 8, 0))
+    if columns <= _SMALL_SORT:
+        return [Workspace("sort", (columns, 8))]
+    if rows == 1 or columns >= _VERY_LONG_SORT:
+        return [Workspace("sort", (columns, 8)), Workspace("sorted_pairs", (columns, key_bytes + 8, 0))]
+    indices = Workspace("sort", (count, 8))
+    if rows >= _MANY_SORTS:
+        return [indices, pairs]
+    by_value: list[MemoryStep] = [indices, indices, Workspace("sort", (count, key_bytes)), pairs, Freed(2)]
+    return [*by_value, Workspace("sorted_pairs", (count, 0, 0))]
+
+
+def _unique(call: OperatorCall) -> list[MemoryStep]:
+    """Values are sorted, with their places for the inverse; the output keeps room for all (cuda/UniqueCub.cu)."""
+    tensor, inverse = call.first, bool(call["return_inverse"])
+    count, size = tensor.numel(), tensor.dtype.itemsize
+    if str(tensor.dtype) == "torch.bool" or not count:
+        return []
+    places: list[MemoryStep] = [Workspace("sort", (count, 8))] * (2 * inverse)
+    pairs = Workspace("sorted_pairs", (count, size + 8 * inverse, 0))
+    room = Kept(Workspace("sort", (count * size - bytes_of(call.out[0]), 1)), 0)
+    return [Workspace("sort", (count, size)), *places, pairs, Freed(), room, OutputAllocated()]
 
 
 def _scan(call: OperatorCall) -> list[Workspace]:
@@ -291,5 +314,6 @@ WORKSPACES: Mapping[str, Handler] = {
     ),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
     "sort": _sort,
+    "_unique2": _unique,
     **dict.fromkeys(("cumsum", "cumprod"), _scan),
 }

@@ -41,8 +41,7 @@ def install_kernels(library: torch.library.Library, card: CardInUse, torch_versi
     for name, kernel in rnn.CUDNN_METAS.items():
         register(name, kernel, "Meta", allow_override=True)
     register_missing(library, {**rnn.CELL_METAS, **layers.SYNC_BATCHNORM_METAS}, "Meta")
-    # Weights in one buffer take as much as separate ones, and `flatten_parameters` would compare their addresses.
-    patch(stack, torch.nn.RNNBase, "flatten_parameters", lambda module: None)
+    patch(stack, torch.nn.RNNBase, "flatten_parameters", rnn.flatten_parameters)
     patch(stack, torch._C, "_conv_determine_backend_memory_format", layers.convolution_format)
     patch_optimizers(library, stack)
     # Encoders in evaluation run as in training, because their fast path reads the values of masks.

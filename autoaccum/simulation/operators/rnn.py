@@ -11,26 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends.cudnn import CUDNN_TENSOR_DTYPES
 from torch.nn import functional as F
 
-from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, bytes_of
-from autoaccum.simulation.trace_records import Kept, MemoryStep, Workspace
+from autoaccum.simulation.operators.operator_call import Handler, OperatorCall, bytes_of, layout_copies
+from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.unsupported import UnsupportedError
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """In the order of cuDNN's numbers for them (`cudnnRNNMode_t`)."""
 _STORED = (1, 1, 5, 6)
-"""By mode, the values that a layer stores per hidden unit and step: an LSTM four gates and the cell. 1 is a guess."""
-_GATES = (1, 1, 4, 3)
-"""By mode, the gates of a layer."""
+"""By mode, the values that a layer stores per hidden unit and step: an LSTM four gates and the cell."""
+_FEW_FORWARD, _FEW_BACKWARD = (384, 384, 192, 192), (256, 256, 128, 128)
+"""By mode, the most hidden units that kernels for few of them take (`use_rnn_persist_small_h`)."""
 _RESERVE = 3
 """The index of the reserve among the outputs of `_cudnn_rnn`."""
-_MEASURED_PERCENT, _GUESSED_PERCENT, _PLAIN_PERCENT = 25, 50, 100
-"""The share by which the reserve may be off: as it was measured with an older cuDNN; with dropout, a projection or a
-second direction, which were not measured; for a plain RNN, which was not measured at all."""
-DROPOUT_STATE_BYTES = (2 << 20) + 512
-"""The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
-_STATE = "cuDNN's dropout"
 
 
 class CudnnRnnCall(NamedTuple):
@@ -57,23 +52,20 @@ class CudnnRnnCall(NamedTuple):
         """Return whether cuDNN reads and writes samples and steps in the other order."""
         return self.batch_first and not self.batch_sizes
 
-    def reserve_bytes(self, rows: int, element_bytes: int) -> int:
+    def reserve_bytes(self, rows: int, samples: int, element_bytes: int) -> int:
         """Return the bytes of `reserveSpaceSize` (`cudnnGetRNNTempSpaceSizes`, closed source) for steps x samples.
 
-        Derived from two measurements in pytorch/pytorch#2895 (cuDNN on a P100, fp32, 4 layers of 320 units, 25,000
-        rows): 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. That is 5 and 6 values per unit, row and layer,
-        and the outputs of all layers but the last. Dropout between layers stores these outputs once more.
+        All layers but the last store their outputs as well; with a projection a layer also stores what it projects, and
+        dropout between layers a bit for each output, those of padding included. Within 512 bytes this is the answer of
+        cuDNN 9.19 on an H100 for 2,742 networks (tests/simulation/operators/recurrent_spaces.csv has some of them), and
+        what a cuDNN on a P100 gave years before (pytorch/pytorch#2895).
         """
-        outputs = (self.proj_size or self.hidden_size) * (self.num_layers - 1) * (2 if self.dropout else 1)
-        stored = (_STORED[self.mode] * self.hidden_size + self.proj_size) * self.num_layers
-        return rows * self.directions * element_bytes * (stored + outputs)
-
-    def band_percent(self) -> int:
-        """Return how far off `reserve_bytes` may be in either direction, in percent of it."""
-        if _STORED[self.mode] == 1:
-            return _PLAIN_PERCENT
-        measured = not (self.bidirectional or self.proj_size or (self.dropout and self.num_layers > 1))
-        return _MEASURED_PERCENT if measured else _GUESSED_PERCENT
+        units, projected = self.hidden_size, self.proj_size
+        stored = _STORED[self.mode] * units + (units + projected if projected else 0)
+        values = rows * self.directions * (stored * self.num_layers + units * (self.num_layers - 1))
+        steps = len(self.batch_sizes) * samples or rows
+        masked = steps * self.directions**2 * (projected or units) * (self.num_layers - 1) if self.dropout else 0
+        return 256 + values * element_bytes + masked // 8
 
 
 def _cudnn_rnn(
@@ -86,7 +78,8 @@ def _cudnn_rnn(
         output = input.new_empty((leading[1], leading[0], outputs)).transpose(0, 1)
     else:
         output = input.new_empty((*leading, outputs))
-    reserve = call.reserve_bytes(input.numel() // input.size(-1), input.element_size()) if call.train else 0
+    rows, samples = input.numel() // input.size(-1), hx.size(1)
+    reserve = call.reserve_bytes(rows, samples, input.element_size()) if call.train else 0
     return (
         output,
         hx.new_empty(hx.shape),
@@ -111,11 +104,31 @@ def _cudnn_rnn_backward(
         pieces = torch.split_with_sizes(whole, [tensor.numel() for tensor in weight])
         gradients = [piece.view(tensor.shape) for piece, tensor in zip(pieces, weight, strict=True)]
     return (
-        (grad_input.transpose(0, 1) if call.is_transposed else grad_input) if output_mask[0] else None,
-        hx.new_empty(hx.shape) if output_mask[1] else None,
-        cx.new_empty(cx.shape) if cx is not None and output_mask[2] else None,
+        grad_input.transpose(0, 1) if call.is_transposed else grad_input,
+        hx.new_empty(hx.shape),
+        None if cx is None else cx.new_empty(cx.shape),
         gradients,
     )
+
+
+def flatten_parameters(module: Any) -> None:
+    """Run `RNNBase.flatten_parameters`: weights on the card move to one buffer, and their own memory is freed.
+
+    The original compares addresses, which these have not.
+    """
+    weights: list[Any] = list(module._flat_weights)
+    if not all(isinstance(weight, Tensor) for weight in weights):
+        return
+    places = {(id(weight.untyped_storage()), weight.storage_offset()) for weight in weights}
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    if len(places) < len(weights) or len(kinds) > 1 or not torch._C._get_cudnn_enabled():
+        return
+    if weights[0].device.type == "cuda" and weights[0].dtype in CUDNN_TENSOR_DTYPES:
+        sizes = [weight.numel() for weight in weights]
+        with torch.no_grad():
+            pieces = torch.split_with_sizes(weights[0].new_zeros(sum(sizes)), sizes)
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.data = piece.view(weight.shape)
 
 
 def lstm_cell(
@@ -213,11 +226,10 @@ def _run(
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
-    dropout_state = _dropout_state(data, makes_it=train and dropout > 0)
     with torch.no_grad():  # cuDNN reads a copy with the steps first, which is freed afterwards.
         steps_first = _read(data.transpose(0, 1) if batch_first else data)
     weights_per_layer = (4 if has_biases else 2) + (proj_size > 0)
-    form = (num_layers, batch_first, dropout, train, bidirectional, batch_sizes, dropout_state)
+    form = (num_layers, batch_first, dropout, train, bidirectional, batch_sizes)
     call = CudnnRnnCall(mode, hidden_size, proj_size, *form)
     out = torch.ops.aten._cudnn_rnn(data, list(params), weights_per_layer, _weight_buffer(params), hx, cx, *call)
     del steps_first
@@ -244,24 +256,47 @@ def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
         return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
 
 
-def _dropout_state(data: Tensor, *, makes_it: bool) -> Tensor | None:
-    """Return the state of `get_dropout_state`, which is made once and kept until the trace ends."""
-    kept: dict[str, Tensor] = data.fake_mode.library_tensors  # type: ignore[attr-defined]
-    if makes_it and _STATE not in kept:
-        kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
-    return kept.get(_STATE)
+def _form(call: OperatorCall, few_units: Sequence[int]) -> tuple[CudnnRnnCall, Workspace]:
+    """Return the options of a call, and its workspace; the kernel is chosen as by `get_algo` in cudnn/RNN.cpp."""
+    form, tensor = CudnnRnnCall(*(call[name] for name in CudnnRnnCall._fields)), call["input"]
+    inputs, units, packed = tensor.shape[-1], form.hidden_size, bool(form.batch_sizes)
+    persistent = 0
+    if not (packed or form.proj_size or tensor.dtype == torch.float64):
+        single = form.num_layers == form.directions == 1 and tensor.dtype == torch.float16
+        aligned = single and units <= 1024 and units % 128 == inputs % 128 == 0
+        persistent = 1 if units <= few_units[form.mode] else 2 * aligned
+    sizes = tensor.numel() // max(1, inputs), call["hx"].shape[1], inputs, units, form.proj_size
+    flags = form.num_layers, form.directions, form.mode, tensor.dtype.itemsize, form.dropout > 0, packed, persistent
+    return form, Workspace("recurrent", (*sizes, *map(int, flags)))
 
 
-def _recurrent(call: OperatorCall) -> list[MemoryStep]:
-    """The band of the reserve that a forward pass keeps, and the workspace."""
-    tensor, directions = call["input"], 2 if call["bidirectional"] else 1
-    rows = tensor.numel() // max(1, tensor.shape[-1])
-    numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
-    workspace = Workspace("recurrent", numbers)
-    if not call["train"] or "reserve" in call.signature:
-        return [workspace]
-    share = CudnnRnnCall(*(call[name] for name in CudnnRnnCall._fields)).band_percent()
-    return [Kept(Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)), _RESERVE), workspace]
+def _forward_steps(call: OperatorCall) -> list[MemoryStep]:
+    """The random state that stays from the first dropout on, the outputs, the workspace, the reserve."""
+    form, workspace = _form(call, _FEW_FORWARD)
+    outputs = OutputAllocated(0), OutputAllocated(1), OutputAllocated(2)
+    state = [Kept(Workspace("cudnn_dropout", ()))] if form.train and form.dropout else []
+    return [*state, *outputs, workspace, OutputAllocated(_RESERVE)]
+
+
+def _backward_steps(call: OperatorCall) -> list[MemoryStep]:
+    """`_cudnn_rnn_backward_input`, then `_cudnn_rnn_backward_weight`, which lays out the steps once more.
+
+    Gradients that autograd does not give are zeros, and all of inputs and states are allocated.
+    """
+    form, workspace = _form(call, _FEW_BACKWARD)
+    likes = {"grad_output": call["output"], "grad_hy": call["hx"], "grad_cy": call["cx"]}
+    zeros = [tensor for name, tensor in likes.items() if call[name] is None and tensor is not None]
+    read = [call["input"], *([] if call["grad_output"] is None else [call["grad_output"]])]
+    copies = layout_copies(*(each.transpose(0, 1) if form.is_transposed else each for each in read))
+    steps: list[MemoryStep] = [Workspace("layout_copy", (bytes_of(tensor),)) for tensor in zeros]
+    steps += [*copies, OutputAllocated(0), OutputAllocated(1), OutputAllocated(2), workspace, Freed(len(copies) + 1)]
+    if call["output_mask"][3]:
+        steps += [
+            *layout_copies(read[0].transpose(0, 1) if form.is_transposed else read[0]),
+            OutputAllocated(3),
+            workspace,
+        ]
+    return steps
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
@@ -276,4 +311,4 @@ CELL_METAS: Mapping[str, Callable[..., Any]] = {
     "_thnn_fused_gru_cell": _gru_meta,
     "_thnn_fused_gru_cell_backward": _gru_backward_meta,
 }
-WORKSPACES: Mapping[str, Handler] = dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent)
+WORKSPACES: Mapping[str, Handler] = {"_cudnn_rnn": _forward_steps, "_cudnn_rnn_backward": _backward_steps}

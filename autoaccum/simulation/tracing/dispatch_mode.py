@@ -68,7 +68,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         notices: Messages on differences between the simulation and a real run.
         checks: Messages on checks of values that were assumed to pass.
         assumed: The lines that read values in whose place a placeholder was given.
-        library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
         refuses_reads: Returns whether the code that runs must not read unknown values, nor addresses.
@@ -92,7 +91,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.notices: dict[Message, None] = {}
         self.checks: dict[Message, None] = {}
         self.assumed: dict[str, None] = {}
-        self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self.sharded_type: type | None = None

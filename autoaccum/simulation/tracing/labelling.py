@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
@@ -181,7 +181,6 @@ class BlockLabeller(Watcher):
     Args:
         recorder: Records the blocks of the trial run.
         trial_run: Gives the models, the optimizers, and the tensors that the loop holds.
-        library_tensors: Tensors that a library keeps, such as its dropout state.
         auxiliary_modules: Modules outside the model, such as a loss.
         allocators: As in `RankPurposes`.
     """
@@ -190,11 +189,10 @@ class BlockLabeller(Watcher):
         self,
         recorder: Recorder,
         trial_run: Run,
-        library_tensors: Mapping[str, Tensor],
         auxiliary_modules: Iterable[nn.Module] = (),
         allocators: Iterable[tuple[Any, str, Category]] = (),
     ) -> None:
-        self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
+        self._recorder, self._trial_run = recorder, trial_run
         self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
         self._tracker = ModuleTracker(lambda: trial_run.models)
         self._phase: Phase | None = None
@@ -261,7 +259,6 @@ class BlockLabeller(Watcher):
             block = self._recorder.block_of(tensor)
             if block is not None:
                 self._set_owner("outputs", [tensor], self._origins[block].module)
-        self._set_owner("workspace", self._library_tensors.values())
 
     def _search_modules(self) -> None:
         for module, index in self._modules():

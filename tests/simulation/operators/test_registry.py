@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.simulation.operators.registry import observe_workspaces
+from autoaccum.simulation.operators.workspace_sizes import estimate
 from autoaccum.simulation.releases import Release
 from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
@@ -91,8 +92,9 @@ def test_flash_attention() -> None:
         args = (query, query, key, key, rows_first)
         backward = see(_aten._scaled_dot_product_flash_attention_backward.default, *args, out=(query, key, key))
     assert list(forward) == [
-        OUTPUTS,
+        *(OutputAllocated(0), OutputAllocated(1)),
         *(Workspace(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")),
+        OUTPUTS,
     ]
     assert list(dropped) == []
     assert list(backward) == [
@@ -124,7 +126,7 @@ def test_efficient_and_cudnn_attention() -> None:
             *(query, query, key, key, None, query, query, query, query, 0.0),
         )
         cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
-    assert list(forward) == [OUTPUTS, Workspace("efficient_output", (2, 8, 100, 64, 4))]
+    assert list(forward) == [OutputAllocated(0), OutputAllocated(1), Workspace("efficient_output", (2, 8, 100, 64, 4))]
     numbers = (2, 8, 100, 50, 64, 64, 4, 1, 0)
     assert list(backward) == [
         OUTPUTS,
@@ -138,6 +140,43 @@ def test_efficient_and_cudnn_attention() -> None:
     assert list(grouped) == [OUTPUTS, *[Workspace("flash_grouped", (2, 8, 50, 64, 4))] * 2, *list(backward)[1:]]
     assert list(misaligned)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
     assert list(cudnn) == [OUTPUTS, Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [
+        ((64, 2048), [16_384]),
+        ((1_000_000,), [8_000_000, 12_200_191]),
+        ((4, 1_000_000), [8_000_000, 12_200_191]),
+        ((64, 8192), [4_194_304, 4_194_304, 2_097_152, 6_400_511, 96_767]),
+        ((256, 10_000), [20_480_000, 30_720_255]),
+    ],
+    ids=str,
+)
+def test_sorts_take_what_was_measured(shape: tuple[int, ...], measured: list[int]) -> None:
+    """On an H100 (tests/gpu/data/h100.json), or by PyTorch's own code on a fake card (tests/shared/real_allocator)."""
+    with simulate(H100):
+        steps = see(_aten.sort.default, card_tensor(*shape))
+    assert_sizes(steps, measured)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "measured"),
+    [(False, [4_000_000, 4_157_183, 3_999_996]), (True, [4_000_000, 8_000_000, 8_000_000, 12_200_191, 3_999_996])],
+)
+def test_unique_values_are_sorted_in_memory_of_their_own(inverse: bool, measured: list[int]) -> None:
+    """As above; the output has room for all values, though one is left."""
+    with simulate(H100):
+        values = card_tensor(1_000_000)
+        assert_sizes(see(_aten._unique2.default, values, True, inverse, out=(card_tensor(1), values, values)), measured)
+
+
+def assert_sizes(steps: Sequence[MemoryStep], measured: Sequence[int]) -> None:
+    taken = [step.workspace if isinstance(step, Kept) else step for step in steps if isinstance(step, Kept | Workspace)]
+    sizes = [estimate(workspace, H100, (2, 13)) for workspace in taken]
+    for size, true in zip(sizes, measured, strict=True):
+        assert abs(size.bytes - true) <= size.uncertainty_bytes
+    assert max(size.uncertainty_bytes for size in sizes) < max(measured) // 10
 
 
 def test_inputs_are_laid_out_before_outputs_are_made() -> None:
