@@ -95,6 +95,10 @@ class TracedTrial(TrialRun):
         """Return its trace."""
         mode = self._mode
         gc.collect()
+        found, weights = mode.earlier
+        if not mode.recorder.live_storages().isdisjoint(weights):  # By its outputs, which a global holds, say.
+            mode.recorder.forget_all_but(found)
+        found, mode.earlier = mode.recorder.live_storages(), ((), ())
         mode.numbering.restart()
         mode.values.restart()
         mode.recorder.begin(lambda: self.phase, watcher)
@@ -105,6 +109,8 @@ class TracedTrial(TrialRun):
             finally:
                 mode.phase = self.phase
                 trace = mode.recorder.trace(self._request.parts)
+        parameters = (getattr(each, "_local_tensor", each) for model in self.models for each in model.parameters())
+        mode.earlier = found, {id(each.untyped_storage()) for each in parameters} - found
         batch = self._samples if mode.values.computed else 0
         return replace(trace, host_bytes=self.host_bytes, batch=batch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         checks: Messages on checks of values that were assumed to pass.
         assumed: The lines that read values in whose place a placeholder was given.
         phase: The phase in which the last trial run ended or failed.
+        earlier: The storages that the last trial run found, and those of its weights, as of `Recorder.live_storages`.
         sharded_type: DTensor, while ranks are simulated.
         refuses_reads: Returns whether the code that runs must not read unknown values, nor addresses.
         values: The values that are followed; all, once `values.computed` is set.
@@ -93,6 +94,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.assumed: dict[str, None] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
+        self.earlier: tuple[Collection[int], Collection[int]] = (), ()
         self.sharded_type: type | None = None
         self.refuses_reads: Callable[[], bool] = lambda: True
         self.values = Values()

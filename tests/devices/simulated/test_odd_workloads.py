@@ -163,6 +163,13 @@ def test_values_of_a_checkpoint_are_those_of_its_file(simulated: Callable[[str],
     assert not isinstance(simulated(lines)(Inspect()), Failure)
 
 
+def test_a_model_that_a_global_keeps_is_not_there_in_the_next_trial(simulated: Callable[[str], Any]) -> None:
+    ask = simulated(module("global kept\nkept = self.layer(x)\nreturn kept"))
+    first, second = (ask(TraceParts(parts=(size, size))) for size in (3, 5))
+    assert not isinstance(first, Failure), first
+    assert first.events == second.events
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str], Any]) -> None:
     lines, words = REFUSED[name]
