@@ -146,13 +146,18 @@ def save_checkpoint(model: str, checkpoints: Path) -> None:
     made.half().save_pretrained(checkpoints / model)
 
 
+def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if run["kind"] == "image":
+        return torch.optim.SGD(trained, lr=1e-4, momentum=0.9, nesterov=True)
+    return torch.optim.AdamW(trained, lr=1e-4)
+
+
 def train(run: Run, checkpoints: Path, mark: Callable[[int, str], None] = lambda update, phase: None) -> None:
     """Train for three updates; `mark` hears of the number of the update and of the phase that has just ended."""
     model, step = prepare(run, checkpoints)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    if run["kind"] == "image":
-        optimizer = torch.optim.SGD(trained, lr=1e-4, momentum=0.9, nesterov=True)
+    optimizer = make_optimizer(run, model)
     mark(0, "load")
     for update in range(1, 4):
         optimizer.zero_grad()

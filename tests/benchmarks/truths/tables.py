@@ -13,6 +13,7 @@ from truths import models
 from truths.adapters import fitcheck_loop, load_config, peft_loop
 from truths.language_models import configuration_of
 from truths.loops import Loop, predict_loop, with_parameters
+from truths.own_runs import loop_of_run
 from truths.peers import accelerate_mib, fitcheck_mib
 from truths.scores import FITS, UNKNOWN_LENGTHS, Predicted, Score, class_of
 from truths.trainer import bert_large, trainer_loop
@@ -233,6 +234,34 @@ def _compare_lora(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
             yield case.score(phase, float(row[f"{column}_mib"]), phases[phase])
 
 
+def _predict_own(case: Case, batch: int) -> Predicted:
+    return predict_loop(loop_of_run(case.row), H100.card, batch, release=_release(case.row["torch"]))
+
+
+def _compare_own(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """All that PyTorch counted, and the context that NVML showed; every row trained."""
+    (run,), row = predicted, case.row
+    yield case.score(FITS, True, run.trains)
+    measured = {column: int(row[column]) / MIB for column in (*_PHASES, "peak_reserved", "context_at_end")}
+    phases = {phase: held / MIB for phase, held in run.phases_bytes.items()}
+    allocated = max(phases.get(phase, 0) for phase in _PHASES.values())  # An update may ask for nothing.
+    yield case.score("allocated", max(measured[column] for column in _PHASES), allocated)
+    yield case.score("reserved", measured["peak_reserved"], phases["reserved"])
+    process = measured["peak_reserved"] + measured["context_at_end"]
+    yield case.score("process", process, phases["reserved"] + (run.start_bytes + run.modules_bytes) / MIB)
+    for column, phase in _PHASES.items():
+        if phase in phases:
+            yield case.score(phase, measured[column], phases[phase])
+
+
+def _run_of_own(row: Row) -> str:
+    if row["kind"] == "image":
+        layout = ", channels last" * (row["channels_last"] == "1") + ", cudnn.benchmark" * (row["benchmark"] == "1")
+        return f"{row['precision']}, batch {row['batch']}{layout}"
+    weights = "NF4 " if row["quantization"] == "nf4" else ""
+    return f"{row['kind']}, {weights}{row['precision']} {row['attention']} {row['batch']} x {row['length']}"
+
+
 def _predict_peft(case: Case, batch: int) -> Predicted:
     return predict_loop(peft_loop(case.row), L40S.card, batch, release=_release(case.row["torch-version"]))
 
@@ -325,4 +354,15 @@ L40S: Final = Table(
     predict=_predict_peft,
     compare=_compare_peft,
 )
-TABLES: Final = {table.name: table for table in (T4, L40S, RTX4060, V100, RTX3090)}
+H100: Final = Table(
+    name="h100_runs",
+    card=replace(find_card("h100"), total_bytes=85_017_493_504),  # As PyTorch reported of the measured card.
+    about="H100: our own training runs (`tests/gpu/training_runs.py`), torch 2.11",
+    model=lambda row: row["model"],
+    run=_run_of_own,
+    group=lambda row: f"{row['kind']}, {row['attention'] or row['precision']}",
+    batches=lambda row: (int(row["batch"]),),
+    predict=_predict_own,
+    compare=_compare_own,
+)
+TABLES: Final = {table.name: table for table in (H100, T4, L40S, RTX4060, V100, RTX3090)}
