@@ -124,7 +124,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         with _LOCK:
             kwargs = {} if kwargs is None else kwargs
             if "device" in kwargs:
-                kwargs = self._with_device(kwargs)
+                kwargs = self._with_device(args, kwargs)
             elif not (self._depth or self._has_sparse or self.values.computed):
                 call = self._cache.calls.get(self._cache.key(func, args, kwargs))
                 if call is not None and call.decides:
@@ -327,14 +327,15 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         dtype = kwargs.get("dtype")
         return math.prod(args[0]) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
 
-    def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_device(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with `cuda:0` for any device that means the card; C++ also uses `meta` for it."""
         device = kwargs["device"]
         if device is None:
             return dict(kwargs)
         device = torch.device(device)
         if device.type == "meta" and (self._depth == 0 or not self.in_kernel_invocation):
-            device = _CPU if self.lazy else DEVICE
+            on_card = bool(args) and isinstance(args[0], FakeTensor) and args[0].fake_device == DEVICE
+            device = _CPU if self.lazy and not on_card else DEVICE
         if device.type == "cuda" and device != DEVICE:
             if device.index is not None:
                 raise UnsupportedError(f"a tensor is put on {device}, but only one card is simulated", hint=ONE_CARD)
