@@ -172,6 +172,7 @@ def test_what_is_written_to_a_given_tensor_takes_no_memory_each_time(mode: FakeC
 
 def test_another_layout_stays_on_the_card_while_a_model_is_built_lazily(mode: FakeCudaMode) -> None:
     with mode.building_lazily():
-        layer = nn.Conv2d(64, 512, 3).to("cuda").to(memory_format=torch.channels_last)
+        layer = nn.Conv2d(64, 512, 3).to("cuda")
+        layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert layer.weight.device.type == "cuda"
     assert layer.weight.is_contiguous(memory_format=torch.channels_last)
