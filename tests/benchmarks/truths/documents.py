@@ -208,7 +208,7 @@ def _groups(lines: Iterator[Score]) -> Iterator[tuple[str, list[Score]]]:
     for score in lines:
         groups.setdefault(score.group, []).append(score)
     yield from sorted(groups.items(), key=lambda item: item[0].lower())
-    if len(groups) != 1:
+    if len(groups) > 1:
         yield "all", [score for group in groups.values() for score in group]
 
 
