@@ -38,27 +38,11 @@ _LAZY_BYTES = 32 * MIB
 _OTHER_KERNELS_BYTES = 64 * MIB
 _ESTIMATE_ERROR_DIVISOR = 8
 REPORTED: Mapping[str, tuple[int, int | None, str]] = {
-    "NVIDIA GeForce RTX 3090": (
-        256 * MIB,
-        None,
-        "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
-    ),
+    "NVIDIA GeForce RTX 3090": (256 * MIB, None, "torch 2.7, https://github.com/invoke-ai/InvokeAI/issues/9413"),
     "NVIDIA GeForce RTX 4090": (428 * MIB, None, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
-    "NVIDIA RTX 6000 Ada Generation": (
-        426 * MIB,
-        None,
-        "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053",
-    ),
-    "Tesla T4": (
-        105 * MIB - 128 * KIB,
-        141 * MIB - 128 * KIB,
-        "LoRA in torch 2.10, https://github.com/Anassbzdd/fitcheck",
-    ),
-    "NVIDIA H100 80GB HBM3": (
-        523 * MIB,
-        758 * MIB,
-        "torch 2.11 with driver 580, tests/gpu/data/h100_runs.csv (742 to 768 MiB)",
-    ),
+    "NVIDIA RTX 6000 Ada Generation": (426 * MIB, None, "https://github.com/unslothai/unsloth-zoo/pull/1053"),
+    "Tesla T4": (107_392 * KIB, 144_256 * KIB, "torch 2.10, https://github.com/Anassbzdd/fitcheck"),
+    "NVIDIA H100 80GB HBM3": (523 * MIB, 758 * MIB, "torch 2.11 with driver 580, tests/gpu/data/h100_runs.csv"),
 }
 """By the driver's name of the card, the context that nvidia-smi showed before any other work, what it showed outside
 PyTorch's allocator after training steps (None: not reported), and the source."""

@@ -22,7 +22,7 @@ from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.simulation.tracing.operator_cache import CachedCall, OperatorCache
 from autoaccum.simulation.tracing.reads import read_scalar, reads_for_user
 from autoaccum.simulation.tracing.recorder import Recorder
-from autoaccum.simulation.tracing.values import Values, find_tensors, may_keep, set_values, values_of
+from autoaccum.simulation.tracing.values import Values, find_tensors, set_values, values_of
 from autoaccum.simulation.unsupported import NotMaterialisedError, UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -189,8 +189,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.recorder.op = call.func
         out = call.make(args)
         self._record(call, call.func, args, kwargs, out)
-        if self.values.computed or may_keep(call.func, args):
-            self.values.keep(call.func, args, kwargs, out)
+        self.values.keep(call.func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -65,8 +65,11 @@ class Values:
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Keep the values of what an operator returned as `out`, and of what it wrote to."""
+        of_card = args and type(args[0]) is FakeTensor and _attribute(args[0]) is None
+        if of_card and not self.computed and _is_common(func):
+            return
         writes = _written_arguments(func)
-        if writes is None or not (self.computed or may_keep(func, args)):
+        if writes is None:
             return
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in writes]
         written = list(_fakes(targets))
@@ -116,13 +119,6 @@ class Values:
         for tensor in written:
             if not (self.computed and isinstance(tensor, nn.Parameter)):  # It stays as if it had not been updated.
                 forget_values(tensor)
-
-
-def may_keep(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether there may be values to keep of an operator, where not all are computed."""
-    if not _is_common(func):
-        return _written_arguments(func) is not None
-    return not (args and type(args[0]) is FakeTensor and _attribute(args[0]) is None)
 
 
 def values_of(tensor: Tensor, *, for_host: bool = False) -> Tensor | None:
