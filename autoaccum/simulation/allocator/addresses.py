@@ -25,66 +25,48 @@ class SegmentAddresses:
     """
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: dict[int, int] = {}
-        self._used_bytes: dict[int, int] = {}
-        self._holes: list[tuple[int, int]] = []
-        self._largest_hole = 0
         self._gaps = [(0, _TOP)]
+        self._spans: dict[int, int] = {}
+        self._holes: dict[int, list[tuple[int, int]]] = {}
+        self._starts: list[int] = []
+        self._refused = _TOP  # No hole has room for this and more.
 
     def reserve(self, size: int) -> int:
         """Return the address of a new segment."""
-        address = self._take_hole(size)
-        return self._add_range(size) if address is None else address
+        for start in self._starts if size < self._refused else ():
+            holes = self._holes[start]
+            for index, (address, free) in enumerate(holes):
+                if free >= size:
+                    holes[index : index + 1] = [(address + size, free - size)] if free > size else []
+                    return address
+        span = -(-size // _RANGE_BYTES) * _RANGE_BYTES
+        self._refused = max(min(size, self._refused), span - size + 1)
+        index = next(index for index in reversed(range(len(self._gaps))) if self._gaps[index][1] > span)
+        below, free = self._gaps[index]
+        self._gaps[index] = (below, free - span)
+        start = below + free - span
+        insort(self._starts, start)
+        self._spans[start], self._holes[start] = span, [(start + size, span - size)] if span > size else []
+        return start
 
     def release(self, address: int, size: int) -> None:
         """Give back the addresses of a segment."""
-        index = bisect_right(self._starts, address) - 1
-        start = self._starts[index]
-        self._used_bytes[start] -= size
-        if self._used_bytes[start]:
-            _add(self._holes, address, size, start, self._ends[start])
-            self._largest_hole = _TOP
-            return
-        end = self._ends.pop(start)
-        del self._starts[index], self._used_bytes[start]
-        del self._holes[bisect_left(self._holes, (start, 0)) : bisect_left(self._holes, (end, 0))]
-        _add(self._gaps, start, end - start, 0, _TOP)
-
-    def _take_hole(self, size: int) -> int | None:
-        if size > self._largest_hole:
-            return None
-        for index, (address, free) in enumerate(self._holes):
-            if free >= size:
-                if free > size:
-                    self._holes[index] = (address + size, free - size)
-                else:
-                    del self._holes[index]
-                self._used_bytes[self._starts[bisect_right(self._starts, address) - 1]] += size
-                return address
-        self._largest_hole = size - 1
-        return None
-
-    def _add_range(self, size: int) -> int:
-        span = -(-size // _RANGE_BYTES) * _RANGE_BYTES
-        index = next(index for index in reversed(range(len(self._gaps))) if self._gaps[index][1] > span)
-        below, free = self._gaps[index]
-        address = below + free - span
-        self._gaps[index] = (below, free - span)
-        insort(self._starts, address)
-        self._ends[address], self._used_bytes[address] = address + span, size
-        if span > size:
-            insort(self._holes, (address + size, span - size))
-            self._largest_hole = max(self._largest_hole, span - size)
-        return address
+        start = self._starts[bisect_right(self._starts, address) - 1]
+        holes, span = self._holes[start], self._spans[start]
+        _add(holes, address, size)
+        self._refused = _TOP
+        if holes == [(start, span)]:
+            self._starts.remove(start)
+            del self._holes[start], self._spans[start]
+            _add(self._gaps, start, span)
 
 
-def _add(spans: list[tuple[int, int]], address: int, size: int, low: int, high: int) -> None:
-    """Add a span of `size` bytes to free ones, and join it with neighbours between `low` and `high`."""
+def _add(spans: list[tuple[int, int]], address: int, size: int) -> None:
+    """Add a span of `size` bytes to free ones, and join it with its neighbours."""
     index = bisect_left(spans, (address, 0))
-    if index < len(spans) and spans[index][0] == address + size < high:
+    if index < len(spans) and spans[index][0] == address + size:
         size += spans.pop(index)[1]
-    if index and sum(spans[index - 1]) == address > low:
+    if index and sum(spans[index - 1]) == address:
         address, before = spans[index - 1]
         spans[index - 1] = (address, before + size)
     else:
