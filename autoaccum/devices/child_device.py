@@ -41,8 +41,6 @@ class ChildDevice(Device):
         self._settings = settings
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
-        self._posted: LoadWorkload | None = None
-        """What the standby process loads or has loaded, if anything."""
         self._held_bytes: int | None = None
         """The memory of a child that has loaded the workload, once one has."""
         self._limit_bytes: int | None = None
@@ -82,7 +80,7 @@ class ChildDevice(Device):
     def turn_to(self, settings: TrialSettings) -> None:
         """As `Device`; a standby process that has loaded nothing is used for it, too."""
         self._end_child()
-        if self._posted is not None:
+        if self._standby is not None and self._standby.posted is not None:
             self._end_standby()
         self._settings = settings
 
@@ -108,7 +106,8 @@ class ChildDevice(Device):
         self._end_child()
         process = self._start(measured=False)
         try:
-            self._load(process, multiple_of=self._multiple_of, savers=self._savers)
+            load = self._load_request(multiple_of=self._multiple_of, savers=self._savers)
+            process.run(load, self._load_seconds)
             seconds = self._settings.job_seconds()
             yield lambda micro_batch: process.run(TimeUpdate(micro_batch=micro_batch), seconds)
         finally:
@@ -128,19 +127,15 @@ class ChildDevice(Device):
         if self._child is None:
             if self._standby is not None and self._standby.has_died():
                 self._end_standby()
-            child, posted = self._standby or self._start(), self._posted
-            self._standby = self._posted = None
+            child, self._standby = self._standby or self._start(), None
             if self._limit_bytes is None:  # Both import PyTorch at once.
                 self._start_standby()
-            self._facts = self._load(child) if posted is None else child.run(posted, self._load_seconds, posted=True)
+            self._facts = child.run(child.posted or self._load_request(), self._load_seconds)
             self._child, self._held_bytes = child, self._facts["held_bytes"]
         if self._limit_bytes is None:
             options, available = self._settings.options, self._available(self._facts)
             self._limit_bytes = choose_budget(available, options.memory, options.reserve)
         return self._child
-
-    def _load(self, process: ChildProcess, **spec: Any) -> Mapping[str, Any]:
-        return process.run(self._load_request(**spec), self._load_seconds)
 
     def _load_request(self, **spec: Any) -> LoadWorkload:
         given = {name: value for name, value in spec.items() if value is not None}
@@ -162,14 +157,13 @@ class ChildDevice(Device):
         if self._standby is None and room >= _STANDBY_BYTES:
             with suppress(NotMeasuredError):
                 self._standby = self._start()
-        if self._standby is None or self._posted is not None or self._held_bytes is None or not self._loads_standby:
+        if self._standby is None or self._standby.posted is not None or self._held_bytes is None:
             return
-        if room >= self._held_bytes + _STANDBY_BYTES:
-            self._posted = self._load_request()
-            self._standby.post(self._posted)
+        if self._loads_standby and room >= self._held_bytes + _STANDBY_BYTES:
+            self._standby.post(self._load_request())
 
     def _end_standby(self) -> None:
-        standby, self._standby, self._posted = self._standby, None, None
+        standby, self._standby = self._standby, None
         if standby is not None:
             standby.end()
 
