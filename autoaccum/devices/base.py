@@ -52,8 +52,8 @@ class Trial:
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
         is_definite_oom: False if the message of an `oom` could also be that of a bug: then a smaller size has to run.
-        fresh: Whether its process had run no trial before, or it failed though nothing that earlier jobs left was
-            missing; of a simulated one, whether just its parts were traced.
+        fresh: Whether its process had run no trial before, or it failed with all the memory that a fresh process would
+            have had; of a simulated one, whether just its parts were traced.
         fault: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.

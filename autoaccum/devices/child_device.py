@@ -35,7 +35,7 @@ class ChildDevice(Device):
 
     _crashes_for_memory = False
     _loads_standby = False
-    """Whether a standby process that has loaded the workload takes no memory of the device."""
+    """Whether a standby process may load the workload, since that takes no memory of the device."""
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings

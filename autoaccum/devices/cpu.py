@@ -35,8 +35,8 @@ class CpuDevice(ChildDevice):
     does not count (`HostMeter.limit`). So the answer of a search runs in a fresh process, and what fails in a used one
     would fail in a fresh one, too. Fresh processes differ by some 100 KiB in the memory left for a trial.
 
-    *In a used process* the first update, and the first of two equal parts of the last one, have as few samples as ran
-    there before: the second part meets the same gradients and optimizer state, and most failures show sooner.
+    *In a used process* the first update, and the first of two equal parts of the last one, have only as many samples as
+    have run there before. The second part has the same gradients and optimizer state beside it, and fails sooner.
 
     *A crash* in native code counts as an out-of-memory error that is not certain (`Trial.is_definite_oom`): some
     libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).

@@ -36,7 +36,7 @@ from autoaccum.sources.source import NamedSource, read_source
 from autoaccum.sources.workload import Workload
 
 _LEAD_RATIO = 4
-"""How many times smaller a first update has to be to save time also where a trial fails in its first forward."""
+"""How many times smaller than the trial's part a first update has to be, so that it costs little if the part fails."""
 
 
 class TrialChild(Handler):

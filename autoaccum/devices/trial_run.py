@@ -148,8 +148,8 @@ class TrialRun:
 
         The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
         blocks of a cache that are not those of training. With `needs_whole_batch` every update runs all: one part alone
-        would keep on the device what waits elsewhere in training. With `lead`, so many samples make the first update,
-        and replace the first of two equal parts, if that is less: their kernels are there already.
+        would keep on the device what waits elsewhere in training. `lead` samples, if that is less, make the first
+        update and replace the first of two equal parts: an update of that size has run before, so it compiles nothing.
 
         Returns:
             The result of the last update.

@@ -28,7 +28,7 @@ Stop = Literal["time", "trials"]
 _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
 _FLAT = 1.01
-"""The ratio of two peaks up to which they are of the same thing."""
+"""Two peaks whose ratio is at most this count as equal."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
 
@@ -98,8 +98,7 @@ def search(
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
     Where memory does not grow monotonically with the size, the answer still ran and a larger size still failed; other
-    sizes are not ruled out. A `tight` size counts as failed as soon as
-    an `ok` one is known.
+    sizes are not ruled out. A `tight` size counts as failed as soon as an `ok` one is known.
 
     Args:
         trial: Runs one trial.
@@ -113,7 +112,7 @@ def search(
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
-        probes_first: Run the first trial, of which least is known, in a used process, where it takes less time.
+        probes_first: Run the first trial in a used process, which takes less time: its size is the least certain.
 
     Raises:
         DoesNotFitError: The smallest size ran out of memory.
@@ -325,9 +324,9 @@ class _Search:
         peaks, needs = self.peaks, self.needs
         if needs.curved:
             return next_size.estimate_by_curve(peaks, self.limit_bytes, self.sizes)
-        # Peaks no higher than in few samples are those of the update, which does not grow.
+        # A peak that does not grow with the batch is the optimizer's.
         is_flat = max(peaks.values(), default=0) <= (needs.update_bytes or 0) * _FLAT
-        # Once one has failed and none has run, a limit on trials leaves no time for estimates.
+        # Under a limit on trials or time, bisect once one has failed and none has run.
         if needs.sample_bytes and (peaks or self.probes_first or not self.trials):
             if needs.resident_bytes is not None and is_flat:
                 peaks = {0: needs.resident_bytes}

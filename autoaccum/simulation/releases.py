@@ -35,7 +35,7 @@ RULES: Mapping[str, Release] = {
     # It takes no single query on sm10x and sm11x with cuDNN 9.19 to 9.25.0, except 9.24.1
     # (`is_cudnn_attention_decode_disabled`, #194927).
     "cudnn_without_single_queries": (2, 14),
-    # Memory-efficient attention refuses inputs that start at an odd place of their storage
+    # Memory-efficient attention refuses inputs whose storage offset is misaligned
     # (`check_data_ptr_alignment_mem_efficient`, #184258).
     "aligned_efficient_attention": (2, 13),
     # ATen/native/transformers/sdp_utils_cpp.h. Memory-efficient attention takes grouped queries, and one head of keys

@@ -167,7 +167,7 @@ def copy_workload_model(workload: Workload, built: nn.Module | None = None) -> t
     """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
 
     A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
-    model itself, unchanged, and False. `built` was made before: where another is made now, that needs no copy.
+    model itself, unchanged, and False. `built` is a model that was built before: one that differs needs no copy.
     """
     with user_code("model()"):
         model = workload.make_model()

@@ -1,12 +1,12 @@
-"""The plans that cuDNN prefers for a convolution, without a card: as the library in a CUDA build of PyTorch answers.
+"""The plans that cuDNN prefers for a convolution, as the library in a CUDA build of PyTorch answers without a card.
 
 Since 9.8, cuDNN's heuristics answer for a card that is described to them (`CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR`;
 "Deviceless Ahead-of-time Compilation" in the documentation of cudnn-frontend). The numbers of descriptors, attributes
 and types are those of cudnn_graph.h.
 
-Answers depend on the compute capability alone (a few for 9.0 on the memory's clock, which is an H100's here). They do
-not say what a card decides: into how many parts a sum is split among its multiprocessors, and which plans run in
-cuBLASLt, as those of 1 x 1 kernels do.
+Answers depend on the compute capability alone; a few for 9.0 depend on the memory's clock, which is an H100's here.
+Only a card decides into how many parts a sum is split among its multiprocessors, and which plans run in cuBLASLt, as
+those of 1 x 1 kernels do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The workspace of cuDNN's recurrent networks, whose sizes cuDNN tells on a card only (`cudnnGetRNNTempSpaceSizes`).
+"""The workspace of cuDNN's recurrent networks, whose size cuDNN reports only on a card (`cudnnGetRNNTempSpaceSizes`).
 
-The sums were read off the answers of cuDNN 9.19 on an H100 for some 4,000 networks, of which
-tests/simulation/operators/recurrent_spaces.csv has a part. Of 2,315 that train with the usual kernels, 93 in 100 are
-right to 3 %; those further off have packed steps, projections, or more steps than 300.
+The formulas were derived from the answers of cuDNN 9.19 on an H100 for some 4,000 networks, a part of which is in
+tests/simulation/operators/recurrent_spaces.csv. Of 2,315 that train with the usual kernels, 93 in 100 are right to
+3 %; those further off have packed steps, projections, or more than 300 steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_persistent(call: RecurrentCall, card: Card) -> bool:
 
 
 def recurrent_bytes(call: RecurrentCall, *, persistent: bool = False) -> int:
-    """Return 8 MiB for each layer and direction, copies of weights and states, and the hungriest pass of several."""
+    """Return 8 MiB for each layer and direction, copies of weights and states, and the largest of several passes."""
     units, outputs, gates, is_lstm = call.hidden, call.projected or call.hidden, call.gates, call.gates == 4
     weights = gates * units * (call.inputs + outputs + (call.layers - 1) * (call.directions + 1) * outputs)
     weights += call.layers * call.projected * units

@@ -280,7 +280,7 @@ def run_on_card(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _make_in_context(context: Any, run: Callable[..., Any], func: Any, *call: Any) -> Any:
-    """Make tensors under `torch.device("meta")` without the card, which C++ calls `meta` elsewhere."""
+    """Make real meta tensors under `torch.device("meta")`: elsewhere in a simulation, `meta` stands for the card."""
     is_plain = context.device.type == "meta" and func in _device_constructors()
     with _disable_current_modes() if is_plain else nullcontext():
         return run(context, func, *call)
@@ -315,8 +315,8 @@ def _follow_threads(mode: FakeCudaMode, stack: ExitStack) -> None:
     """Enter `mode`, which belongs to a thread, in each thread that starts until `stack` is closed.
 
     On a real card, the allocations of threads come in any order. Here, whoever starts a thread or gives work to a pool
-    waits for it a little, so that the order is nearly always the same: until the same function has once or more often
-    left the card alone for `_WAIT_SECONDS` in all, as downloads and workers without end do.
+    waits for it a little, so that the order is nearly always the same. A function is no longer waited for once the
+    waits in which it left the card alone add up to `_WAIT_SECONDS`, as those of downloads and endless workers do.
     """
     start, run, submit = _Thread.start, _Thread._bootstrap_inner, ThreadPoolExecutor.submit
     idle: dict[str, float] = {}
