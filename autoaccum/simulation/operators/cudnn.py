@@ -177,6 +177,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         folders = [Path(folder) for folder in importlib.import_module("nvidia").__path__]
         paths = [next(lib for folder in folders for lib in folder.glob(f"*/lib/lib{name}.so.*")) for name in _LIBRARIES]
-        return [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in paths][-1]
+        library = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in paths][-1]
+        return library if hasattr(library, "cudnnBackendFinalize") else None  # cuDNN 8 brought it.
     except (ImportError, StopIteration, OSError):
         return None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import _ctypes
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.operators import workspace_sizes
+from autoaccum.simulation.operators import cudnn, workspace_sizes
 from autoaccum.simulation.operators.cudnn import (
     FORWARD,
     INPUT_GRADIENT,
@@ -157,3 +160,16 @@ def test_benchmarking_may_choose_any_of_several_plans(monkeypatch: pytest.Monkey
     usual, timed = (estimated(asked(FORWARD, PLAIN), benchmark) for benchmark in (0, 1))
     assert timed.uncertainty_bytes - usual.uncertainty_bytes == 4900
     assert (usual.bytes, usual.measured, usual.optional) == (100, False, True)
+
+
+@pytest.mark.parametrize("content", [b"", Path(_ctypes.__file__).read_bytes()])
+def test_a_library_that_is_broken_or_has_no_heuristics_is_not_asked(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cublasLt", "cudnn"):
+        library = tmp_path / name / "lib" / f"lib{name}.so.7"
+        library.parent.mkdir(parents=True)
+        library.write_bytes(content)
+    monkeypatch.setitem(sys.modules, "nvidia", SimpleNamespace(__path__=[tmp_path]))
+    monkeypatch.setattr(cudnn, "_library", cudnn._library.__wrapped__)
+    assert cudnn.plan_workspaces.__wrapped__((8, 6), asked(FORWARD, PLAIN), 1) == ()
