@@ -24,6 +24,7 @@ PICTURE: Final = ROOT / "examples" / "accuracy.svg"
 PAGES: Final = (ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md", ROOT / "examples" / "accuracy.md")
 _BLOCK: Final = re.compile(r"(<!-- scores: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEADINGS: Final = {
+    "h100_runs": "H100",
     "fitcheck_t4_dev": "Tesla T4",
     "peft_l40s_dev": "L40S",
     "xmem_rtx4060": "RTX 4060",
@@ -32,6 +33,7 @@ _HEADINGS: Final = {
 }
 """Each table of scores and its name in the pages."""
 _DRAWN: Final = {
+    "h100_runs": ("reserved", "temporaries"),
     "fitcheck_t4_dev": ("reserved", "parameters"),
     "peft_l40s_dev": ("reserved", "gradients"),
     "xmem_rtx4060": ("growth of the process", "activations"),
