@@ -17,8 +17,9 @@ from autoaccum.units import GIB, MIB
 def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
     with CpuDevice(TrialSettings(source=FileSource(write_workload(LINEAR_FILE)), rank_samples=4)) as device:
-        assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
-        assert (device.describe().free_bytes or 0) > device.limit_bytes
+        free_then = device.describe().free_bytes  # Other programs may have ended meanwhile.
+        assert free_then is not None
+        assert 0.5 * free_before < device.limit_bytes <= free_then - 256 * MIB
         assert device.trial((4,)).outcome == "ok"
 
 
