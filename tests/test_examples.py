@@ -18,7 +18,7 @@ from warm_children import WarmRanks
 from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "docs_hook.py"})
 LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
 """Loops of a framework's, which there is nothing to plan of."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual", "train"}

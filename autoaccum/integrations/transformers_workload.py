@@ -43,7 +43,7 @@ _LEFT_OUT = (
     *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
     *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders", "gather_function"),
 )
-_WRITE = "define model, batch and loss in a file, as in examples/workload_file.md"
+_WRITE = "define model, batch and loss in a file, as in examples/docs/guides/workload_file.md"
 
 
 def make_workload(trainer: Any, *, live: bool = False, names: Any = None) -> Workload:

@@ -7,7 +7,7 @@
 
 TRUTH_FOLDER holds tables (CSV) of measured runs; those that are missing are skipped. Each row is traced and replayed on
 the simulated card it was measured on, as the loop that was measured ran, and compared. How a prediction is judged is
-said in `examples/accuracy.md`.
+said in `examples/docs/concepts/accuracy.md`.
 
 What fits is judged on the card's whole memory less what the process is taken to hold outside of PyTorch's allocator,
 without the headroom that a plan keeps.

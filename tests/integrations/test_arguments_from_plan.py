@@ -151,7 +151,7 @@ def test_a_trainer_balances_tokens_where_it_weighs_by_them(
 
 
 def test_the_guide_shows_what_is_printed() -> None:
-    guide = (Path(__file__).parents[2] / "examples" / "frameworks.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "examples" / "docs" / "guides" / "frameworks.md").read_text(encoding="utf-8")
     lines = code_lines("transformers", arguments_for(make_plan(256, 16), "transformers"))
     assert f"train with   {lines[0]}\n             {lines[1]}\n" in guide
     assert tuple(re.findall(r'arguments_for\(plan, "(\w+)"\)', guide)) == FRAMEWORKS

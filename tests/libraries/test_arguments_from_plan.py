@@ -1,6 +1,6 @@
 """Each framework trains by the arguments of a plan: samples per update are the plan's, also in a short last window.
 
-`Updates` recomputes each update's gradient from all of its samples at once, so that what examples/frameworks.md says of
+`Updates` recomputes each update's gradient from all of its samples at once, so that what guides/frameworks.md says of
 the short window is what happens.
 """
 

@@ -1,6 +1,6 @@
 """Models as users of each library train them, tiny and with random weights: plan --gpu, verify and guard.
 
-`models/` has a workload file for each, and examples/workload_file.md a row.
+`models/` has a workload file for each, and examples/docs/guides/workload_file.md a row.
 """
 
 from __future__ import annotations

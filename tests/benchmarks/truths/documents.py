@@ -20,8 +20,9 @@ from truths.scores import FITS, Score, Scores, errors_of, judge_limits, load, or
 from autoaccum.reporting.figures import LIGHT, draw_panels
 
 SCORES: Final = Path(__file__).parents[1] / "scores"
-PICTURE: Final = ROOT / "examples" / "accuracy.svg"
-PAGES: Final = (ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md", ROOT / "examples" / "accuracy.md")
+_ACCURACY: Final = ROOT / "examples" / "docs" / "concepts" / "accuracy.md"
+PICTURE: Final = _ACCURACY.with_suffix(".svg")
+PAGES: Final = (ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md", _ACCURACY)
 _BLOCK: Final = re.compile(r"(<!-- scores: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEADINGS: Final = {
     "h100_runs": "H100",
