@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoaccum.messages import Message
 from autoaccum.simulation.trace_records import Category, Phase
@@ -134,6 +134,7 @@ class MemoryReport:
         curve: The peak over the micro-batch size, ascending; empty if traces of other sizes cannot be computed.
         notes: Notes for the plan.
         holdings: The memory at the explained moment, by module, complete and in the order of the model.
+        lines: As in `LabelledTrace`.
     """
 
     explanation: Explanation
@@ -141,3 +142,4 @@ class MemoryReport:
     curve: tuple[CurvePoint, ...] = ()
     notes: tuple[Message, ...] = ()
     holdings: tuple[Holding, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)

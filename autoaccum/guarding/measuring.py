@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -64,6 +65,8 @@ def measure(
     setup = make_setup(source, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
         measured = measure_simulated(setup, request, given, locked)
+    lines = {module: Path(os.path.relpath(line, paths.folder)).as_posix() for module, line in measured.lines.items()}
+    measured = dataclasses.replace(measured, lines=lines)
     if locked is None and not measured.fits:
         needed, limit = precise_bytes(measured.min_budget_bytes), precise_bytes(measured.limit_bytes)
         largest = f"take {measured.largest}, the largest that fits, or give no size to have it planned"
@@ -145,6 +148,7 @@ def measure_simulated(
         phase=report.explanation.phase,
         holdings=report.holdings,
         environment={**versions, **device.allocator_settings, **variables},
+        lines=report.lines,
         warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
     )
 

@@ -120,7 +120,7 @@ def _explain(
     most = max((sign * growth.bytes for growth in growths), default=0)
     large = [growth for growth in growths if sign * growth.bytes > _LITTLE * most]
     for growth in sorted(large, key=lambda growth: growth.category == "unused")[:_MOST]:
-        yield message("module_changed", **vars(growth))
+        yield message("module_changed", **{name: value for name, value in vars(growth).items() if name != "line"})
     if before.phase and now.phase and before.phase != now.phase:
         yield message("peak_moved", before=before.phase, now=now.phase)
     for name, value in now.update.items():
@@ -143,13 +143,13 @@ def find_growths(before: Measurement, now: Measurement, sign: int = 1) -> tuple[
     for side, measured in ((-1, before), (1, now)):
         for holding in measured.holdings:
             changes[holding.category].append((holding, side))
-    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category])]
+    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category], now.lines)]
     unused = (now.peak_bytes - now.held_bytes) - (before.peak_bytes - before.held_bytes)
     growths.append(Growth(category="unused", module="", bytes=unused))
     return tuple(sorted((growth for growth in growths if growth.bytes), key=lambda growth: -sign * growth.bytes))
 
 
-def _by_module(changes: _Changes) -> Iterator[Growth]:
+def _by_module(changes: _Changes, lines: Mapping[str, str]) -> Iterator[Growth]:
     """Name the growth of a category by modules, as deep as at most three of them have nearly all of it.
 
     Persistent memory is that of a single module, or of the model. Modules that differ only in numbers are one. What is
@@ -158,7 +158,11 @@ def _by_module(changes: _Changes) -> Iterator[Growth]:
     modules = defaultdict[tuple[str, bool], list[tuple[Holding, int]]](list)
     for holding, side in changes:  # The model itself has an empty name and a kind; what is in no module has neither.
         modules[holding.module, not holding.module and bool(holding.kind)].append((holding, side))
-    yield from (_growth("", group) for (name, _), group in modules.items() if not name)
+    yield from (
+        _growth("", group, lines.get("", "") if is_model else "")
+        for (name, is_model), group in modules.items()
+        if not name
+    )
     inside = {name: group for (name, _), group in modules.items() if name and _net(group)}
     most = 1 if changes and changes[0][0].category in _PERSISTENT else _MOST
     for depth in range(max((name.count(".") + 1 for name in inside), default=0), 0, -1):
@@ -173,7 +177,8 @@ def _by_module(changes: _Changes) -> Iterator[Growth]:
             alike = dict.fromkeys(_cut(name, depth) for name in groups[pattern])
             is_named = len(alike) == 1 or bool(pattern.strip("*."))  # Several numbers alone name nothing.
             module = join_words(word for word, _ in compact_names(alike)) if is_named else ""
-            yield _growth(module, [change for name in groups[pattern] for change in inside.pop(name)])
+            line = lines.get(next(iter(alike)), "") if module else ""
+            yield _growth(module, [change for name in groups[pattern] for change in inside.pop(name)], line)
         break
     if rest := [change for group in inside.values() for change in group]:
         yield _growth("", rest)
@@ -184,9 +189,9 @@ def _cut(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth])
 
 
-def _growth(module: str, changes: _Changes) -> Growth:
+def _growth(module: str, changes: _Changes, line: str = "") -> Growth:
     change = _describe_change(module, changes)
-    return Growth(category=changes[0][0].category, module=module, bytes=_net(changes), change=change)
+    return Growth(category=changes[0][0].category, module=module, bytes=_net(changes), change=change, line=line)
 
 
 def _describe_change(module: str, changes: _Changes) -> str:

@@ -198,11 +198,8 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
         label, _ = OUTCOMES[verdict.outcome]
         way_out = ": ".join(str(part) for part in (verdict.hint, verdict.command) if part)
         lines = [one_line(str(line)) for line in (_explanation(verdict), *verdict.reasons, way_out) if line]
-        of_command = verdict.case.command(folder)
-        scripts = [] if of_command is None else of_command.files
-        where = _find_definition(str((*scripts, verdict.case.workload)[0]), folder, environment)
         title = f"{TITLE}: {label}, {case_name(verdict.case)}"
-        yield command("error", "\n".join(lines) or label, **where, title=title)
+        yield command("error", "\n".join(lines) or label, **_find_place(verdict, folder, environment), title=title)
 
 
 def command(name: str, text: str, **properties: str) -> str:
@@ -233,17 +230,29 @@ def _harmless_line(line: str) -> str:
     return shown.replace(_OLD_COMMAND, "## [")
 
 
-def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Find the file, from the repository's root, and the line that define a workload; empty where there is none."""
-    source = FileSource(workload)
-    path = (folder / source.file).resolve()
+def _find_place(verdict: Verdict, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Find the file, from the repository's root, and the line to annotate; empty if they are outside of it.
+
+    It is the line of the module that grew most, or else the one that defines the workload.
+    """
+    grown = next((growth for growth in verdict.growths if growth.category != "unused"), None)
+    module, _, line = (grown.line if grown else "").rpartition(":")
+    command = verdict.case.command(folder)
+    workload = FileSource(str((*(() if command is None else command.files), verdict.case.workload)[0]))
     root = Path(environment.get("GITHUB_WORKSPACE") or folder).resolve()
-    if not (path.is_file() and path.is_relative_to(root)):
-        return {}
-    defined = re.compile(rf"(?:def |class )?{re.escape(source.variable or '') or '(?:workload|model)'}\b")
+    for file, number in ((module, line), (workload.file, None)):
+        path = (folder / file).resolve()
+        if path.is_file() and path.is_relative_to(root):
+            number = number or _find_definition(path, workload.variable)
+            return {"file": path.relative_to(root).as_posix(), "line": number}
+    return {}
+
+
+def _find_definition(path: Path, variable: str | None) -> str:
+    """Return the number of the line that defines a workload."""
+    defined = re.compile(rf"(?:def |class )?{re.escape(variable or '') or '(?:workload|model)'}\b")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    line = next((number for number, text in enumerate(lines, 1) if defined.match(text)), 1)
-    return {"file": path.relative_to(root).as_posix(), "line": str(line)}
+    return str(next((number for number, text in enumerate(lines, 1) if defined.match(text)), 1))
 
 
 def _data(text: str) -> str:

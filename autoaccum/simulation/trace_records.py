@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, get_args
 
 Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update", "evaluation"]
@@ -141,13 +141,14 @@ NO_MODULE = ModuleName("", "")
 class LabelledTrace:
     """A trace with labels: an origin for every block, and an owner for parameters, gradients, optimizer state and more.
 
-    The first of `modules` is `NO_MODULE`.
+    The first of `modules` is `NO_MODULE`. `lines` are the lines of the user's code that they come from, by path.
     """
 
     trace: Trace
     modules: tuple[ModuleName, ...]
     origins: tuple[Origin, ...]
     owners: Mapping[int, Owner]
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,22 @@ def test_many_modules_are_named_by_those_that_contain_them() -> None:
     ]
 
 
+def test_a_growth_has_the_line_of_its_module_now() -> None:
+    lines = {"": "net.py:1", "blocks.0.mlp": "net.py:3", "blocks.1.mlp": "net.py:3", "head": "net.py:9"}
+    parts = [*blocks(2, mlp=8), row("outputs", "", 1, kind="Net"), row("workspace", "", 1, kind="")]
+    larger = [dataclasses.replace(part, bytes=2 * part.bytes) for part in parts]
+    found = find_growths(measured(*parts, row("parameters", "head", 4), lines=lines), measured(*larger, lines=lines))
+    told = {(growth.module, growth.change): growth.line for growth in found}
+    assert told == {
+        ("blocks.{0,1}.mlp", ""): "net.py:3",
+        ("", "in the model itself"): "net.py:1",
+        ("", "in no module"): "",
+        ("head", "gone"): "net.py:9",
+    }
+    several = [row("activations", name, 8) for name in ("head", "b", "c", "d")]
+    assert [growth.line for growth in find_growths(measured(), measured(*several, lines=lines))] == [""]
+
+
 @pytest.mark.parametrize(
     ("was", "is_now", "change"),
     [

@@ -160,6 +160,22 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
     assert unmeasured[2] == "model() raised ValueError: 50 %, ::error::told"
 
 
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [("nets/net.py:7", ("nets/net.py", "7")), ("../elsewhere.py:7", ("train.py", "2")), ("", ("train.py", "2"))],
+)
+def test_the_line_of_the_module_that_grew_most_is_annotated(folder: Path, line: str, place: tuple[str, str]) -> None:
+    for file in (folder / "nets" / "net.py", folder.parent / "elsewhere.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+    largest, other, unused = REGRESSED.growths
+    growths = (unused, dataclasses.replace(largest, line=line), dataclasses.replace(other, line="nets/net.py:9"))
+    (told,) = annotation_lines(report(dataclasses.replace(REGRESSED, growths=growths)), folder, {})
+    found = taken(told)
+    assert found is not None
+    assert (found[1]["file"], found[1]["line"]) == place
+
+
 @pytest.mark.slow
 @given(st.text(), st.text())
 def test_what_a_command_carries_comes_back(message: str, title: str) -> None:

@@ -81,6 +81,7 @@ class Explainer:
             curve=self._curve(max(trace.parts)) if curve else (),
             notes=notes,
             holdings=breakdown.holdings(breakdown.peak_at),
+            lines=labelled.lines,
         )
 
     def _repeat(self, first: LabelledTrace) -> LabelledTrace:

@@ -31,6 +31,7 @@ from autoaccum.simulation.trace_records import (
     Role,
     Trace,
 )
+from autoaccum.simulation.tracing.module_lines import find_module_lines
 from autoaccum.simulation.tracing.one_rank import RankPurposes, unsharded_gradients
 from autoaccum.simulation.tracing.recorder import Recorder, Watcher
 
@@ -236,11 +237,13 @@ class BlockLabeller(Watcher):
         for block, module in self._attributes():
             if block in self._kept_attributes:
                 self._owners.setdefault(block, Owner("parameters", module))
+        names = self._tracker.name_modules()
         return LabelledTrace(
             trace=trace,
-            modules=self._tracker.name_modules(),
+            modules=names,
             origins=tuple(self._origins),
             owners={**self._exchanged, **self._owners},
+            lines=find_module_lines((names[index].path, module) for module, index in self._tracker.modules()),
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
