@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pickle
-import platform
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -31,6 +28,7 @@ from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.accumulation.update import StorageRecorder, optimizer_parameters
 from autoaccum.devices.base import Inspection
+from autoaccum.devices.environment import CARD_VARIABLES, HOST_VARIABLES, read_environment
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import TrialRun, seed_everything
 from autoaccum.errors import WorkloadError, first_line
@@ -44,19 +42,6 @@ from autoaccum.sources.weight_check import check_weighting, suggests_weight
 from autoaccum.sources.workload import Workload
 from autoaccum.spec import WorkloadFacts
 
-_VARIABLES = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
-_CARD_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""The last two are the newer and the older name of the allocator's settings, such as expandable segments."""
 _SEEDS = 4
 _DRAWS = torch.Tag.nondeterministic_seeded
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -336,20 +321,9 @@ def _held_bytes(workload: Workload, model: nn.Module, batch: Any, recorder: Stor
 def describe_environment(device: torch.device) -> Mapping[str, Any]:
     """Return versions, processor, threads and allocator settings; on a card also CUDA, cuDNN and their settings."""
     is_card, cudnn = device.type == "cuda", cast("Any", torch.backends.cudnn)
-    names = (*_VARIABLES, *(_CARD_VARIABLES if is_card else ()))
     return {
-        "python": platform.python_version(),
+        **read_environment((*HOST_VARIABLES, *(CARD_VARIABLES if is_card else ()))),
         "torch": torch.__version__,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "variables": {name: os.environ[name] for name in names if name in os.environ},
         **({"cuda": torch.version.cuda, "cudnn": cudnn.version()} if is_card else {}),
     }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

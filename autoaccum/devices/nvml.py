@@ -1,4 +1,4 @@
-"""What NVML tells of a card: the processes on it, and the driver's version; the only module that knows pynvml.
+"""What NVML tells of cards: the processes on one, and the driver's version; the only module that knows pynvml.
 
 NVML covers the whole machine and needs no context on the card. An answer that is missing (no library, no driver, no
 permission in a container) is None, never an exception.
@@ -7,6 +7,7 @@ permission in a container) is None, never an exception.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +25,19 @@ class CardProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlAnswers:
-    """What NVML answered on one card; None where it did not.
+    """What NVML answered on one card, or on the machine; None where it did not.
 
     Attributes:
         driver: The driver's version.
         processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
             divided into MIG slices, of which NVML lists the processes of all.
+        cards: Name and bytes of every card of the machine, visible to CUDA or not, if that was asked.
         missing: The reason why there is nothing from NVML, in its own words; None if there is.
     """
 
     driver: str | None = None
     processes: tuple[CardProcess, ...] | None = None
+    cards: tuple[tuple[str | None, int | None], ...] = ()
     missing: str | None = None
 
 
@@ -42,6 +45,15 @@ def ask_nvml(uuid: str | None) -> NvmlAnswers:
     """Ask about the card with this `uuid`, which PyTorch writes without a prefix."""
     if uuid is None:
         return NvmlAnswers(missing="PyTorch does not tell the card's uuid")
+    return _ask(lambda library: read_answers(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
+
+
+def list_cards() -> NvmlAnswers:
+    """Ask which cards the machine has."""
+    return _ask(read_cards)
+
+
+def _ask(read: Callable[[Any], NvmlAnswers]) -> NvmlAnswers:
     try:
         library = importlib.import_module("pynvml")
     except ImportError as error:
@@ -49,28 +61,38 @@ def ask_nvml(uuid: str | None) -> NvmlAnswers:
     try:
         library.nvmlInit()
         try:
-            return read_answers(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+            return read(library)
         finally:
             library.nvmlShutdown()
     except (library.NVMLError, library.NVMLLibraryMismatchError) as error:
         return NvmlAnswers(missing=str(error))
 
 
+def _answer(library: Any, query: str, *arguments: Any) -> Any:
+    try:
+        return getattr(library, query)(*arguments)
+    except (library.NVMLError, library.NVMLLibraryMismatchError):
+        return None
+
+
+def read_cards(library: Any) -> NvmlAnswers:
+    """Return what `library` (pynvml) answers on all cards."""
+    cards = []
+    for index in range(library.nvmlDeviceGetCount()):
+        handle = library.nvmlDeviceGetHandleByIndex(index)
+        memory = _answer(library, "nvmlDeviceGetMemoryInfo", handle)
+        cards.append((_answer(library, "nvmlDeviceGetName", handle), memory and memory.total))
+    return NvmlAnswers(driver=_answer(library, "nvmlSystemGetDriverVersion"), cards=tuple(cards))
+
+
 def read_answers(library: Any, handle: Any) -> NvmlAnswers:
     """Return what `library` (pynvml) answers on one card."""
-
-    def ask(query: Any, *arguments: Any) -> Any:
-        try:
-            return query(*arguments)
-        except (library.NVMLError, library.NVMLLibraryMismatchError):
-            return None
-
-    driver = ask(library.nvmlSystemGetDriverVersion)
-    is_sliced = bool((ask(library.nvmlDeviceGetMigMode, handle) or [0])[0])
-    computing = None if is_sliced else ask(library.nvmlDeviceGetComputeRunningProcesses, handle)
+    driver = _answer(library, "nvmlSystemGetDriverVersion")
+    is_sliced = bool((_answer(library, "nvmlDeviceGetMigMode", handle) or [0])[0])
+    computing = None if is_sliced else _answer(library, "nvmlDeviceGetComputeRunningProcesses", handle)
     if computing is None:
         return NvmlAnswers(driver=driver)
-    drawing = ask(library.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()
+    drawing = _answer(library, "nvmlDeviceGetGraphicsRunningProcesses", handle) or ()
     used = {process.pid: process.usedGpuMemory for process in [*computing, *drawing]}
     processes = (
         CardProcess(pid=pid, used_bytes=None if used_bytes in (None, _NOT_AVAILABLE) else int(used_bytes))

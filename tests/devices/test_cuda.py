@@ -15,7 +15,7 @@ from planned import LINEAR_FILE, make_settings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.cuda import CudaDevice, InstalledCard, check_index
 from autoaccum.devices.meters import check_allocator, memory_fraction
-from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, read_answers
+from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, list_cards, read_answers, read_cards
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -166,10 +166,17 @@ def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes:
         assert all(hasattr(pynvml, name) for name in names)
 
 
+@pytest.mark.parametrize("memory", [{"nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24 * GIB)}, {}])
+def test_the_cards_of_the_machine(memory: dict[str, Any]) -> None:
+    library = Recorded(nvmlDeviceGetCount=2, nvmlDeviceGetHandleByIndex="handle", nvmlDeviceGetName="T4", **memory)
+    assert read_cards(library) == NvmlAnswers(cards=2 * (("T4", 24 * GIB if memory else None),))
+    assert all(hasattr(pytest.importorskip("pynvml"), name) for name in library.asked)
+
+
 @pytest.mark.without_gpu
 def test_without_nvml_its_own_message_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_nvml(None).missing is not None
-    assert ask_nvml("8f2b6c1e") == NvmlAnswers(missing="NVML Shared Library Not Found")
+    assert ask_nvml("8f2b6c1e") == list_cards() == NvmlAnswers(missing="NVML Shared Library Not Found")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     answers = ask_nvml("8f2b6c1e")
     assert "pynvml" in (answers.missing or "")
