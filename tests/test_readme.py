@@ -18,7 +18,6 @@ from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.devices.trial_run import TrialRun
-from autoaccum.simulation.cards import all_cards
 from autoaccum.sources.source import FileSource
 
 ROOT = Path(__file__).parents[1]
@@ -186,7 +185,3 @@ def test_pages_files_and_scripts_it_names_are_there() -> None:
 
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 200
-
-
-def test_it_counts_the_cards_there_are() -> None:
-    assert f"`autoaccum gpus` lists {len(all_cards())} cards" in README

@@ -1,9 +1,6 @@
 """The cards that can be simulated: a catalogue in `cards.csv`, search by name, and an estimate of the CUDA context.
 
-To add a card, add a row to `cards.csv`. Its columns are attributes of `Card`, with these differences: `aliases` are
-separated by `|`; `size_gb` is `nominal_gb`; `total_mib` is `total_bytes` in MiB; `capability` is written as 8.6;
-`measured` is `yes` or `no`; and `rates` is the source of `tensor_tflops` (dense products in fp16 or bf16, summed in
-fp32), `fp32_tflops` and `bandwidth_gb_s`.
+To add a card, add a row to `cards.csv`, and nothing else. `.github/CONTRIBUTING.md` explains its columns.
 """
 
 from __future__ import annotations
@@ -32,6 +29,17 @@ _MIN_BYTES, _MAX_BYTES = GIB, 1024 * GIB
 _MAX_SHOWN_LENGTH = 40
 ALL = "all"
 _HINT = "name a card, or a size such as 24GiB"
+_ROW_HINT = "put quotes around a text with commas; .github/CONTRIBUTING.md explains the columns"
+_FORMS: Mapping[str, str] = {
+    "name": r"[a-z0-9]+([-.][a-z0-9]+)*",
+    "capability": r"\d+\.\d",
+    "measured": "yes|no",
+    "size_gb": r"([1-9]\d*)?",
+    **dict.fromkeys(("total_mib", "multiprocessors"), r"[1-9]\d*"),
+    **dict.fromkeys(("tensor_tflops", "fp32_tflops", "bandwidth_gb_s"), r"\d+(\.\d+)?"),
+    **dict.fromkeys(("title", "source", "rates"), r"\S(.*\S)?"),
+}
+"""What the columns of `cards.csv` hold; `aliases` may be anything."""
 _BYTES_PER_THREAD = 2 * KIB
 _LAZY_BYTES_PER_THREAD = 3 * KIB // 4
 _LAZY_BYTES = 32 * MIB
@@ -116,8 +124,24 @@ class Card:
 def all_cards() -> tuple[Card, ...]:
     """Return all cards of the catalogue, ordered by generation, whole cards before MIG slices, then memory."""
     with (files(__package__) / "cards.csv").open(encoding="utf-8") as lines:
-        cards = [_read(row) for row in csv.DictReader(lines)]
-    return tuple(sorted(cards, key=_sort_key))
+        return tuple(sorted(read_cards(lines), key=_sort_key))
+
+
+def read_cards(lines: Iterable[str]) -> Iterator[Card]:
+    """Read a catalogue of cards, one for each line below that of the columns' names.
+
+    Raises:
+        UsageError: A row has another number of columns than the first one, or a value that its column cannot have.
+    """
+    rows = csv.DictReader(lines)
+    for row in rows:
+        place = f"line {rows.line_num} of cards.csv ({row['name']})"
+        if None in row or None in row.values():
+            raise UsageError(f"{place} has too {'many' if None in row else 'few'} columns", hint=_ROW_HINT)
+        for column, form in _FORMS.items():
+            if not re.fullmatch(form, row[column]):
+                raise UsageError(f"{place} has {column} {row[column]!r}", hint=_ROW_HINT)
+        yield _read(row)
 
 
 def find_card(text: str) -> Card:
