@@ -25,7 +25,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "examples" / "docs").rglob("*.md"))
 }
-PAGES[ROOT / "tests" / "benchmarks" / "README.md"] = (ROOT / "tests" / "benchmarks" / "README.md").read_text("utf-8")
+for page in (ROOT / "tests" / "benchmarks" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"):
+    PAGES[page] = page.read_text(encoding="utf-8")
 GUIDES = "\n".join(PAGES.values())
 PYTHON = re.findall(r"```python\n(.*?)```", GUIDES, re.DOTALL)
 

@@ -42,7 +42,7 @@ def command(workload: str | tuple[str, ...], **request: Any) -> None:
     """Plan WORKLOAD or COMMAND for several cards, parameter values, ranks or savers, with one row for each.
 
     Both are as for `autoaccum plan`; for COMMAND, only cards and values are compared. Nothing runs on a card: plans
-    are predicted. Cards that choose the same kernels share their traces, so all 97 take about four times as long as
+    are predicted. Cards that choose the same kernels share their traces, so all cards take about four times as long as
     one; each value takes traces of its own. A range of ranks gives one row per power of two, and the smallest number of
     ranks that works.
 
