@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from autoaccum.cli.settings import read_defaults, withdraw_defaults
 from autoaccum.errors import UsageError
 from autoaccum.options import Command, taken_by
 from autoaccum.sources.command import refuse_command
@@ -200,11 +201,15 @@ class HelpWithHeadings(click.Command):
             raise UsageError(
                 "a training command is not told from the flags", hint="write -- before it, and flags first"
             )
+        if not {*ctx.help_option_names} & {*args[:at]}:  # Help is there even where a setting is wrong.
+            ctx.default_map = read_defaults(ctx)
         if is_file or not any(parameter.name == "workload" for parameter in self.params):
-            return super().parse_args(ctx, args)
-        refuse_command(args[at + 1 :], self.name or "")
-        rest = super().parse_args(ctx, [*args[:at], _COMMAND])
-        ctx.params["workload"] = tuple(args[at + 1 :])
+            rest = super().parse_args(ctx, args)
+        else:
+            refuse_command(args[at + 1 :], self.name or "")
+            rest = super().parse_args(ctx, [*args[:at], _COMMAND])
+            ctx.params["workload"] = tuple(args[at + 1 :])
+        withdraw_defaults(ctx)
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -67,6 +67,8 @@ def main() -> None:
     `plan` finds the largest micro-batch that really fits, by running it or by simulating a card, and how many of them
     make up the batch. `fit` trains so, and every update equals the full batch's.
 
+    A project's defaults, such as its card and target batch, may stand in pyproject.toml, under `[tool.autoaccum]`.
+
     Examples:
       autoaccum plan --gpu rtx4090 -- python train.py --batch-size={micro_batch}
       autoaccum plan examples/gpt2.py --target-batch 256 --gpu rtx4090
