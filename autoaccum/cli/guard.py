@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, HelpWithHeadings, options
 from autoaccum.cli.outputs import Contents, Outputs, page
-from autoaccum.errors import AutoaccumError
+from autoaccum.cli.settings import Settings, find_settings
+from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.reporting.console import make_console, print_labelled
 
 if TYPE_CHECKING:
+    from autoaccum.guarding.cases import Case
     from autoaccum.guarding.guard_result import Report
 
 
@@ -57,7 +61,8 @@ def command(
     """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
     WORKLOAD is model.py or model.py:name. COMMAND is a training command, as for `autoaccum plan`; it runs in the folder
-    of the lock. Without either, everything in the lock is measured: autoaccum.lock in this folder or the nearest above.
+    of the lock. Without either, everything in the lock is measured: autoaccum.lock in this folder or the nearest above;
+    and the cases that `[tool.autoaccum.guard]` of pyproject.toml lists, each as the words of this command.
 
     A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
     measured as it is, and the largest micro-batch that fits is searched anew.
@@ -87,7 +92,10 @@ def command(
     on_github = os.environ.get("GITHUB_ACTIONS") == "true"
     annotates = on_github and not asked["as_json"]
     with _annotating() if annotates else nullcontext():
-        allowed, folder = parse_tolerance(tolerance), find_folder(Path.cwd())
+        allowed, settings = parse_tolerance(tolerance), find_settings(Path.cwd())
+        listing = settings.file.parent if settings and settings.cases else None
+        folder = find_folder(Path.cwd(), listing)
+        listed = _listed_cases(settings) if settings and folder == listing else []
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
         reference = read_reference(workload)
         wanted = [make_case(workload=reference, gpu=gpu, **asked) for gpu in gpus or (None,)]
@@ -96,6 +104,7 @@ def command(
             result = guard(
                 wanted,
                 folder,
+                listed=listed,
                 update=update,
                 baseline=baseline,
                 tolerance=allowed,
@@ -115,6 +124,41 @@ def command(
             outputs.show(result.to_json, lambda: report_blocks(result), files=files, apart=True)
     if result.exit_code:
         raise click.exceptions.Exit(result.exit_code)
+
+
+def _listed_cases(settings: Settings) -> list[Case]:
+    """Return the cases of the settings, which are written as words of this command."""
+    from autoaccum.guarding.cases import CASE_FIELDS, check_case, check_complete, make_case, read_reference
+    from autoaccum.guarding.project import place_within
+
+    cases, folder = [], settings.file.parent
+    for text in settings.cases:
+        try:
+            context = command.make_context("guard", shlex.split(text))
+            given = context.params
+            flags = [
+                parameter.opts[0]
+                for parameter in command.params
+                if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+                and parameter.name not in (*CASE_FIELDS, "gpus")
+            ]
+            if flags:
+                raise UsageError(f"{flags[0]} is no part of a case", hint="give it on the command line")
+            reference = read_reference(given["workload"])
+            if not reference:
+                raise UsageError("it names no workload", hint="write such as model.py --gpu NAME --target-batch N")
+            if isinstance(given["workload"], str):
+                reference = place_within(folder, reference, folder)
+            options = {name: given[name] for name in CASE_FIELDS if name in given} | {"workload": reference}
+            cases += [check_case(make_case(**options, gpu=gpu)) for gpu in given["gpus"] or (None,)]
+            for case in cases:
+                check_complete(case)
+        except (click.ClickException, UsageError, ValueError) as error:
+            problem = getattr(error, "message", f"it cannot be split into words ({error})").rstrip(".")
+            raise settings.error(
+                "guard", f"has the case {text!r}, and {problem}", getattr(error, "hint", "see `autoaccum guard --help`")
+            ) from None
+    return cases
 
 
 def _show_on_github(report: Report, folder: Path) -> None:

@@ -45,6 +45,7 @@ def guard(
     wanted: Sequence[Case],
     folder: Path,
     *,
+    listed: Sequence[Case] = (),
     update: bool = False,
     baseline: str | None = None,
     tolerance: MemorySize = DEFAULT_TOLERANCE,
@@ -61,6 +62,7 @@ def guard(
     Args:
         wanted: Cases to select, one for each card; fields may be missing, and an empty case selects all known ones.
         folder: The folder of the lock and the workloads; child processes run in it.
+        listed: Complete cases, as in a lock of `folder`, that are known beside those that are locked.
         update: Plan again, and write the lock at the end instead of comparing with it. A case that could not be
             measured keeps its entry.
         baseline: Compare with this revision, measured here too. A lock then only names cases, and none is written.
@@ -85,13 +87,14 @@ def guard(
     lock = folder / LOCK_NAME
     is_complete = all(case.is_complete for case in wanted)
     locked = {} if baseline is not None and is_complete else _read_entries(lock, replaced=update and force)
-    if not locked and not is_complete:
+    known = dict.fromkeys((*locked, *listed))
+    if not known and not is_complete:
         readable = " that can be read" if lock.exists() else ""
         hint = f"lock it by `{guard_command(wanted[0], folder, '--update')}`"
         raise MissingLockError(f"there is no {LOCK_NAME}{readable} in {folder}", hint=hint)
     if update:
         check_output(lock, force=True)
-    cases = select_cases(wanted, folder, locked)
+    cases = select_cases(wanted, folder, known)
     notify = on_event or (lambda event: None)
     verdicts = []
     with nullcontext() if baseline is None else checked_out(folder, baseline) as paths:

@@ -27,10 +27,13 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"
 _GIT_SETTINGS = ("core.hooksPath=/dev/null", "submodule.recurse=false", "gc.auto=0")
 
 
-def find_folder(cwd: Path) -> Path:
-    """Return the nearest folder from `cwd` upwards that has a lock, else `cwd`: workloads are relative to it."""
+def find_folder(cwd: Path, listing: Path | None = None) -> Path:
+    """Return the nearest folder from `cwd` upwards that has a lock, or is `listing`, else `cwd`.
+
+    Workloads are relative to it. `listing` is the folder whose settings list cases.
+    """
     cwd = cwd.resolve()
-    return next((folder for folder in (cwd, *cwd.parents) if (folder / LOCK_NAME).is_file()), cwd)
+    return next((place for place in (cwd, *cwd.parents) if (place / LOCK_NAME).is_file() or place == listing), cwd)
 
 
 def place_within(folder: Path, workload: str, cwd: Path) -> str:

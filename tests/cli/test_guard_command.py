@@ -84,6 +84,44 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
     assert guard.asked["tolerance"] == MemorySize(fraction=0.02)
 
 
+def test_cases_of_the_project_reach_the_guard(guard: Guard, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_words = "--gpu t4 --micro-batch 8 -- python train.py --bs {micro_batch}"
+    listed = [case_name(WHOLE), "train.py:small --gpu t4 --gpu rtx3090 --target-batch 8", by_words]
+    (folder / "pyproject.toml").write_text(f"[tool.autoaccum.guard]\ntolerance = '3%'\ncases = {listed}")
+    (folder / "part").mkdir()
+    monkeypatch.chdir(folder / "part")
+    assert invoke("guard").exit_code == 0
+    small: dict[str, Any] = {"workload": "train.py:small", "target_batch": 8}
+    command = make_case(workload="-- python train.py --bs {micro_batch}", gpu="t4", micro_batch=8)
+    assert guard.asked["listed"] == [WHOLE, make_case(gpu="t4", **small), make_case(gpu="rtx3090", **small), command]
+    assert (guard.asked["folder"], guard.asked["wanted"]) == (folder.resolve(), [Case()])
+    assert guard.asked["tolerance"] == MemorySize(fraction=0.03)
+    (folder / "part" / "autoaccum.lock").touch()
+    assert invoke("guard").exit_code == 0
+    assert (guard.asked["folder"], guard.asked["listed"]) == (folder.resolve() / "part", []), "of another project"
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("train.py --target-batch 3", "no card is given to guard train.py on: name one to simulate"),
+        ("--gpu t4 --target-batch 3", "it names no workload: write such as model.py"),
+        ("train.py --gpu t4", "train.py has no target batch: say how many"),
+        ("train.py --gpu t4 --target-batch x", "'x' is not a valid integer range: see `autoaccum guard --help`"),
+        ("train.py --gpu t4 --target-batch 3 --update", "--update is no part of a case: give it on the command line"),
+        ("../train.py --gpu t4 --target-batch 3", "../train.py lies outside of"),
+        ("train.py '", "it cannot be split into words (No closing quotation)"),
+        ("--gpu t4 -- python train.py", "the command has no {micro_batch}"),
+    ],
+)
+def test_a_case_of_the_project_is_refused_with_its_place(guard: Guard, folder: Path, case: str, told: str) -> None:
+    (folder / "pyproject.toml").write_text(f"[tool.autoaccum.guard]\ncases = [{json.dumps(case)}]")
+    result = invoke("guard")
+    said = " ".join(result.stderr.split())
+    assert (result.exit_code, guard.asked) == (2, {})
+    assert said.startswith(f"error: pyproject.toml: [tool.autoaccum.guard] has the case {case!r}, and {told}")
+
+
 @pytest.mark.parametrize("env", [{}, {"GITHUB_ACTIONS": "true"}], ids=["shell", "github"])
 def test_json_is_alone_on_stdout(guard: Guard, env: dict[str, str]) -> None:
     guard.answer = ALL

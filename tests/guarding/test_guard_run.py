@@ -185,6 +185,20 @@ def test_the_first_update_needs_no_lock(bench: Bench) -> None:
     assert bench.guard().exit_code == 0
 
 
+def test_listed_cases_are_known_beside_the_locked_ones(bench: Bench) -> None:
+    report = bench.guard(listed=[TRAIN, OTHER])
+    assert [verdict.reasons[0].code for verdict in report.verdicts] == ["not_locked", "not_locked"]
+    assert report.verdicts[1].command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
+    assert (report.exit_code, bench.asked) == (3, [])
+    assert bench.guard(wanted=make_case(workload="train.py"), listed=[TRAIN, OTHER], update=True).exit_code == 0
+    told = by_workload(bench.guard(listed=[TRAIN, OTHER]))
+    assert {name: verdict.outcome for name, verdict in told.items()} == {"train.py": "passed", "other.py": "unmeasured"}
+    assert bench.guard(listed=[OTHER], update=True).exit_code == 0
+    assert bench.entries.keys() == {TRAIN, OTHER}
+    bench.lock.write_text("damaged")
+    assert bench.guard(listed=[OTHER], update=True, force=True).exit_code == 0
+
+
 def test_a_lock_that_cannot_be_read_stays_until_it_is_rewritten(locked: Bench) -> None:
     locked.lock.write_text(locked.lock.read_text().replace('"largest": 32', '"largest": 3'))
     text = locked.lock.read_text()
