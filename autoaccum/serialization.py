@@ -1,10 +1,11 @@
-"""Convert frozen dataclasses from and to JSON values. msgspec checks the values against the field annotations."""
+"""Convert frozen dataclasses from and to JSON values, which msgspec checks against the annotations, and to HTML."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +50,14 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value
+
+
+def to_html(record: Any) -> str:
+    """Return the HTML that a notebook shows of a plan, a comparison or a verification.
+
+    `reporting` makes it, which lies above the records and loads matplotlib: it is imported when a notebook asks.
+    """
+    return str(import_module("autoaccum.reporting.page").render_record(record))
 
 
 def encode_record(record: Any) -> bytes:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from autoaccum.checks import counted
 from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import Words
-from autoaccum.serialization import to_plain
+from autoaccum.serialization import to_html, to_plain
 from autoaccum.units import format_overrides
 
 
@@ -111,6 +112,15 @@ class Comparison:
 
     rows: tuple[ComparisonRow, ...]
     least_world_sizes: Mapping[str, int] | None
+
+    def __repr__(self) -> str:
+        """Return what is compared in one line; `to_json` has all of it."""
+        fits = sum(row.fits for row in self.rows)
+        return f"<Comparison: {counted(len(self.rows), 'row')}, of which {fits} {'fits' if fits == 1 else 'fit'}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return to_html(self)
 
     def to_json(self) -> str:
         """Return the table as JSON; the plan of each row is what `Plan.from_json` reads."""

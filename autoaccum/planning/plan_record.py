@@ -21,8 +21,9 @@ from autoaccum.files import read_text, write_text
 from autoaccum.messages import Message
 from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
-from autoaccum.serialization import RecordError, freeze, read_record, to_plain
+from autoaccum.serialization import RecordError, freeze, read_record, to_html, to_plain
 from autoaccum.spec import DeviceFacts, Padding, TrainingSpec, WorkloadFacts
+from autoaccum.units import format_bytes
 
 SCHEMA = 3
 _AGAIN = "plan again with `autoaccum plan`"
@@ -222,6 +223,19 @@ class Plan:
             ranks=schedule.ranks if schedule.world_size > 1 else None,
             **fields,
         )
+
+    def __repr__(self) -> str:
+        """Return the answer in one line; `to_json` has all of it."""
+        needed = self.peak_bytes if self.min_budget_bytes is None else self.min_budget_bytes
+        memory = "" if needed is None else f", {format_bytes(needed)} of {format_bytes(self.limit_bytes)}"
+        return (
+            f"<Plan: target_batch {self.target_batch}, micro_batch {self.micro_batch}, iter_size {self.iter_size}, "
+            f"{self.kind} on {self.device.name or 'this device'}{memory}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return to_html(self)
 
     def __hash__(self) -> int:
         return hash(self.digest())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
 _MOST_MESSAGES = 3
 _MOST_WIDTH = 1000
+_MOST_LINES = 100
 
 
 class PlainConsole(Console):
@@ -48,7 +50,7 @@ class PlainConsole(Console):
 
     @property
     def can_redraw(self) -> bool:
-        """True on a real terminal; `FORCE_COLOR` alone, as in a CI log, does not count."""
+        """True on a real terminal and in a notebook; `FORCE_COLOR` alone, as in a CI log, does not count."""
         return self.is_terminal and not self.is_dumb_terminal and self.file.isatty()
 
     def on_broken_pipe(self) -> NoReturn:
@@ -57,9 +59,57 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
 
+class NotebookConsole(PlainConsole):
+    """A console in a notebook: what it prints is one output of the cell, with a live line below, in ANSI colours.
+
+    That output is replaced at each change, and a new one begins now and then, since all of it is sent each time. Rich's
+    own live line would need ipywidgets; of carriage returns, a saved notebook would keep every state.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._lines = io.StringIO()
+        super().__init__(file=self._lines, force_jupyter=False, force_terminal=True, color_system="standard", **options)
+        self._live = ""
+        self._output: Any = None
+
+    @property
+    def can_redraw(self) -> bool:
+        """True."""
+        return True
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print above the live line."""
+        super().print(*objects, **options)
+        self._replace_output()
+
+    def show_live(self, line: str) -> None:
+        """Set the live line; there is none if it is empty."""
+        if line != self._live:
+            self._live = line
+            self._replace_output()
+
+    def _replace_output(self) -> None:
+        from IPython.display import DisplayHandle
+
+        printed = self._lines.getvalue()
+        is_full = printed.count("\n") >= _MOST_LINES
+        content = {"text/plain": printed.rstrip("\n") if is_full else printed + self._live}
+        if self._output is None:
+            self._output = DisplayHandle()  # type: ignore[no-untyped-call]
+            self._output.display(content, raw=True)
+        else:
+            self._output.update(content, raw=True)
+        if is_full:
+            self.file = self._lines = io.StringIO()
+            self._output = None
+
+
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> PlainConsole:
-    """Return a console on stdout, stderr or `file`."""
-    console = PlainConsole(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)
+    """Return a console on stdout, stderr or `file`; in a notebook, on an output of the cell in place of stderr."""
+    usual = {"highlight": False, "markup": False, "emoji": False, **options}
+    console = PlainConsole(stderr=stderr, file=file, **usual)
+    if console.is_jupyter and stderr:
+        console = NotebookConsole(**usual)
     if console.width < 1:  # COLUMNS=0: rich would print nothing at all.
         console.width = _USUAL_WIDTH
     return console

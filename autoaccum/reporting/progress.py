@@ -27,7 +27,7 @@ from autoaccum.planning.plan_events import (
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
-from autoaccum.reporting.console import PlainConsole, Table, clean, one_line, print_labelled
+from autoaccum.reporting.console import NotebookConsole, PlainConsole, Table, clean, one_line, print_labelled
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class Progress:
         live, self._live, self._ended = self._live, None, None
         if live is not None:
             self._guarded(live.stop)
+        elif isinstance(self.console, NotebookConsole):
+            self.console.show_live("")
 
     def _is_new(self, line: str) -> bool:
         if line in self._shown:
@@ -113,7 +115,9 @@ class Progress:
         return True
 
     def _redraw(self) -> None:
-        if self._live is None:
+        if isinstance(self.console, NotebookConsole):
+            self.console.show_live(self._lasting)
+        elif self._live is None:
             line = rich_progress.TextColumn(
                 "{task.description}", style="none", markup=False, table_column=Column(no_wrap=True)
             )

@@ -33,11 +33,11 @@ _SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffer
 
 
 def verification_blocks(
-    result: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
+    result: Verification, *, again: Sequence[str] = (), verbose: bool = False, answered: bool = False
 ) -> list[Block]:
     """Return a verification: one line where all is equal, else the verdict, its causes and what to do.
 
-    `again` is the command that verified it; `answered`: the verdict is shown already.
+    `again` is the command that verified it, if one did; `answered`: the verdict is shown already.
     """
     blocks: list[Block] = [] if answered else [verdict(result, verbose=verbose)]
     for number, cause in enumerate(result.causes, start=1):
@@ -57,6 +57,7 @@ def verification_blocks(
         blocks += first_messages(Facts.of_messages((), result.notes), verbose=verbose)
     if not result.equivalent and result.comparisons:
         words, command = _next_command(result, again)
+        words += "" if verbose or result.untested else " (-v shows all that was compared)"
         blocks += ["", *(offer(words, command) if command else [Text(words)])]
     return blocks
 
@@ -135,17 +136,18 @@ def _mode(cause: Cause) -> str:
     return ", ".join(options)
 
 
-def _next_command(result: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return what to do after a difference, and the command for it; empty where there is none."""
+def _next_command(result: Verification, again: Sequence[str]) -> tuple[str, str | Sequence[str]]:
+    """Return what to do after a difference, and the command or the code for it; empty where there is none."""
     if result.untested:
         return f"could not shorten {', '.join(result.untested)}: let batch(size) return short and long samples", ()
     mode = next((cause.mode["batchnorm"] for cause in result.causes if "batchnorm" in cause.mode), None)
     if mode is not None and result.batchnorm not in ("exact", "frozen"):
-        words = f"see what remains with BatchNorm {mode} (-v shows all that was compared)"
-        return words, [*again, "--batchnorm", mode]  # Of an option that is given twice the last one counts.
+        call = f'autoaccum.verify(..., batchnorm="{mode}")'
+        # Of an option that is given twice the last one counts.
+        return f"see what remains with BatchNorm {mode}", [*again, "--batchnorm", mode] if again else call
     if result.causes:
-        return "make the change, and verify again (-v shows all that was compared)", again
-    return "look at the tensors that differ: -v shows all that was compared", ()
+        return "make the change, and verify again", again
+    return "look at the tensors that differ", ()
 
 
 def _how_equal(result: Verification) -> str:

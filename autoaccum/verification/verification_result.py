@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from autoaccum.messages import Message
-from autoaccum.serialization import freeze, to_plain
+from autoaccum.serialization import freeze, to_html, to_plain
 
 SCHEMA = 3
 
@@ -153,6 +153,16 @@ class Verification:
     def __post_init__(self) -> None:
         for name in ("workload", "environment"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
+
+    def __repr__(self) -> str:
+        """Return the answer in one line; `to_json` has all of it."""
+        causes = ", ".join(cause.kind for cause in self.causes)
+        sizes = f"target_batch {self.target_batch}, micro_batch {self.micro_batch}, {self.precision} on {self.device}"
+        return f"<Verification: {'' if self.equivalent else 'not '}equivalent{causes and f' ({causes})'}, {sizes}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return to_html(self)
 
     @property
     def exit_code(self) -> int:

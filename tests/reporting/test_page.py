@@ -1,9 +1,10 @@
-"""The page of a plan holds what the plan and its report hold, loads nothing, and takes no name for markup."""
+"""Pages and what notebooks show hold what the records hold, load nothing, and take no name for markup."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from base64 import b64decode
 from collections.abc import Mapping
 from functools import cache
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from pictured_plans import extremes, usual
 
 from autoaccum.devices.explanation import Change, ModuleShare
 from autoaccum.messages import Message
+from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 from autoaccum.reporting.page import plan_sections, render_page
 from autoaccum.simulation.trace_records import Category
 from autoaccum.spec import DeviceFacts
@@ -21,6 +23,7 @@ from autoaccum.units import GIB, MIB, format_bytes
 EVIL = "<script>alert(1)</script>"
 REMARKS = (Message("changes_vary"), Message("compares_samples"), Message("random_memory"))
 HELD: Mapping[Category, int] = {"activations": 5 * GIB, "gradients": 200 * MIB}
+PICTURE = "data:image/svg+xml;base64,"
 LOADING = ("src", "href", "srcset", "data", "poster", "action", "xlink:href")
 
 
@@ -58,7 +61,7 @@ class Parsed(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag != "script"
         self._in = tag
-        self.pictures += [value or "" for name, value in attrs if tag == "figure" and name == "aria-label"]
+        self.pictures += [value or "" for name, value in attrs if tag == "img" and name == "alt"]
         self.addresses += [value or "" for name, value in attrs if name in LOADING]
 
     def handle_data(self, data: str) -> None:
@@ -69,10 +72,13 @@ class Parsed(HTMLParser):
 @pytest.mark.parametrize("name", ["card", "cpu"])
 def test_a_page_loads_nothing_and_takes_no_name_for_markup(name: str) -> None:
     page, parsed = pages()[name], Parsed(pages()[name])
-    assert [one for one in parsed.addresses if not one.startswith(("#", "data:,"))] == []
-    assert not re.search(r"@import|url\([^#]", page)
+    assert [one for one in parsed.addresses if not one.startswith(("#", "data:,", PICTURE))] == []
+    pictures = [b64decode(one.removeprefix(PICTURE)).decode() for one in parsed.addresses if one.startswith(PICTURE)]
+    assert len(pictures) == (2 if name == "card" else 1)
+    for text in (page, *pictures):
+        assert not re.search(r"<script|@import|url\([^#]", text)
     assert EVIL not in page
-    assert parsed.text.count(EVIL) == (5 if name == "card" else 1)
+    assert parsed.text.count(EVIL) == (4 if name == "card" else 1)
     assert len(page) < 200_000
 
 
@@ -92,3 +98,21 @@ def test_a_cpu_says_why_there_is_no_memory_over_time() -> None:
     text = Parsed(pages()["cpu"]).text
     assert "where memory goes is known only for simulated cards: --gpu NAME" in text
     assert "Memory over one update" not in text
+
+
+def test_a_notebook_shows_a_record_and_a_program_prints_one_line() -> None:
+    plan = dataclasses.replace(usual()[0], warnings=(Message("compares_samples"),))
+    fits = ComparisonRow(card="t4", plan=plan, limit_bytes=plan.limit_bytes, warnings=plan.warnings)
+    rows = (fits, ComparisonRow(card=EVIL, limit_bytes=GIB, message="no room"))
+    for record, line, shown in (
+        (plan, "target_batch 256, micro_batch 12, iter_size 22, predicted on ", ["headroom", "Trials"]),
+        (Comparison(rows, None), "2 rows, of which 1 fits", [EVIL, "iter_size"]),
+    ):
+        assert line in repr(record)
+        assert len(repr(record)) < 120
+        fragment = record._repr_html_()
+        assert not re.search(r"<script|@import|url\(|<h\d| id=", fragment)
+        assert len(fragment) < 50_000
+        parsed = Parsed(fragment)
+        assert parsed.pictures == (["the peak over the micro-batch"] if record is plan else [])
+        assert [text for text in (*shown, str(plan.warnings[0])) if text not in parsed.text] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 from typing import Any
@@ -133,6 +134,14 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert "  def weight(batch): return (batch[1] != -100).sum()" in narrow, "code is never wrapped"
 
 
+def test_a_notebook_shows_all_with_code_to_verify_again() -> None:
+    assert repr(DIFFERENT).startswith("<Verification: not equivalent (weight, batchnorm), target_batch 16, micro_batch")
+    shown = html.unescape(DIFFERENT._repr_html_())
+    assert 'autoaccum.verify(..., batchnorm="exact")' in shown
+    assert "1.count" in shown
+    assert " -v" not in shown
+
+
 @pytest.mark.parametrize(
     ("changed", "last"),
     [
@@ -142,7 +151,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
             "  autoaccum verify 'my model.py' --batchnorm frozen",
         ),
         ({"causes": (WEIGHT,)}, "  autoaccum verify 'my model.py'"),
-        ({"causes": ()}, "look at the tensors that differ: -v shows all that was compared"),
+        ({"causes": ()}, "look at the tensors that differ (-v shows all that was compared)"),
         (
             {"causes": (), "comparisons": (EQUAL,), "untested": ("batch[2]",)},
             "could not shorten batch[2]: let batch(size) return short and long samples",
