@@ -19,8 +19,8 @@ from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "docs_hook.py"})
-LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
-"""Loops of a framework's, which there is nothing to plan of."""
+LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop", "accumulation_mistakes"}
+"""Loops by hand or a framework's, which there is nothing to plan of."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual", "train"}
 """What tests/verification/test_verified_examples.py, tests below, and
 tests/libraries/test_framework_examples.py run."""
