@@ -1,33 +1,32 @@
-"""The public functions `plan`, `compare`, `verify`, `guard`, `fit` and `tune`. Each makes its request and runs it.
+"""The public functions `plan`, `compare`, `verify`, `guard`, `fit` and `tune`.
 
-Packages are imported on the first call, so that importing this module loads neither torch nor optuna.
+Packages are imported on the first call, so importing this module loads neither torch nor optuna.
 
-What several functions take:
+These arguments mean the same in every function that takes them:
 
-    workload: `model.py` or `model.py:name`, where the name may be a Trainer's; or a `Workload`; or a training command
-        as a list of words, with `{micro_batch}` and `{iter_size}` where it takes them.
-    trainer: A Trainer of transformers or Lightning, in place of a workload: its model, its loss, optimizer, precision
-        and evaluation, and batches of the longest of 256 samples of its dataset. With one of Lightning goes what
-        `trainer.fit` takes: the `model`, and `data` if the model has no loader.
-    data: A LightningDataModule or the DataLoader for training.
-    model: A live model, in place of a workload, on the device it is to be trained on. What follows goes with it.
-    batch: `batch(size)`; or a batch, which is repeated and cut to size.
-    loss: `loss(model, batch)`, or a criterion.
-    criterion: `criterion(outputs, targets)`, in place of `loss`.
-    outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
-    coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
-    weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
-    split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples are
-        not rows of tensors; needs `size`.
-    size: `size(batch)`: returns the number of samples.
-    reduction: `mean` (when None) or `sum`.
-    micro_batch: The most samples to run at once.
-    on_event: Called with each event of the function's events module; `on_output` with each line the workload prints,
-        which goes to stderr when None.
-    options: Fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
+- `workload`: `model.py` or `model.py:name`, where the name may be a Trainer's; or a `Workload`; or a training command
+  as a list of words, with `{micro_batch}` and `{iter_size}` where it takes them.
+- `trainer`: a Trainer of transformers or Lightning, instead of a workload: its model, loss, optimizer, precision and
+  evaluation, and batches of the longest of 256 samples of its dataset. For Lightning, also give what `trainer.fit`
+  takes: the `model`, and `data` if the model has no loader.
+- `data`: a LightningDataModule, or the DataLoader for training.
+- `model`: a live model, instead of a workload, on the device it is to be trained on. The arguments below go with it.
+- `batch`: `batch(size)`; or a batch, which is repeated and cut to size.
+- `loss`: `loss(model, batch)`, or a criterion.
+- `criterion`: `criterion(outputs, targets)`, instead of `loss`.
+- `outputs`: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
+- `coupled_loss`: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, instead of `loss`.
+- `weight`: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
+- `split`: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples are
+  not rows of tensors; needs `size`.
+- `size`: `size(batch)`: returns the number of samples.
+- `reduction`: `mean` (when None) or `sum`.
+- `on_event`: called with each event of the function's events module.
+- `on_output`: called with each line that the workload prints; when None, these go to stderr.
+- `options`: fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
 
-They raise `UsageError` where an argument cannot be honoured, `WorkloadError` where the workload cannot be used,
-`DoesNotFitError` where not even one sample at a time fits, and `NotMeasuredError` where there is no answer.
+Every function raises `UsageError` if an argument cannot be honoured, `WorkloadError` if the workload cannot be used,
+`DoesNotFitError` if not even one sample at a time fits, and `NotMeasuredError` if there is no answer.
 """
 
 from __future__ import annotations
@@ -101,16 +100,16 @@ def plan(
         plan = autoaccum.plan(model=model, batch=batch, loss=nn.MSELoss(), optimizer=optimizer, target_batch=256)
         plan = autoaccum.plan("model.py", gpu="t4", solve={"LENGTH": range(512, 8193, 128)})
 
-    Trials run in processes of their own, also those of live objects and of a `Workload` made in code: they are pickled
-    by `cloudpickle`, and nothing of them changes. On the CPU the budget is what is free beside your objects. Of a live
-    model on a card, the model and the optimizer's state wait in host memory until the trials have ended, bit for bit;
-    their addresses change, and a note of the plan says so. With a `gpu` nothing runs on a card, and the plan's kind is
-    `predicted`; weights are sent without their values unless `values` are computed.
+    Trials run in processes of their own. Live objects, and a `Workload` made in code, are sent there by `cloudpickle`,
+    and nothing of them changes. On the CPU the budget is what is free beside your objects. A live model on a card and
+    its optimizer's state wait in host memory until the trials have ended; they come back bit for bit, at other
+    addresses, and a note of the plan says so. With `gpu` nothing runs on a card, and the plan's kind is `predicted`;
+    weights are sent without their values, unless `values` are computed.
 
-    Under torchrun, or in a process group, every rank calls it for the same workload: each tries on its own card, and
+    Under torchrun, or in a process group, every rank calls it for the same workload. Each tries on its own card, and
     all return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
 
-    Args beside those of this module:
+    Other Parameters:
         target_tokens: In place of `target_batch`: an update has as many whole samples as reach so many tokens, by the
             workload's `length` or `lengths`.
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
@@ -132,8 +131,8 @@ def plan(
             some. It is simulated, even where the trials were real.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
         report: Send listeners that data and the changes of `explain`, likewise, for a page.
-        options: Those of a workload replace its own; the others say where and how trials run. `time_limit` counts from
-            this call; loading and checking the workload may take half a minute whatever the limit is, and the
+        **options: Those of a workload replace its own; the others say where and how trials run. `time_limit` counts
+            from this call; loading and checking the workload may take half a minute whatever the limit is, and the
             confirmation of the schedule comes on top.
     """
     given = dict(locals())
@@ -196,13 +195,15 @@ def compare(
     Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing
     cards, values and savers; numbers of ranks have none, since what ranks exchange is not counted.
 
-    Args beside those of this module:
+    Other Parameters:
         gpu: Names or sizes of cards with commas in between, or `all`.
         world_size: The number of ranks; or a range, of which powers of two, its ends, and the numbers where the model
             begins to fit are planned. Several cards are planned up to the least number of each that trains the model.
         savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
             as of `plan`.
-        max_micro_batch, fit_micro_batch, exact_max: As of `plan`.
+        max_micro_batch: As of `plan`.
+        fit_micro_batch: As of `plan`.
+        exact_max: As of `plan`.
         overrides: Values in place of constants, parameters of a named model, or `{name}` in a command. A list holds
             several values, and every combination of them is planned; write a value that is a sequence as a tuple.
         sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
@@ -211,7 +212,7 @@ def compare(
             The cheapest rows come first then, by the cost of a million samples.
         on_row: Called with each row as it is found; also before an error.
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
-        options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
+        **options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
     from autoaccum.planning.comparison import ComparisonRequest, compare_plans
 
@@ -268,17 +269,17 @@ def verify(
 
         autoaccum.verify(["python", "train.py", "--bs={micro_batch}", "--accum={iter_size}"]).equivalent
 
-    Args beside those of this module:
+    Other Parameters:
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
         accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
             `.grad`; it is compared with the full batch too. The workload's own when None.
-        options: Fields of `autoaccum.options.Options`: `precision` (when None float64, whatever the workload trains in,
-            or float32 with a note where float64 does not run), `batchnorm`, `coupled`, `multiple_of`, `longest_of`,
-            `device` (the CPU by default) and `time_limit`: seconds to search for the causes of a difference (60 when
-            None), once the answer is known; when they are over, the cause is `unknown`. `world_size`: compare an update
-            of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each rank with
-            the bare model and its own micro-batches, and wraps or shards the model as your script does.
+        **options: Fields of `autoaccum.options.Options`. `precision`: float64 when None, whatever the workload trains
+            in, or float32 with a note where float64 does not run. `device`: the CPU by default. `time_limit`: seconds
+            to search for the causes of a difference once the answer is known, 60 when None; then the cause is
+            `unknown`. `world_size`: compare an update of so many ranks, in processes on this machine, with that of
+            one; `accumulate` is called on each rank with the bare model and its own micro-batches, and wraps or shards
+            the model as your script does. Also `batchnorm`, `coupled`, `multiple_of` and `longest_of`.
     """
     given = dict(locals())
 
@@ -326,7 +327,7 @@ def guard(
 
     A case that cannot be measured is reported as `unmeasured`; the others are still measured.
 
-    Args beside those of this module:
+    Other Parameters:
         workload: `model.py` or `model.py:name`, or the words of a command, which runs in the folder of the lock; None:
             every known case that matches the other arguments.
         gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
@@ -335,7 +336,7 @@ def guard(
         update: Plan and measure anew, and write the lock instead of comparing with it.
         baseline: Compare with this git revision, which is measured too; no lock is written.
         force: With `update`, replace a lock that cannot be read.
-        options: `time_limit` is for all cases together.
+        **options: `time_limit` is for all cases together.
 
     Raises:
         LockFileError: The lock cannot be read; it is left unchanged.
@@ -428,7 +429,7 @@ def fit(
     run on every rank, and rank 0 writes the folder, which all must be able to read. An error or a signal on one rank
     ends all after the same update. A run may resume on another number of ranks.
 
-    Args beside those of this module, of which those up to `reduction` go with a model:
+    Other Parameters:
         model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or its file.
         data: The training data; the workload's own `dataset` when None. A map-style dataset is shuffled in each
             epoch, and each micro-batch is collated from its samples; samples of an IterableDataset keep their order. A
@@ -463,7 +464,7 @@ def fit(
             (end the run before the update) or `off` (do not check).
         progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
-        options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's.
+        **options: Fields of `autoaccum.options.Options`, which win over the plan's, as those over the workload's.
             `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
             (AdamW by default). `device`: a model whose optimizer is given stays where it is. `multiple_of`: a last
             update of an epoch that is no multiple is left out, with a note. `ema`: keeps an average of the
@@ -526,7 +527,7 @@ def tune(
     The same call resumes an interrupted Optuna study, and several processes may work on one study at the same time.
     On one card, give each its share as `memory`.
 
-    Args beside those of this module:
+    Other Parameters:
         workload: `model.py` or `model.py:name`, with a `dataset`. Losses are measured on its
             `evaluation_dataset`, else on a tenth of the dataset.
         target_batch: Samples per update; or a range, such as `range(64, 1025)`, of which the doublings of its first are
@@ -541,7 +542,7 @@ def tune(
         progress: Draw progress on stderr.
         on_event: Called with each event of `autoaccum.tuning.tuning_records`, and with warnings
             (`autoaccum.messages.Message`).
-        options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
+        **options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
             `batchnorm`, `coupled`, `multiple_of`, `optimizer` and `time_limit` (no trial starts later).
 
     Raises:

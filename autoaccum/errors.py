@@ -1,7 +1,7 @@
 """The errors of autoaccum. A message says what happened, which limit was broken, and what to do.
 
-Every error that autoaccum raises on purpose derives from `AutoaccumError`; the command line prints its text and exits
-with its `exit_code` (0: yes, 1: a clear no, 2: bad usage or a bad workload, 3: could not be measured).
+Every error that autoaccum raises on purpose derives from `AutoaccumError`. A command prints its text and ends with its
+`exit_code`: 0 is yes, 1 a clear no, 2 wrong usage or an unusable workload, 3 that it could not be measured.
 """
 
 from __future__ import annotations

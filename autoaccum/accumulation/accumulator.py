@@ -80,13 +80,14 @@ class Accumulator:
     `grad_sync` says. Ranks wait for each other within forward and backward, so memory that runs out on one ends the run
     on all: UpdateInterrupted then has the `next_micro_batch` to go on with from a checkpoint.
 
-    >>> import torch
-    >>> from torch.nn import Linear, MSELoss
-    >>> from torch.optim import SGD
-    >>> model = Linear(2, 2)
-    >>> accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), MSELoss(), micro_batch=100)
-    >>> accumulator.step((torch.ones(256, 2), torch.zeros(256, 2))).micro_batches
-    (86, 85, 85)
+    Examples:
+        >>> import torch
+        >>> from torch.nn import Linear, MSELoss
+        >>> from torch.optim import SGD
+        >>> model = Linear(2, 2)
+        >>> accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), MSELoss(), micro_batch=100)
+        >>> accumulator.step((torch.ones(256, 2), torch.zeros(256, 2))).micro_batches
+        (86, 85, 85)
 
     Args:
         model: The model, on the device it trains on.

@@ -278,8 +278,9 @@ def windows(loader: Iterable[Batch], iter_size: int) -> Iterator[list[Batch]]:
     Raises:
         UsageError: `iter_size` is not at least 1.
 
-    >>> list(windows("abcde", 2))
-    [['a', 'b'], ['c', 'd'], ['e']]
+    Examples:
+        >>> list(windows("abcde", 2))
+        [['a', 'b'], ['c', 'd'], ['e']]
     """
     if index(iter_size) < 1:
         raise UsageError(f"iter_size is {iter_size}", hint="use at least 1 micro-batch per update")

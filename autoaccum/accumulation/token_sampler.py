@@ -54,8 +54,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Raises:
         UsageError: An argument is invalid, or neither target or both are given.
 
-    >>> [*TokenBudgetSampler([3, 9, 4, 4], micro_tokens=9, target_batch=4, shuffle=False)]
-    [[1], [2, 3], [0]]
+    Examples:
+        >>> [*TokenBudgetSampler([3, 9, 4, 4], micro_tokens=9, target_batch=4, shuffle=False)]
+        [[1], [2, 3], [0]]
     """
 
     def __init__(
