@@ -32,7 +32,7 @@ FENCE = re.compile(r"^ *```(\w*).*?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 def code(page: str, heading: str) -> str:
     """Return the first Python block below a heading of a page."""
     below = PAGES[DOCS / page].partition(f"# {heading}\n")[2]
-    return next(text for language, text in FENCE.findall(below) if language == "python")
+    return next(str(text) for language, text in FENCE.findall(below) if language == "python")
 
 
 def test_the_workload_file_is_one(tmp_path: Path) -> None:
