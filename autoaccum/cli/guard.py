@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, HelpWithHeadings, options
 from autoaccum.cli.outputs import Contents, Outputs, page
 from autoaccum.cli.settings import Settings, find_settings
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import AutoaccumError, MissingLockError, UsageError
 from autoaccum.reporting.console import make_console, print_labelled
 
 if TYPE_CHECKING:
@@ -49,12 +49,19 @@ if TYPE_CHECKING:
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
+@click.option(
+    "--table",
+    metavar="FILE",
+    help="Write what the lock says trains on which card between <!-- autoaccum --> and <!-- /autoaccum --> in a file,"
+    " and measure nothing.",
+)
 def command(
     workload: str | tuple[str, ...] | None,
     gpus: tuple[str, ...],
     tolerance: str,
     update: bool,
     baseline: str | None,
+    table: str | None,
     time_limit: float | None,
     **asked: Any,
 ) -> None:
@@ -75,6 +82,7 @@ def command(
       autoaccum guard --gpu rtx3090 --micro-batch 8 --update -- python train.py --bs={micro_batch}
       autoaccum guard                                                     compare with it, in CI
       autoaccum guard --baseline origin/main                              compare with a revision
+      autoaccum guard --table README.md                                   write what fits into the README
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
@@ -96,6 +104,9 @@ def command(
         listing = settings.file.parent if settings and settings.cases else None
         folder = find_folder(Path.cwd(), listing)
         listed = _listed_cases(settings) if settings and folder == listing else []
+        if table is not None:
+            _write_table(Path(table), folder / LOCK_NAME, quiet=asked["quiet"])
+            return
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
         reference = read_reference(workload)
         wanted = [make_case(workload=reference, gpu=gpu, **asked) for gpu in gpus or (None,)]
@@ -161,26 +172,51 @@ def _listed_cases(settings: Settings) -> list[Case]:
     return cases
 
 
+def _write_table(path: Path, lock: Path, *, quiet: bool) -> None:
+    """Write the table of the lock into a file, and say whether that changed it."""
+    from autoaccum.guarding.cases import Case, guard_command
+    from autoaccum.guarding.lock import read_lock
+    from autoaccum.reporting.lock_table import write_lock_table
+
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if given - {"table", "quiet"}:
+        raise UsageError("--table measures nothing, and other options are given", hint="give it alone, or with -q")
+    if not (entries := read_lock(lock)):
+        hint = f"lock something by `{guard_command(Case(), lock.parent, '--update')}`"
+        raise MissingLockError(f"there is no {lock.name} in {lock.parent}", hint=hint)
+    changed = write_lock_table(path, entries)
+    if not quiet:
+        click.echo(f"{path}: the table {'was rewritten' if changed else 'is up to date'}")
+
+
 def _show_on_github(report: Report, folder: Path) -> None:
     """Print the report with annotations, and add it to the summary of the step."""
-    from autoaccum.reporting.guard_report import annotation_lines, harmless, report_text, write_summary
+    from autoaccum.reporting.guard_report import annotation_lines, harmless, report_markdown, report_text
 
     click.echo(harmless(report_text(report)), nl=False)
     for line in annotation_lines(report, folder, os.environ):
         click.echo(line)
-    if warning := write_summary(report, os.environ):
+    _add_to_summary(report_markdown(report))
+
+
+def _add_to_summary(markdown: str) -> None:
+    from autoaccum.reporting.guard_report import write_summary
+
+    if warning := write_summary(markdown, os.environ):
         print_labelled(make_console(stderr=True), "warning", str(warning), "yellow")
 
 
 @contextmanager
 def _annotating() -> Iterator[None]:
     """Tell GitHub of an error, too, in the form that it shows."""
-    from autoaccum.reporting.guard_report import TITLE, harmless
+    from autoaccum.reporting.guard_report import TITLE, error_markdown, harmless
     from autoaccum.reporting.guard_report import command as workflow_command
 
     try:
         yield
     except AutoaccumError as error:
         click.echo(workflow_command("error", str(error), title=TITLE))
+        _add_to_summary(error_markdown(error))
         error.args = (harmless(str(error)),)  # It is printed once more, as every error is.
         raise

@@ -18,6 +18,7 @@ from typing import Any
 from rich.text import Text
 
 from autoaccum.checks import counted
+from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Event, Measurement, Outcome, Report, Verdict
 from autoaccum.messages import Message, message
@@ -176,16 +177,25 @@ def _growths(verdict: Verdict) -> Table:
 
 def report_markdown(report: Report) -> str:
     """Return the report as markdown, for a step summary: the text, which nothing in it can end."""
-    return f"### {TITLE}: {describe_counts(report)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
+    return _markdown(describe_counts(report), report_text(report))
 
 
-def write_summary(report: Report, environment: Mapping[str, str]) -> Message | None:
-    """Append the report to the step's summary, if any; return a warning if it cannot be written."""
+def error_markdown(error: AutoaccumError) -> str:
+    """Return an error as markdown, in place of a report."""
+    return _markdown("error", f"{error}\n")
+
+
+def _markdown(title: str, text: str) -> str:
+    return f"### {TITLE}: {title}\n\n<pre>\n{html.escape(text)}</pre>\n"
+
+
+def write_summary(markdown: str, environment: Mapping[str, str]) -> Message | None:
+    """Append markdown to the step's summary, if any; return a warning if it cannot be written."""
     name = environment.get("GITHUB_STEP_SUMMARY")
     try:
         if name:
             with Path(name).open("ab") as file:
-                file.write(report_markdown(report).encode())
+                file.write(markdown.encode())
     except (OSError, ValueError) as error:
         return message("summary_not_written", error=str(getattr(error, "strerror", None) or error))
     return None

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from command_line import invoke
 from guard_reports import ALL, CASE, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
-from small_locks import WHOLE
+from small_locks import WHOLE, a_lock
 
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, case_name, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report
-from autoaccum.reporting.guard_report import report_markdown, report_text
+from autoaccum.guarding.lock import write_lock
+from autoaccum.reporting.guard_report import error_markdown, report_markdown, report_text
 from autoaccum.units import MemorySize
 
 
@@ -149,9 +150,11 @@ def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) ->
     assert ": :error::of the workload" in result.stderr
 
 
-def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard) -> None:
+def test_an_error_in_place_of_a_report_is_annotated_too(guard: Guard, folder: Path) -> None:
     guard.answer = MissingLockError("there is no ##[lock]", hint="write one")
-    result = invoke("guard", "-q", env={"GITHUB_ACTIONS": "true"})
+    summary, markdown = folder / "summary.md", error_markdown(guard.answer)
+    result = invoke("guard", "-q", env={"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)})
+    assert summary.read_text() == markdown
     assert result.exit_code == 3
     assert result.stdout == "::error title=autoaccum guard::there is no ## [lock]: write one\n"
     assert result.stderr.endswith("error: there is no ## [lock]: write one\n")
@@ -170,3 +173,19 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], w
     assert again.exit_code == 2
     assert "report exists already: add --force" in again.stderr
     assert invoke("guard", *words, "-o", "report", "--force").exit_code == 1
+
+
+def test_a_table_of_the_lock_is_written_once(folder: Path) -> None:
+    readme = folder / "README.md"
+    readme.write_text("<!-- autoaccum -->\n<!-- /autoaccum -->")
+    missing = invoke("guard", "--table", "README.md")
+    assert (missing.exit_code, missing.stdout) == (3, "")
+    assert "there is no autoaccum.lock" in missing.stderr
+    write_lock(folder / "autoaccum.lock", a_lock())
+    told = [invoke("guard", "--table", "README.md", *words) for words in ([], [], ["-q"])]
+    assert [(done.exit_code, done.stdout) for done in told] == [
+        (0, "README.md: the table was rewritten\n"),
+        (0, "README.md: the table is up to date\n"),
+        (0, ""),
+    ]
+    assert "| `train.py --target-batch 256` | 32 (8) | 32 (8) |" in readme.read_text()

@@ -104,6 +104,7 @@ REFUSED = {
         "-o a --report ./a": "--report names the file of -o, ./a",
         "model.py --target-batch 0": "0 is not in the range x>=1",
         "model.py other.py": "unexpected extra argument (other.py): see `autoaccum guard --help`",
+        "--table README.md --update": "--table measures nothing, and other options are given",
     },
     "tune model.py --target-batch 8": {
         "--learning-rate 0.1": "the learning rate is '0.1': give two numbers above 0",

@@ -206,15 +206,15 @@ def test_a_report_whose_names_are_commands_has_none_in_its_text() -> None:
 def test_the_summary_is_appended(tmp_path: Path) -> None:
     path = tmp_path / "summary.md"
     path.write_text("of another step\n")
-    assert write_summary(ALL, {"GITHUB_STEP_SUMMARY": str(path)}) is None
+    assert write_summary(report_markdown(ALL), {"GITHUB_STEP_SUMMARY": str(path)}) is None
     assert path.read_text() == "of another step\n" + report_markdown(ALL)
-    assert write_summary(ALL, {}) is None
+    assert write_summary(report_markdown(ALL), {}) is None
 
 
 def test_a_summary_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    told = write_summary(ALL, {"GITHUB_STEP_SUMMARY": os.fspath(tmp_path / "nowhere" / "summary.md")})
+    told = write_summary(report_markdown(ALL), {"GITHUB_STEP_SUMMARY": os.fspath(tmp_path / "nowhere" / "summary.md")})
     assert told == message("summary_not_written", error="No such file or directory")
-    assert write_summary(ALL, {"GITHUB_STEP_SUMMARY": "a\0b"}) is not None
+    assert write_summary(report_markdown(ALL), {"GITHUB_STEP_SUMMARY": "a\0b"}) is not None
 
 
 def rendered(markdown: str) -> str:

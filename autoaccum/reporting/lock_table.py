@@ -1,0 +1,75 @@
+"""Write what trains on which card, by the lock, into a marked region of a file such as a README."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from autoaccum.checks import join_words
+from autoaccum.errors import UsageError
+from autoaccum.files import write_bytes
+from autoaccum.guarding.cases import Case, case_name
+from autoaccum.guarding.guard_result import Measurement
+
+_BEGIN: Final = "<!-- autoaccum -->"
+_END: Final = "<!-- /autoaccum -->"
+
+
+def lock_table(entries: Mapping[Case, Measurement]) -> str:
+    """Return a table in Markdown: a row for each workload or command with its options, a column for each card."""
+    limits, rows = dict[str, int](), dict[str, dict[str, str]]()
+    for case, measurement in sorted(entries.items(), key=lambda entry: case_name(entry[0])):
+        card = str(case.options.gpu)
+        name = case_name(dataclasses.replace(case, options=dataclasses.replace(case.options, gpu=None)))
+        limits[card] = max(limits.get(card, 0), measurement.limit_bytes)
+        rows.setdefault(name, {})[card] = _cell(case, measurement)
+    cards = sorted(limits, key=lambda card: (limits[card], card))
+    versions = sorted({str(measurement.environment["torch"]) for measurement in entries.values()})
+    lines = [["Training", *cards], ["---", *("--:" for _ in cards)]]
+    lines += [[_code(name), *(cells.get(card, "") for card in cards)] for name, cells in rows.items()]
+    return "\n".join(
+        [
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+            "The largest micro-batch that fits, and in parentheses how many make an update: predicted by"
+            f" `autoaccum guard` with torch {join_words(versions)}.",
+        ]
+    )
+
+
+def _cell(case: Case, measurement: Measurement) -> str:
+    largest = f"{measurement.largest:,}"
+    return largest if case.target_batch is None else f"{largest} ({len(measurement.micro_batches):,})"
+
+
+def _code(text: str) -> str:
+    """Return text as code in a cell, which a bar would end even there."""
+    fence, space = ("``", " ") if "`" in text else ("`", "")
+    return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
+
+
+def write_lock_table(path: Path, entries: Mapping[Case, Measurement]) -> bool:
+    """Replace what is between the markers of a file, and return whether that changed it.
+
+    Raises:
+        UsageError: The file cannot be read or written, or does not have each marker once, in order.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error})", hint="name a file such as README.md") from None
+    before, _, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end or text.count(_BEGIN) > 1 or text.count(_END) > 1:
+        raise UsageError(
+            f"{path} does not have exactly one place for the table",
+            hint=f"write {_BEGIN} and {_END} around it, each once",
+        )
+    region = f"{_BEGIN}\n\n{lock_table(entries)}\n\n{_END}".replace("\n", "\r\n" if "\r\n" in before else "\n")
+    written = f"{before}{region}{after}"
+    if written == text:
+        return False
+    write_bytes(path, written.encode(), force=True)
+    return True

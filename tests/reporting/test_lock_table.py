@@ -1,0 +1,83 @@
+"""The table of what trains on which card, and its place in a file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from html import unescape
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from small_locks import a_case, a_lock, a_measurement
+
+from autoaccum.errors import UsageError
+from autoaccum.reporting.lock_table import lock_table, write_lock_table
+from autoaccum.units import GIB
+
+PLACE = "<!-- autoaccum -->\n<!-- /autoaccum -->"
+
+
+def test_rows_are_what_is_trained_and_columns_cards_by_their_memory() -> None:
+    command = "-- python train.py --bs={micro_batch}"
+    lock = {
+        a_case(gpu="t4"): a_measurement(limit_bytes=15 * GIB, largest=100, micro_batches=(86, 85, 85)),
+        a_case(gpu="a100-80gb"): a_measurement(limit_bytes=79 * GIB, largest=1024, micro_batches=(1024,)),
+        a_case(gpu="t4", precision="bf16"): a_measurement(limit_bytes=9, environment={"torch": "2.14.1"}),
+        a_case(command, gpu="rtx3090", target_batch=None, micro_batch=8): a_measurement(largest=8),
+    }
+    assert lock_table(lock).splitlines() == [
+        "| Training | t4 | rtx3090 | a100-80gb |",
+        "| --- | --: | --: | --: |",
+        "| `--micro-batch 8 -- python train.py --bs={micro_batch}` |  | 8 |  |",
+        "| `train.py --target-batch 256` | 100 (3) |  | 1,024 (1) |",
+        "| `train.py --target-batch 256 --precision bf16` | 32 (8) |  |  |",
+        "",
+        "The largest micro-batch that fits, and in parentheses how many make an update: predicted by `autoaccum guard`"
+        " with torch 2.13.0 and 2.14.1.",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a|b.py", "a`b|c.py", "`a`.py", "*a*.py:b", "<b>.py"])
+def test_a_name_is_no_markup(name: str) -> None:
+    html = str(MarkdownIt("commonmark").enable("table").render(lock_table(a_lock(a_case(name)))))
+    (cell,) = re.findall(r"<td><code>(.*?)</code></td>\n<td[^>]*>32 \(8\)</td>", html)
+    assert unescape(cell).startswith(shlex.quote(name)), html
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "newline"), [("", "", "\n"), ("# Mine\n\n", "\nmore", "\n"), ("# Mine\r\n", "\r\nmore", "\r\n")]
+)
+def test_only_the_region_changes_and_only_once(tmp_path: Path, before: str, after: str, newline: str) -> None:
+    file = tmp_path / "README.md"
+    file.write_bytes(f"{before}{PLACE}{after}".encode())
+    assert write_lock_table(file, a_lock())
+    first = file.read_bytes()
+    table = lock_table(a_lock()).replace("\n", newline)
+    region = f"<!-- autoaccum -->{2 * newline}{table}{2 * newline}<!-- /autoaccum -->"
+    assert first.decode() == f"{before}{region}{after}"
+    assert not write_lock_table(file, a_lock())
+    assert file.read_bytes() == first
+    assert write_lock_table(file, a_lock(a_case(gpu="t4")))
+    assert write_lock_table(file, a_lock())
+    assert file.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"<!-- autoaccum -->", b"<!-- /autoaccum --><!-- autoaccum -->", 2 * PLACE.encode()],
+    ids=["no markers", "no end", "reversed", "twice"],
+)
+def test_a_file_without_a_place_is_refused_and_stays(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "README.md"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="write <!-- autoaccum --> and <!-- /autoaccum --> around it"):
+        write_lock_table(file, a_lock())
+    assert file.read_bytes() == content
+
+
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\xff")
+    for name in ("image.png", "nowhere/README.md"):
+        with pytest.raises(UsageError, match=f"{name} cannot be read"):
+            write_lock_table(tmp_path / name, a_lock())
