@@ -113,7 +113,8 @@ class Growth:
         module: The module, with all modules in it; empty for several, or none, as `change` says.
         bytes: The growth; negative where it shrank.
         change: What changed, such as `bf16 -> fp32` or `new`; empty where only the size did.
-        line: The line of the user's code that the module comes from now, `model.py:12`; may be empty.
+        line: The line of the user's code that the module, or the one in it that grew most, comes from now, such as
+            `model.py:12`; may be empty.
     """
 
     category: Category

@@ -158,11 +158,7 @@ def _by_module(changes: _Changes, lines: Mapping[str, str]) -> Iterator[Growth]:
     modules = defaultdict[tuple[str, bool], list[tuple[Holding, int]]](list)
     for holding, side in changes:  # The model itself has an empty name and a kind; what is in no module has neither.
         modules[holding.module, not holding.module and bool(holding.kind)].append((holding, side))
-    yield from (
-        _growth("", group, lines.get("", "") if is_model else "")
-        for (name, is_model), group in modules.items()
-        if not name
-    )
+    yield from (_growth("", group, lines) for (name, _), group in modules.items() if not name)
     inside = {name: group for (name, _), group in modules.items() if name and _net(group)}
     most = 1 if changes and changes[0][0].category in _PERSISTENT else _MOST
     for depth in range(max((name.count(".") + 1 for name in inside), default=0), 0, -1):
@@ -177,11 +173,10 @@ def _by_module(changes: _Changes, lines: Mapping[str, str]) -> Iterator[Growth]:
             alike = dict.fromkeys(_cut(name, depth) for name in groups[pattern])
             is_named = len(alike) == 1 or bool(pattern.strip("*."))  # Several numbers alone name nothing.
             module = join_words(word for word, _ in compact_names(alike)) if is_named else ""
-            line = lines.get(next(iter(alike)), "") if module else ""
-            yield _growth(module, [change for name in groups[pattern] for change in inside.pop(name)], line)
+            yield _growth(module, [change for name in groups[pattern] for change in inside.pop(name)], lines)
         break
     if rest := [change for group in inside.values() for change in group]:
-        yield _growth("", rest)
+        yield _growth("", rest, lines)
 
 
 def _cut(module: str, depth: int) -> str:
@@ -189,9 +184,17 @@ def _cut(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth])
 
 
-def _growth(module: str, changes: _Changes, line: str = "") -> Growth:
-    change = _describe_change(module, changes)
-    return Growth(category=changes[0][0].category, module=module, bytes=_net(changes), change=change, line=line)
+def _growth(module: str, changes: _Changes, lines: Mapping[str, str]) -> Growth:
+    grown = Counter[str]()
+    for holding, side in changes:
+        grown[holding.module if holding.module or holding.kind else "(none)"] += side * holding.bytes
+    return Growth(
+        category=changes[0][0].category,
+        module=module,
+        bytes=_net(changes),
+        change=_describe_change(module, changes),
+        line=lines.get(max(grown, key=grown.__getitem__), ""),
+    )
 
 
 def _describe_change(module: str, changes: _Changes) -> str:

@@ -67,20 +67,21 @@ def test_many_modules_are_named_by_those_that_contain_them() -> None:
     ]
 
 
-def test_a_growth_has_the_line_of_its_module_now() -> None:
-    lines = {"": "net.py:1", "blocks.0.mlp": "net.py:3", "blocks.1.mlp": "net.py:3", "head": "net.py:9"}
-    parts = [*blocks(2, mlp=8), row("outputs", "", 1, kind="Net"), row("workspace", "", 1, kind="")]
+def test_a_growth_has_the_line_of_the_module_that_grew_most() -> None:
+    lines = {"": "net.py:1", "blocks.0.mlp": "net.py:3", "blocks.1.mlp": "net.py:4", "head": "net.py:9"}
+    parts = [row("outputs", "", 1, kind="Net"), row("workspace", "", 1, kind=""), row("parameters", "head", 1)]
     larger = [dataclasses.replace(part, bytes=2 * part.bytes) for part in parts]
-    found = find_growths(measured(*parts, row("parameters", "head", 4), lines=lines), measured(*larger, lines=lines))
-    told = {(growth.module, growth.change): growth.line for growth in found}
-    assert told == {
-        ("blocks.{0,1}.mlp", ""): "net.py:3",
-        ("", "in the model itself"): "net.py:1",
-        ("", "in no module"): "",
-        ("head", "gone"): "net.py:9",
+    wider = [row("activations", f"blocks.{n}.mlp", 9 + n) for n in range(2)]
+    found = find_growths(measured(*blocks(2, mlp=8), *parts), measured(*wider, *larger, lines=lines))
+    assert {(growth.category, growth.module): growth.line for growth in found} == {
+        ("activations", "blocks.{0,1}.mlp"): "net.py:4",
+        ("parameters", "head"): "net.py:9",
+        ("outputs", ""): "net.py:1",
+        ("workspace", ""): "",
     }
-    several = [row("activations", name, 8) for name in ("head", "b", "c", "d")]
-    assert [growth.line for growth in find_growths(measured(), measured(*several, lines=lines))] == [""]
+    several = [row("activations", name, 8 + len(name)) for name in ("a", "b", "c", "head")]
+    (growth,) = find_growths(measured(), measured(*several, lines=lines))
+    assert (growth.module, growth.line) == ("", "net.py:9")
 
 
 @pytest.mark.parametrize(
