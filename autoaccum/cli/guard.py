@@ -103,10 +103,10 @@ def command(
         allowed, settings = parse_tolerance(tolerance), find_settings(Path.cwd())
         listing = settings.file.parent if settings and settings.cases else None
         folder = find_folder(Path.cwd(), listing)
-        listed = _listed_cases(settings) if settings and folder == listing else []
         if table is not None:
             _write_table(Path(table), folder / LOCK_NAME, quiet=asked["quiet"])
             return
+        listed = _listed_cases(settings) if settings and folder == listing else []
         outputs = Outputs(asked, workload, {"the lock itself": folder / LOCK_NAME})
         reference = read_reference(workload)
         wanted = [make_case(workload=reference, gpu=gpu, **asked) for gpu in gpus or (None,)]
