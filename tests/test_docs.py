@@ -142,7 +142,7 @@ def test_one_call_trains(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_every_command_line_parses(page: Path) -> None:
     blocks = "\n".join(text for _, text in FENCE.findall(PAGES[page]))
     lines = re.findall(r"^ *(?:\$ )?(?:torchrun .*-m )?autoaccum (\w+)\b([^#|\n]*)", blocks, re.MULTILINE)
-    lines += re.findall(r"`autoaccum (\w+) ([^`\n]+)`", FENCE.sub("", PAGES[page]))
+    lines += re.findall(r"`autoaccum (\w+) ([^`\n]+[^-`\n])`", FENCE.sub("", PAGES[page]))
     for command, words in lines:
         typed = [{"N": "1"}.get(word, word) for word in shlex.split(words) if word != "..."]
         import_module(f"autoaccum.cli.{command}").command.make_context(command, typed)
