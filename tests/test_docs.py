@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
@@ -63,6 +66,27 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
     trial_run.run((2, 2))
     assert workload.evaluation_batch == 64
     assert len(trial_run.averages) == len(trial_run.outputs) == 2, "weight and bias, output and loss"
+
+
+def test_loops_that_are_called_right_have_the_gradient_of_the_whole_batch() -> None:
+    """And those that are called wrong have another."""
+    model = nn.Sequential(nn.Embedding(50, 4), head := nn.Linear(4, 50)).double()
+    batch = torch.randint(50, (7, 6))
+
+    def loss(model: nn.Module, ids: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        logits = model(ids[:, :-1]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction=reduction)
+
+    names: dict[str, Any] = {"model": model, "loss": loss, "window": batch.split(3), "args": SimpleNamespace(accum=4)}
+    names["cross_entropy_sum"] = partial(loss, reduction="sum")
+    (whole,) = torch.autograd.grad(loss(model, batch), [head.weight])
+    loops = [text for _, text in FENCE.findall(PAGES[DOCS / "concepts" / "accumulation.md"]) if "backward()" in text]
+    assert len(loops) == 4
+    for text in loops:
+        model.zero_grad()
+        exec(text, names)
+        assert head.weight.grad is not None
+        assert torch.allclose(head.weight.grad, whole) == ("# wrong" not in text), text
 
 
 def test_a_coupled_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
