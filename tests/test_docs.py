@@ -80,7 +80,8 @@ def test_loops_that_are_called_right_have_the_gradient_of_the_whole_batch() -> N
     names: dict[str, Any] = {"model": model, "loss": loss, "window": batch.split(3), "args": SimpleNamespace(accum=4)}
     names["cross_entropy_sum"] = partial(loss, reduction="sum")
     (whole,) = torch.autograd.grad(loss(model, batch), [head.weight])
-    loops = [text for _, text in FENCE.findall(PAGES[DOCS / "concepts" / "accumulation.md"]) if "backward()" in text]
+    blocks = FENCE.findall(PAGES[DOCS / "concepts" / "accumulation.md"])
+    loops = [text for language, text in blocks if language == "python" and "backward()" in text]
     assert len(loops) == 4
     for text in loops:
         model.zero_grad()
