@@ -165,7 +165,7 @@ def test_one_call_trains(tmp_path: Path, warm_python: WarmPython) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_command_line_parses(page: Path) -> None:
-    blocks = "\n".join(text for _, text in FENCE.findall(PAGES[page]))
+    blocks = "\n".join(text.replace("\\\n", "") for _, text in FENCE.findall(PAGES[page]))
     lines = re.findall(r"^ *(?:\$ )?(?:torchrun .*-m )?autoaccum (\w+)\b([^#|\n]*)", blocks, re.MULTILINE)
     lines += re.findall(r"`autoaccum (\w+) ([^`\n]+[^-`\n])`", FENCE.sub("", PAGES[page]))
     for command, words in lines:
