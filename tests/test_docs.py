@@ -71,15 +71,15 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
 def test_loops_that_are_called_right_have_the_gradient_of_the_whole_batch() -> None:
     """And those that are called wrong have another."""
     model = nn.Sequential(nn.Embedding(50, 4), head := nn.Linear(4, 50)).double()
-    batch = torch.randint(50, (7, 6))
+    window = [torch.randint(50, (size, 6)) for size in (3, 3, 1)]
 
     def loss(model: nn.Module, ids: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         logits = model(ids[:, :-1]).flatten(0, 1)
         return nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction=reduction)
 
-    names: dict[str, Any] = {"model": model, "loss": loss, "window": batch.split(3), "args": SimpleNamespace(accum=4)}
+    names: dict[str, Any] = {"model": model, "loss": loss, "window": window, "args": SimpleNamespace(accum=4)}
     names["cross_entropy_sum"] = partial(loss, reduction="sum")
-    (whole,) = torch.autograd.grad(loss(model, batch), [head.weight])
+    (whole,) = torch.autograd.grad(loss(model, torch.cat(window)), [head.weight])
     blocks = FENCE.findall(PAGES[DOCS / "concepts" / "accumulation.md"])
     loops = [text for language, text in blocks if language == "python" and "backward()" in text]
     assert len(loops) == 4
