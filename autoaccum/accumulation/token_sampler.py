@@ -31,10 +31,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
             for window in sampler.windows(loader):
                 result = accumulator.step_parts(window)
 
-    A *window* is one update: the next samples of a random order of all, dealt to ranks so that each has about as many
-    tokens, and packed by `packing.pack`. A sample is never split: one over the budget is a micro-batch of its own.
-    Every rank makes a sampler with the same arguments, and has each of its samples once an epoch. The position is a
-    number of windows: a run resumes with another budget or number of ranks at the same samples.
+    A *window* is one update: the next samples in the epoch's random order, divided among ranks so that each has about
+    as many tokens, and packed into micro-batches. A sample is never split: one over the budget is a micro-batch of its
+    own. All ranks make the sampler with the same arguments. The position is counted in windows, so a run may resume
+    with another budget or number of ranks.
 
     Args:
         lengths: The tokens of each sample of the dataset, in its order.
@@ -43,7 +43,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         target_batch: The samples of a window.
         target_tokens: Instead of `target_batch`: a window has as many whole samples as reach so many tokens.
         padding: `longest` (default) if `collate_fn` pads micro-batches to their longest sample, `none` if it does not.
-        plan: A plan with a token budget, of which what is not given is taken.
+        plan: A plan with a token budget, which supplies what is not given.
         shuffle: Whether each epoch has a random order of its own; otherwise that of the dataset.
         seed: The seed of the orders, equal on all ranks.
         rank: The number of this rank, and `world_size` that of all; by default those of `torch.distributed`.
@@ -119,10 +119,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
             self.epoch, self._position = read_count(epoch, "epoch", least=0), 0
 
     def windows(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
-        """Group what `loader` makes of this sampler's micro-batches into windows, to the end of the epoch.
+        """Yield what `loader` makes of this sampler's micro-batches in windows, to the end of the epoch.
 
-        A window is handed out when it is yielded: `state_dict` then says to go on behind it. It may be empty, where
-        there are fewer samples than ranks.
+        A window counts as done when it is yielded: `state_dict` continues after it. It may be empty if there are fewer
+        samples than ranks.
 
         Raises:
             UsageError: The loader has another sampler, or ends early.

@@ -103,11 +103,11 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of a table of plans, and for each card and value the least number of ranks that trains the model.
+    """The rows of a table of plans, and for each card and value the smallest number of ranks that works.
 
     Attributes:
         rows: By card, then by value, by number of ranks, and the fastest savers first; or as they were sorted.
-        least_world_sizes: By `ComparisonRow.subject`; without those that cannot train it. None: rows are missing.
+        least_world_sizes: That number by `ComparisonRow.subject`, if any works. None: rows are missing.
     """
 
     rows: tuple[ComparisonRow, ...]

@@ -291,17 +291,16 @@ def parts_run(how: Any) -> Iterator[None]:
 def whole_batch(x: Tensor) -> Tensor:
     """Return `x` of all samples of the effective batch, for use within a model or a loss.
 
-    Within an update in micro-batches, the `x` of all micro-batches, those of other ranks too, is joined along the first
-    dimension; it is differentiable, so that each sample's gradient is that of all uses. Elsewhere `x` itself is
-    returned.
+    Within an update, this joins the `x` of all micro-batches, and of all ranks, along the first dimension. The result
+    is differentiable: each sample gets the gradient of all uses. Elsewhere `x` itself is returned.
 
     A model that balances the load of experts over the whole batch:
 
         load = autoaccum.whole_batch(gates).mean(0)
         balance = experts * (load * load).sum()
 
-    Where a micro-batch waits for this, others run. What it has set on a module it finds again; what it has written
-    elsewhere, such as into a dict of one's own, may be another's.
+    While a micro-batch waits here, others run. What it has set on a module is kept for it; what it has written
+    elsewhere, such as into a dict, may be overwritten by another.
 
     Each micro-batch's loss counts by its fraction of the update, so a term that all compute alike counts once. In a
     loss with `reduction="sum"` it would count once for each micro-batch, so that is refused.
