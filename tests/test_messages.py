@@ -219,8 +219,9 @@ def test_every_code_is_used_and_every_message_has_the_facts_of_its_sentence() ->
                 continue
             if isinstance(node.args[0], ast.Constant):
                 code, names = str(node.args[0].value), {keyword.arg for keyword in node.keywords}
-                assert code in SENTENCES, f"{path}:{node.lineno}: {code}"
-                assert None in names or names == set(EXAMPLES.get(code, [{}])[0]), f"{path}:{node.lineno}: {code}"
+                assert code in SENTENCES, f"{path}:{node.lineno}: {code} has no sentence"
+                shown = set(EXAMPLES.get(code, [{}])[0])
+                assert None in names or names == shown, f"{path}:{node.lineno}: {code} has an example of {shown} only"
     assert SENTENCES.keys() <= used
 
 

@@ -29,7 +29,7 @@ _MIN_BYTES, _MAX_BYTES = GIB, 1024 * GIB
 _MAX_SHOWN_LENGTH = 40
 ALL = "all"
 _HINT = "name a card, or a size such as 24GiB"
-_ROW_HINT = "put quotes around a text with commas; .github/CONTRIBUTING.md explains the columns"
+_ROW_HINT = ".github/CONTRIBUTING.md explains the columns"
 _FORMS: Mapping[str, str] = {
     "name": r"[a-z0-9]+([-.][a-z0-9]+)*",
     "capability": r"\d+\.\d",
@@ -137,7 +137,8 @@ def read_cards(lines: Iterable[str]) -> Iterator[Card]:
     for row in rows:
         place = f"line {rows.line_num} of cards.csv ({row['name']})"
         if None in row or None in row.values():
-            raise UsageError(f"{place} has too {'many' if None in row else 'few'} columns", hint=_ROW_HINT)
+            many = "many" if None in row else "few"
+            raise UsageError(f"{place} has too {many} columns", hint=f"quote a text with commas; {_ROW_HINT}")
         for column, form in _FORMS.items():
             if not re.fullmatch(form, row[column]):
                 raise UsageError(f"{place} has {column} {row[column]!r}", hint=_ROW_HINT)
