@@ -150,4 +150,4 @@ def _public(value: Any, name: str = "") -> Any:
         return "***"
     home = os.environ.get("HOME", "").rstrip("/")
     value = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", value) if home else value
-    return re.sub(rf"({_SECRET}[=\s]+)[^\s\"']+", r"\1***", value)
+    return re.sub(rf"({_SECRET}[=\s]+[\"']?)[^\s\"']+", r"\1***", value)
