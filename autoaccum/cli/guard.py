@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from autoaccum.cli.flags import WORKLOAD_OR_COMMAND, HelpWithHeadings, options
 from autoaccum.cli.outputs import Contents, Outputs, page
-from autoaccum.cli.settings import Settings, find_settings
+from autoaccum.cli.settings import Settings, find_settings, key_of
 from autoaccum.errors import AutoaccumError, MissingLockError, UsageError
 from autoaccum.reporting.console import make_console, print_labelled
 
@@ -147,14 +147,9 @@ def _listed_cases(settings: Settings) -> list[Case]:
         try:
             context = command.make_context("guard", shlex.split(text))
             given = context.params
-            flags = [
-                parameter.opts[0]
-                for parameter in command.params
-                if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-                and parameter.name not in (*CASE_FIELDS, "gpus")
-            ]
-            if flags:
-                raise UsageError(f"{flags[0]} is no part of a case", hint="give it on the command line")
+            asked = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            if others := asked - {*CASE_FIELDS, "gpus"}:
+                raise UsageError(f"{key_of(min(others))} is no part of a case", hint="give it on the command line")
             reference = read_reference(given["workload"])
             if not reference:
                 raise UsageError("it names no workload", hint="write such as model.py --gpu NAME --target-batch N")

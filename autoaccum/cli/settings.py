@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -79,16 +80,9 @@ class Settings(NamedTuple):
         return list(self.table.get("guard", {}).get(CASES, ()))
 
     def error(self, command: str | None, text: str, hint: str | None) -> UsageError:
-        """Return the error for a fault in the table of a command, or in that of the project."""
-        return UsageError(f"{os.path.relpath(self.file)}: [{_header(command)}] {text}", hint=hint)
-
-    def layers(self, command: str) -> Iterator[tuple[str | None, dict[str, Any]]]:
-        """Yield the values for a command by parameter: of the project's table, and of its own, which is stronger."""
-        for owner, table, names in (
-            (None, self.table, OF_PROJECT.get(command, ())),
-            (command, self.table.get(command, {}), _names_of(command)),
-        ):
-            yield owner, {name: table[key_of(name)] for name in names if name != CASES and key_of(name) in table}
+        """Return the error for a fault in the table of a command, or, for None, in that of the project."""
+        header = "tool.autoaccum" if command is None else f"tool.autoaccum.{command}"
+        return UsageError(f"{os.path.relpath(self.file)}: [{header}] {text}", hint=hint)
 
 
 def find_settings(folder: Path) -> Settings | None:
@@ -123,14 +117,16 @@ def read_defaults(context: click.Context) -> dict[str, Any]:
     settings = find_settings(Path.cwd()) if command in OF_COMMAND else None
     if settings is None:
         return {}
-    parameters = {parameter.name: parameter for parameter in context.command.params}
-    for owner, values in settings.layers(command):
-        if {"target_batch", "target_tokens"} <= values.keys():
+    names = OF_PROJECT.get(command, ())
+    own = (*names, *OF_COMMAND[command])
+    for owner, table, known in ((None, settings.table, names), (command, settings.table.get(command, {}), own)):
+        flags = {name: table[key] for name in known if (key := key_of(name)) in table and key != CASES}
+        if {"target_batch", "target_tokens"} <= flags.keys():
             raise settings.error(owner, "has both target-batch and target-tokens", "keep one of them")
-        for name, value in values.items():
-            _check_value(settings, owner, parameters[name], value, context)
-        weaker = {name: value for name, value in defaults.items() if values.keys().isdisjoint(_rivals(name))}
-        defaults = weaker | values
+        for parameter in context.command.params:
+            if parameter.name in flags:
+                _check_value(settings, owner, parameter, flags[parameter.name], context)
+        defaults = {name: value for name, value in defaults.items() if not _rivals(name) & flags.keys()} | flags
     if is_one_of_ranks():  # They are as many as there are, each on its own card.
         defaults = {name: value for name, value in defaults.items() if name not in ("gpu", "world_size")}
     return defaults
@@ -138,12 +134,14 @@ def read_defaults(context: click.Context) -> dict[str, Any]:
 
 def withdraw_defaults(context: click.Context) -> None:
     """Take back the settings that the rest of a command line, which is parsed by now, leaves no room for."""
-    sources = context.get_parameter_source
+    from autoaccum.sources.command import CommandSource
+
+    sources, workload = context.get_parameter_source, context.params.get("workload")
     for name in context.default_map or ():
-        if sources(name) is ParameterSource.DEFAULT_MAP and (
-            any(sources(rival) is ParameterSource.COMMANDLINE for rival in _rivals(name))
-            or (name == "target_batch" and _is_untargeted(context.params.get("workload")))
-        ):
+        replaced = any(sources(rival) is ParameterSource.COMMANDLINE for rival in _rivals(name))
+        if name == "target_batch" and isinstance(workload, tuple):
+            replaced |= not CommandSource.of(workload).takes_iter_size
+        if replaced and sources(name) is ParameterSource.DEFAULT_MAP:
             context.params[name] = None
             context.set_parameter_source(name, ParameterSource.DEFAULT)
 
@@ -155,41 +153,24 @@ def key_of(name: str) -> str:
 
 def keys_of(command: str | None) -> list[str]:
     """Return the keys of the table of a command, or, for None, of the project's, without those tables."""
-    names = _names_of(command) if command else (name for names in OF_PROJECT.values() for name in names)
-    return list(dict.fromkeys(map(key_of, names)))
+    names = (OF_PROJECT.get(command, ()), OF_COMMAND[command]) if command is not None else OF_PROJECT.values()
+    return list(dict.fromkeys(map(key_of, chain.from_iterable(names))))
 
 
-def _rivals(name: str) -> tuple[str, ...]:
-    return _GIVES_WAY.get(name, ())
-
-
-def _is_untargeted(workload: Any) -> bool:
-    """Whether it is a command whose updates are one micro-batch, so that it takes no target."""
-    from autoaccum.sources.command import CommandSource
-
-    return isinstance(workload, tuple) and not CommandSource.of(workload).takes_iter_size
-
-
-def _names_of(command: str) -> tuple[str, ...]:
-    return (*OF_PROJECT.get(command, ()), *OF_COMMAND[command])
-
-
-def _header(command: str | None) -> str:
-    return "tool.autoaccum" if command is None else f"tool.autoaccum.{command}"
+def _rivals(name: str) -> frozenset[str]:
+    return frozenset(_GIVES_WAY.get(name, ()))
 
 
 def _check_keys(settings: Settings) -> None:
     """Raise UsageError unless there are only tables and keys that are known."""
     for command in (None, *OF_COMMAND):
         table, keys = settings.table if command is None else settings.table.get(command, {}), keys_of(command)
-        hint = f"choose {join_words(keys, 'or')}"
-        if command is None:
-            hint += f", or a table of {join_words(list(OF_COMMAND), 'or')}"
+        tables = list(OF_COMMAND) if command is None else []
+        hint = f"choose {join_words(keys, 'or')}" + (f", or a table of {join_words(tables, 'or')}" if tables else "")
         if not isinstance(table, dict):
             raise settings.error(command, f"is {table!r}, and no table", hint)
-        for key in table:
-            if key not in keys and not (command is None and key in OF_COMMAND):
-                raise settings.error(command, f"has the unknown key {key}", hint)
+        for key in sorted(table.keys() - {*keys, *tables}):
+            raise settings.error(command, f"has the unknown key {key}", hint)
     cases = settings.table.get("guard", {}).get(CASES, [])
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
         raise settings.error("guard", f"has {CASES} = {cases!r}", "give a list of texts")
@@ -205,24 +186,23 @@ def _check_value(
     if not any(type(value) in _TYPES[kind] for kind in kinds):
         raise settings.error(command, problem, f"give {join_words([_WORDS[kind] for kind in kinds], 'or')}")
     try:
-        _check_meaning(parameter.name, parameter.type_cast_value(context, value), several=context.command.name)
+        _check_meaning(parameter.name, parameter.type_cast_value(context, value), context.command.name)
     except click.ClickException as error:
         raise settings.error(command, problem, error.message.rstrip(".")) from None
     except UsageError as error:
         raise settings.error(command, f"{problem}, and {error.message}", error.hint) from None
 
 
-def _check_meaning(name: str, value: Any, *, several: str | None) -> None:
-    """Raise UsageError unless a value of the right type can be used; `compare` takes several cards."""
+def _check_meaning(name: str, value: Any, command: str | None) -> None:
+    """Raise UsageError unless a value of the right type can be used; only `compare` takes several cards or ranks."""
     if name == "gpu":
         from autoaccum.simulation.cards import find_card
 
-        cards = value.split(",") if several == "compare" else [value]
-        for card in cards if value.strip().casefold() != "all" else ():
+        for card in [value] if command != "compare" else [] if value == "all" else value.split(","):
             find_card(card)
     elif name == "tolerance":
         from autoaccum.guarding.guard_result import parse_tolerance
 
         parse_tolerance(value)
-    elif name in ("memory", "reserve", "time_limit", "trial_limit"):
+    elif name in ("memory", "reserve", "time_limit", "trial_limit") or (name == "world_size" and command != "compare"):
         make_options(**{name: value})

@@ -109,7 +109,7 @@ def test_cases_of_the_project_reach_the_guard(guard: Guard, folder: Path, monkey
         ("--gpu t4 --target-batch 3", "it names no workload: write such as model.py"),
         ("train.py --gpu t4", "train.py has no target batch: say how many"),
         ("train.py --gpu t4 --target-batch x", "'x' is not a valid integer range: see `autoaccum guard --help`"),
-        ("train.py --gpu t4 --target-batch 3 --update", "--update is no part of a case: give it on the command line"),
+        ("train.py --gpu t4 --target-batch 3 --update", "update is no part of a case: give it on the command line"),
         ("../train.py --gpu t4 --target-batch 3", "../train.py lies outside of"),
         ("train.py '", "it cannot be split into words (No closing quotation)"),
         ("--gpu t4 -- python train.py", "the command has no {micro_batch}"),
