@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from command_line import Command, invoke
 from factories import change_facts
+from json_schemas import faults
 from small_classifier import LONG
 from synthetic_traces import INSPECTION
 
@@ -39,6 +40,7 @@ def test_a_simulated_card_shows_where_its_memory_goes(tmp_path: Path, command: C
     assert f"micro-batch {plan.micro_batch}" in said
     told = {text.split(":")[0] for text in said}
     assert {"forward", "parameters", "activations", "optimizer state", "limit", "peak"} <= told
+    assert faults("plan", json.loads((tmp_path / "plan.json").read_text())) == []
     assert plan.explanation is None, "a picture is not --explain"
     assert f"MICRO_BATCH = {plan.micro_batch}  #" in (tmp_path / "train_step.py").read_text()
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -55,6 +57,7 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(tmp_path: Path, command: Co
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None
+    assert faults("plan", json.loads(done.stdout)) == []
     assert (tmp_path / "memory.png").read_bytes() == draw_memory(plan, None, "png")
     assert str(message("memory_unknown")) in (tmp_path / "p.html").read_text(encoding="utf-8")
 

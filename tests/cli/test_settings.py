@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from command_line import invoke
+from json_schemas import COMMANDS, faults
 
 from autoaccum.cli.settings import CASES, KINDS, OF_COMMAND, OF_PROJECT, find_settings, keys_of
 from autoaccum.errors import UsageError
@@ -57,14 +56,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def find_command(name: str) -> click.Command:
-    found = import_module(f"autoaccum.cli.{name}").command
-    assert isinstance(found, click.Command)
-    return found
-
-
 def parse(command: str, words: str) -> dict[str, Any]:
-    return find_command(command).make_context(command, words.split()).params
+    return COMMANDS[command].make_context(command, words.split()).params
 
 
 @pytest.mark.parametrize(
@@ -89,6 +82,9 @@ def test_a_setting_is_a_default(write: Write, command: str, words: str, expected
     write(PROJECT)
     params = parse(command, words)
     assert {name: params[name] for name in expected} == expected
+    settings = find_settings(Path.cwd())
+    assert settings is not None
+    assert faults("pyproject", settings.table) == []
 
 
 def test_ranks_of_a_launcher_are_as_many_as_there_are(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +131,8 @@ OF_GUARD = "choose tolerance, time-limit or cases"
         ("", "gpu = 24", "has gpu = 24: give a text"),
         ("", "gpu = 'rtx409'", "has gpu = \"rtx409\", and there is no 'rtx409' among the"),
         ("", "gpu = 't4,a2'", "has gpu = \"t4,a2\", and there is no 't4,a2' among the"),
+        ("", "gpu = 'all'", "has gpu = \"all\", and there is no 'all' among the"),
+        ("", "world-size = '1..8'", 'has world-size = "1..8", and world_size is range(1, 9): give a whole number'),
         ("", "target-batch = '64'", 'has target-batch = "64": give a whole number'),
         ("", "target-batch = true", "has target-batch = true: give a whole number"),
         ("", "target-batch = 0", "has target-batch = 0: 0 is not in the range x>=1"),
@@ -169,7 +167,7 @@ def test_a_tolerance_is_refused_with_its_place(write: Write) -> None:
 
 @pytest.mark.parametrize("command", OF_COMMAND)
 def test_every_setting_is_a_flag_of_its_command_and_leaves_workloads_their_own(command: str) -> None:
-    parameters = {flag: parameter for parameter in find_command(command).params for flag in parameter.opts}
+    parameters = {flag: parameter for parameter in COMMANDS[command].params for flag in parameter.opts}
     for key in set(keys_of(command)) - {CASES}:
         parameter = parameters[f"--{key}"]
         assert parameter.type.name in KINDS

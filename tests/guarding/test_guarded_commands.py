@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_schemas import faults
 from small_repository import commit
 from small_script import LARGEST_BATCH, SCRIPT, WORDS
 
@@ -89,7 +90,9 @@ def test_growth_is_named_and_nothing_is_said_where_nothing_changed(folder: Path)
     (folder / "train.py").write_text(SCRIPT)
     report = autoaccum.guard(list(WORDS), gpu="rtx3090", micro_batch=8, update=True)
     assert report.exit_code == 0
-    ((case, locked),) = read_lock(folder / "autoaccum.lock").items()
+    lock = folder / "autoaccum.lock"
+    assert faults("lock", *map(json.loads, lock.read_text().splitlines())) == []
+    ((case, locked),) = read_lock(lock).items()
     words = f"-- {shlex.join(WORDS)}".replace("'", "")
     assert case.to_record() == {"workload": words, "gpu": "rtx3090", "micro_batch": 8}
     assert locked.micro_batches == (8, 8)

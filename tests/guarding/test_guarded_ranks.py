@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from json_schemas import faults
 
 import autoaccum
 from autoaccum.guarding.cases import case_name
@@ -32,6 +34,7 @@ def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.Monke
     for more in ({"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "mesh": (2, 2)}):
         report = autoaccum.guard("model.py", gpu="rtx3090", target_batch=64, world_size=4, update=True, **more)
         assert report.exit_code == 0
+    assert faults("lock", *map(json.loads, lock.read_text().splitlines())) == []
     locked = {case_name(case): found for case, found in read_lock(lock).items()}
     of = "model.py --gpu rtx3090 --target-batch 64 --world-size 4 --parallel "
     assert [*locked] == [of + "ddp", of + "fsdp2", of + "fsdp2 --mesh 2x2"]

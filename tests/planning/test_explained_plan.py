@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_schemas import faults
 from planned import CARD, make_plan_setup, make_request, plan_on, plan_simulated, simulated_card
 from scripted_device import ScriptedDevice
 from synthetic_traces import SyntheticTracer, linear
@@ -61,6 +63,7 @@ def test_what_is_told_of_the_schedules_own_parts_is_kept_on_disk(tmp_path: Path)
     assert found.context_bytes == context_memory(CARD).bytes
     assert found.modules
     plan.save(tmp_path / "plan.json")
+    assert faults("plan", json.loads(plan.to_json())) == []
     loaded = Plan.load(tmp_path / "plan.json")
     assert (loaded, loaded.explanation) == (plan, found)
     with pytest.raises(TypeError):

@@ -13,6 +13,7 @@ from command_line import invoke
 from factories import codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_schemas import faults
 from planned import plan_on
 from scripted_device import ScriptedDevice
 
@@ -254,6 +255,7 @@ def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
     result = invoke("plan", str(file), "--target-tokens", "2048", "--json", *where)
     assert result.exit_code == 0, result.stderr
     plan = Plan.from_json(result.stdout)
+    assert faults("plan", json.loads(result.stdout)) == []
     tokens = plan.tokens
     assert tokens is not None
     assert (tokens.target_tokens, tokens.padding) == (2048, "longest")
