@@ -46,7 +46,7 @@ _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 _LEAST_SHARE = 0.002
 """Categories with a smaller share of the peak are not in the legend."""
-_FURTHEST = 1.6
+_FURTHEST = 2.0
 """Sizes beyond this multiple of the largest that fits are not drawn."""
 _FAR = 3.0
 """A limit beyond this multiple of all else is only named, since it would flatten the rest."""

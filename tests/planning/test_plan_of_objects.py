@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import environment
 from factories import FEATURES, Classifier, class_loss, labelled_rows, sgd
 from on_ranks import on_ranks
 from state_digests import state_digest
@@ -121,46 +116,6 @@ def test_a_trial_that_hangs_is_ended() -> None:
 
     with pytest.raises(NotMeasuredError, match="the time limit of 10 s"):
         plan(Classifier(), loss, time_limit=10)
-
-
-NOTEBOOK = """
-import autoaccum, json, threading, torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.layer(x) * TWICE
-
-TWICE = 2.0
-net = Net()
-threads = [thread.name for thread in threading.enumerate()]
-plan = autoaccum.plan(
-    model=net,
-    batch=(torch.randn(3, 6), torch.randint(0, 4, (3,))),
-    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-    optimizer=torch.optim.AdamW(net.parameters()),
-    target_batch=16,
-    memory="64MiB",
-    device="cpu",
-)
-print("RESULT", json.dumps([plan.micro_batch, len(threads), __name__, "get_ipython" in globals()]))
-"""
-
-
-def test_a_notebook_plans(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "IPython", "--colors=NoColor", "--no-banner", "-c", NOTEBOOK]
-    folders = {"IPYTHONDIR": str(tmp_path / "ipython"), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment() | folders, capture_output=True, text=True, timeout=120
-    )
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [done.stdout + done.stderr]
-    size, threads, name, in_ipython = json.loads(line.removeprefix("RESULT"))
-    assert (size, name, in_ipython) == (16, "__main__", True)
-    assert threads > 1
 
 
 def plan_on_a_rank() -> tuple[int, int, int, str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import errno
 import io
 
@@ -7,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.reporting.console import Facts, Table, make_console, print_error, show
+from autoaccum.reporting.console import Facts, NotebookConsole, Table, make_console, print_error, show
 
 
 class Broken(io.StringIO):
@@ -72,3 +73,16 @@ def test_control_characters_in_names_are_shown_and_do_not_reach_the_terminal() -
     assert "\u202e" not in text
     assert "\x1b[31mb" not in text
     assert "\x1b[1;31merror:" in text, "its own colours stay"
+
+
+def test_a_notebook_has_one_output_that_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a kernel, IPython prints what it would send."""
+    console = NotebookConsole(highlight=False)
+    console.show_live("live")
+    for number in range(101):
+        console.print(f"line {number}", soft_wrap=True)
+    console.show_live("")
+    sent = [ast.literal_eval(line)["text/plain"] for line in capsys.readouterr().out.splitlines()]
+    assert sent[:3] == ["live", "line 0\nlive", "line 0\nline 1\nlive"]
+    assert sent[100].splitlines() == [f"line {number}" for number in range(100)], "it is full"
+    assert sent[101:] == ["line 100\nlive", "line 100\n"]
