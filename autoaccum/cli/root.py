@@ -20,7 +20,7 @@ import autoaccum
 from autoaccum.cli.flags import RENAMED_FLAGS, HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "gpus", "doctor")
+_COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "measure", "gpus", "doctor")
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
