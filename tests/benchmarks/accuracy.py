@@ -38,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.progress import track
 from truths.documents import SCORES, format_table, write_pages
+from truths.measured_runs import find_runs
 from truths.models import make_torchvision_importable
 from truths.scores import NotBuilt, Score, Scores, save
-from truths.tables import TABLES, Case
+from truths.tables import MEASURED, TABLES, Case, Row
 
 from autoaccum.reporting.console import make_console
 
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
     parser.add_argument("--match", type=re.compile, metavar="PATTERN", help="rows alone whose model and run match this")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time (default: 2)")
+    parser.add_argument("--run-scripts", action="store_true", help="run the scripts that measured runs include")
     parser.add_argument("--write", action="store_true", help="keep the scores of whole tables, and write the pages")
     options = parser.parse_args()
     if options.write and options.match:
@@ -68,12 +70,10 @@ def main() -> int:
         return 0
     known = False
     for name in options.tables:
-        path = options.folder / f"{name}.csv"
-        if not path.exists():
-            print(f"{path} is missing: skipped", file=sys.stderr)
+        rows = read_rows(options.folder, name, run_scripts=options.run_scripts)
+        if not rows:
             continue
-        with path.open(encoding="utf-8", newline="") as lines:
-            cases = TABLES[name].read(list(csv.DictReader(lines)))
+        cases = TABLES[name].read(rows)
         cases = [case for case in cases if not options.match or options.match.search(f"{case.model} {case.run}")]
         done = score_apart(cases, options.processes)
         lines_of = dict(track(done, name, len(cases), console=make_console(stderr=True)))
@@ -86,6 +86,21 @@ def main() -> int:
     if not known:
         print("nothing was scored", file=sys.stderr)
     return 0 if known else 3
+
+
+def read_rows(folder: Path, name: str, *, run_scripts: bool) -> list[Row]:
+    """The rows of a table; none where it is missing or cannot be read, which is said."""
+    if name == MEASURED.name:
+        return list(find_runs(folder, run_scripts=run_scripts))
+    path = folder / f"{name}.csv"
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            return list(csv.DictReader(lines))
+    except FileNotFoundError:
+        print(f"{path} is missing: skipped", file=sys.stderr)
+    except UnicodeDecodeError as error:
+        print(f"{path} is not text in UTF-8 ({error}): skipped", file=sys.stderr)
+    return []
 
 
 def score_apart(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, list[Score]]]:

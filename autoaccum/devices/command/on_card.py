@@ -153,7 +153,7 @@ class CardWatch:
         assert settings.card is not None
         self._settings, self._in_use = settings, CardInUse(settings.card, settings.others)
         self._stack, self._phases = ExitStack(), ScriptPhases()
-        self._mode = self._stack.enter_context(simulate(self._in_use))
+        self._mode = self._stack.enter_context(simulate(self._in_use, torch_version=settings.torch_version))
         self._mode.values.computed = settings.values == "cpu"
         self._phases.track(self._stack)
         answer_reads(self._mode, self._phases.refuses_reads, self._stack)

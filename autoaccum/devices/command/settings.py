@@ -37,6 +37,7 @@ class WatchSettings:
         limit_bytes: The budget that the process is held to; None: none.
         card: The card to simulate; None: none.
         others: Cards that may share the traces.
+        torch_version: The release of PyTorch whose rules the card follows; None: the installed one.
         world_size: The ranks that are simulated, of which the process is the first; real ranks know their number.
         values: As `Options.values`.
         purpose: What is asked of a simulated run: a trace, one with labels, or the cost of an update.
@@ -53,6 +54,7 @@ class WatchSettings:
     limit_bytes: int | None = None
     card: Card | None = None
     others: tuple[Card, ...] = ()
+    torch_version: tuple[int, int] | None = None
     world_size: int = 1
     values: Literal["cpu"] | None = None
     purpose: Literal["trace", "label", "cost"] = "trace"

@@ -31,6 +31,7 @@ _HEADINGS: Final = {
     "xmem_rtx4060": "RTX 4060",
     "bert_large_v100": "V100",
     "timm_rtx3090": "RTX 3090",
+    "measured_runs": "Runs of users",
 }
 """Each table of scores and its name in the pages."""
 _DRAWN: Final = {
@@ -73,7 +74,8 @@ def format_table(about: str, scores: Scores) -> str:
     """All that the scores of a table say."""
     lines = scores.lines
     parts = [f"### {about}", limits_table(lines), errors_table(lines), peers_table(lines), order_table(lines)]
-    return "\n\n".join(filter(None, [*parts, missed(lines), not_predicted(lines), scores.origin]))
+    parts += [runs_table(lines), missed(lines), not_predicted(lines), scores.origin]
+    return "\n\n".join(filter(None, parts))
 
 
 def limits_table(lines: Sequence[Score]) -> str:
@@ -120,6 +122,17 @@ def order_table(lines: Sequence[Score]) -> str:
         found = order_and_slope(group) if name != "all" else None
         if found is not None:
             rows.append([name, str(found[0]), f"{found[1]:.2f}", f"{found[2]:.2f}"])
+    return format_markdown(rows) if len(rows) > 1 else ""
+
+
+def runs_table(lines: Sequence[Score]) -> str:
+    """Each measurement of the table whose runs nobody chose together."""
+    rows = [["run", "memory", "measured, MiB", "predicted, MiB", "error", "note"]]
+    for score in lines:
+        error = score.error() if score.table == "measured_runs" else None
+        if error is not None:
+            figures = f"{score.measured:.1f}", f"{score.predicted:.1f}", f"{100 * error:+.2f} %"
+            rows.append([f"{score.model} {score.run}", score.quantity, *figures, score.note])
     return format_markdown(rows) if len(rows) > 1 else ""
 
 

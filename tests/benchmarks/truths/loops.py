@@ -92,12 +92,24 @@ def predict_loop(
     that was measured, whose rules are followed (`simulation/releases.py`); None: the installed one.
     """
     release = release or torch_release()
-    trace = trace_loop(loop, card, batch, release)
-    replayer = Replayer(card, read_settings(os.environ, card.total_bytes), release)
     outside = _eager_context(card) if eager else context_memory(card)
-    capacity_bytes = card.total_bytes - outside.bytes
+    return predict_trace(trace_loop(loop, card, batch, release), card, batch, release, outside, os.environ)[0]
+
+
+def predict_trace(
+    trace: Trace,
+    card: Card,
+    batch: int,
+    release: Release,
+    outside: ContextMemory,
+    environment: Mapping[str, str],
+    taken_bytes: int = 0,
+) -> tuple[Predicted, SizedTrace]:
+    """Replay a trace on `card`, of which others have taken some bytes; the environment has the allocator's settings."""
+    replayer = Replayer(card, read_settings(environment, card.total_bytes), release)
+    capacity_bytes = card.total_bytes - outside.bytes - taken_bytes
     sized, _, within = replayer.replay(trace, capacity_bytes)
-    return Predicted(
+    predicted = Predicted(
         batch=batch,
         outcome=predict_trial(replayer, [trace], capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
@@ -107,6 +119,7 @@ def predict_loop(
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )
+    return predicted, sized
 
 
 def phase_peaks(sized: SizedTrace, replayer: Replayer, capacity_bytes: int) -> Mapping[str, int]:

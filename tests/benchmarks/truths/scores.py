@@ -78,6 +78,7 @@ class Predicted:
         min_budget_bytes: The smallest capacity at which it goes through.
         start_bytes: What the process is taken to hold outside of the allocator before it runs any kernel,
         modules_bytes: and what is loaded there later.
+        note: As of the score of its allocated memory.
     """
 
     batch: int
@@ -88,6 +89,7 @@ class Predicted:
     min_budget_bytes: int
     start_bytes: int
     modules_bytes: int
+    note: str = ""
 
     @property
     def trains(self) -> bool:
@@ -110,7 +112,7 @@ class Score:
         predicted: Likewise.
         fitcheck: What fitcheck states of the same run, MiB.
         accelerate: What `accelerate estimate-memory` states, MiB.
-        note: How near the limit is, or why the run could not be predicted.
+        note: How near the limit is, where requests for memory part, or why the run could not be predicted.
     """
 
     table: str

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,6 +15,7 @@ from truths import models
 from truths.adapters import fitcheck_loop, load_config, peft_loop
 from truths.language_models import configuration_of
 from truths.loops import Loop, predict_loop, with_parameters
+from truths.measured_runs import card_of_run, predict_run, read_run
 from truths.own_runs import loop_of_run
 from truths.peers import accelerate_mib, fitcheck_mib
 from truths.scores import FITS, UNKNOWN_LENGTHS, Predicted, Score, class_of
@@ -30,6 +33,8 @@ Its runs take free blocks of equal size by address, and cuBLASLt takes a workspa
 release that is named gives stands beside it.
 """
 _PHASES: Final = {"peak_forward": "forward", "peak_backward": "backward", "peak_optimizer": "update"}
+_PARTS: Final = {"forward": ("batch", "forward"), "backward": ("backward",), "update": ("clip", "update")}
+"""The phases of a user's run, and those of a trace that are a part of each."""
 
 Row = Mapping[str, str]
 
@@ -42,6 +47,7 @@ class Case:
         table: The table's name: its file's, without the ending.
         key: The number of the row.
         row: The row, by column.
+        card: That the run was on.
         model: As the row names it.
         run: What else tells it from other runs.
         group: Runs that are scored together.
@@ -51,6 +57,7 @@ class Case:
     table: str
     key: int
     row: Row
+    card: Card
     model: str
     run: str
     group: str
@@ -60,7 +67,7 @@ class Case:
         """A measurement of the row; without a quantity, that there is none to compare."""
         return Score(
             table=self.table,
-            card=TABLES[self.table].card.title,
+            card=self.card.title,
             group=self.group,
             model=self.model,
             run=self.run,
@@ -76,7 +83,7 @@ class Table:
 
     Attributes:
         name: The file's, without its ending.
-        card: That was measured.
+        card: That a row was measured on.
         about: What was measured, as the heading of its scores.
         model: The model of a row.
         run: The words that tell the run from other runs of the model.
@@ -87,7 +94,7 @@ class Table:
     """
 
     name: str
-    card: Card
+    card: Callable[[Row], Card]
     about: str
     model: Callable[[Row], str]
     run: Callable[[Row], str]
@@ -103,6 +110,7 @@ class Table:
                 table=self.name,
                 key=key,
                 row=row,
+                card=self.card(row),
                 model=self.model(row),
                 run=self.run(row),
                 group=self.group(row),
@@ -128,7 +136,7 @@ def _predict_timm(case: Case, batch: int) -> Predicted:
         updates=2,
     )
     # torch 1.12 with CUDA 11.3: neither loads kernels late.
-    return predict_loop(loop, RTX3090.card, batch, eager=True, release=(1, 12))
+    return predict_loop(loop, case.card, batch, eager=True, release=(1, 12))
 
 
 def _compare_timm(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
@@ -191,7 +199,7 @@ def _predict_bert(case: Case, batch: int) -> Predicted:
         half="fp16" in case.row["dtype"],
         optimizer=case.row["optimizer"],
     )
-    return predict_loop(loop, V100.card, batch, eager=True, release=(1, 10))  # As `trainer.softmax` has it.
+    return predict_loop(loop, case.card, batch, eager=True, release=(1, 10))  # As `trainer.softmax` has it.
 
 
 def _compare_bert(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
@@ -206,7 +214,7 @@ def _compare_bert(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
 
 def _predict_lora(case: Case, batch: int) -> Predicted:
     release = _OLDER if case.row["session"] == "sweep" else _release(case.row["torch"])
-    return predict_loop(fitcheck_loop(case.row), T4.card, batch, release=release)
+    return predict_loop(fitcheck_loop(case.row), case.card, batch, release=release)
 
 
 def _compare_lora(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
@@ -224,7 +232,7 @@ def _compare_lora(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
     yield replace(score, fitcheck=tensors)
     yield case.score("reserved", float(row["peak_reserved_mib"]), phases["reserved"])
     if row["session"] == "sweep":
-        named = predict_loop(fitcheck_loop(row), T4.card, run.batch, release=_release(row["torch"])).phases_bytes
+        named = predict_loop(fitcheck_loop(row), case.card, run.batch, release=_release(row["torch"])).phases_bytes
         yield case.score("reserved, by the release it names", float(row["peak_reserved_mib"]), named["reserved"] / MIB)
     score = case.score("process", float(row["process_mib"]), phases["reserved"] + outside)
     yield replace(score, fitcheck=process, accelerate=adam)
@@ -235,7 +243,7 @@ def _compare_lora(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
 
 
 def _predict_own(case: Case, batch: int) -> Predicted:
-    return predict_loop(loop_of_run(case.row), H100.card, batch, release=_release(case.row["torch"]))
+    return predict_loop(loop_of_run(case.row), case.card, batch, release=_release(case.row["torch"]))
 
 
 def _compare_own(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
@@ -254,6 +262,32 @@ def _compare_own(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
             yield case.score(phase, measured[column], phases[phase])
 
 
+def _predict_measured(case: Case, batch: int) -> Predicted:
+    return predict_run(case.row, case.card, _release(read_run(case.row["file"])["versions"]["torch"]))
+
+
+def _compare_measured(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
+    """The peaks of the last update, and with nvidia-smi the memory of the process, or that memory ran out."""
+    (run,), record = predicted, read_run(case.row["file"])
+    yield case.score(FITS, record["outcome"] == "ok", run.trains)
+    if record["outcome"] != "ok" or not run.phases_bytes:
+        return
+    update, before = record["updates"][-1], record["card"]["in_use_before_bytes"]
+    phases = {phase: held / MIB for phase, held in run.phases_bytes.items()}
+    reserved = phases.pop("reserved")
+    score = case.score("allocated", update["peak_allocated_bytes"] / MIB, max(phases.values()))
+    yield replace(score, note=run.note)
+    yield case.score("reserved", update["peak_reserved_bytes"] / MIB, reserved)
+    if before is not None:
+        outside = update["in_use_bytes"] - update["reserved_bytes"] - before
+        process = reserved + (run.start_bytes + run.modules_bytes) / MIB
+        yield case.score("process", (update["peak_reserved_bytes"] + outside) / MIB, process)
+    for name, parts in _PARTS.items():
+        known = [phases[part] for part in parts if part in phases]
+        if known and name in update["phases"]:
+            yield case.score(name, update["phases"][name] / MIB, max(known))
+
+
 def _run_of_own(row: Row) -> str:
     if row["kind"] == "image":
         layout = ", channels last" * (row["channels_last"] == "1") + ", cudnn.benchmark" * (row["benchmark"] == "1")
@@ -263,7 +297,7 @@ def _run_of_own(row: Row) -> str:
 
 
 def _predict_peft(case: Case, batch: int) -> Predicted:
-    return predict_loop(peft_loop(case.row), L40S.card, batch, release=_release(case.row["torch-version"]))
+    return predict_loop(peft_loop(case.row), case.card, batch, release=_release(case.row["torch-version"]))
 
 
 def _compare_peft(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]:
@@ -301,7 +335,9 @@ def _lora_run(row: Row) -> str:
 
 RTX3090: Final = Table(
     name="timm_rtx3090",
-    card=replace(find_card("rtx3090"), total_bytes=24_268 << 20),  # As PyTorch reported of the measured card.
+    card=lambda row: replace(
+        find_card("rtx3090"), total_bytes=24_268 << 20
+    ),  # As PyTorch reported of the measured card.
     about="RTX 3090: timm's training benchmarks, fp16 autocast, torch 1.12",
     model=lambda row: row["model"],
     run=lambda row: f"{row['img_size']} pixels" + ", channels last" * (row["channels_last"] == "1"),
@@ -312,7 +348,7 @@ RTX3090: Final = Table(
 )
 RTX4060: Final = Table(
     name="xmem_rtx4060",
-    card=find_card("rtx4060"),
+    card=lambda row: find_card("rtx4060"),
     about="RTX 4060: xMem's runs, fp32, torch 2.6",
     model=lambda row: row["model"],
     run=lambda row: f"batch {row['batch']}, {row['optimizer']}, zero_grad {row['zero_grad_position'] or '-'}",
@@ -323,7 +359,7 @@ RTX4060: Final = Table(
 )
 V100: Final = Table(
     name="bert_large_v100",
-    card=find_card("v100-16gb"),
+    card=lambda row: find_card("v100-16gb"),
     about="V100: bert-large-uncased fine-tuned by the Trainer of 2022, whole process",
     model=lambda row: "bert-large-uncased",
     run=lambda row: f"{row['setting']}, batch {row['batch']}",
@@ -334,7 +370,7 @@ V100: Final = Table(
 )
 T4: Final = Table(
     name="fitcheck_t4_dev",
-    card=find_card("t4"),
+    card=lambda row: find_card("t4"),
     about="Tesla T4: LoRA and QLoRA as fitcheck measured them, torch 2.10 and 2.14",
     model=lambda row: row["model_id"],
     run=_lora_run,
@@ -345,7 +381,7 @@ T4: Final = Table(
 )
 L40S: Final = Table(
     name="peft_l40s_dev",
-    card=find_card("l40s"),
+    card=lambda row: find_card("l40s"),
     about="L40S: peft's comparison of methods, bf16, torch 2.12 and 2.13",
     model=lambda row: row["model_id"],
     run=lambda row: row["experiment"],
@@ -356,7 +392,9 @@ L40S: Final = Table(
 )
 H100: Final = Table(
     name="h100_runs",
-    card=replace(find_card("h100"), total_bytes=85_017_493_504),  # As PyTorch reported of the measured card.
+    card=lambda row: replace(
+        find_card("h100"), total_bytes=85_017_493_504
+    ),  # As PyTorch reported of the measured card.
     about="H100: our own training runs (`tests/gpu/training_runs.py`), torch 2.11",
     model=lambda row: row["model"],
     run=_run_of_own,
@@ -365,4 +403,15 @@ H100: Final = Table(
     predict=_predict_own,
     compare=_compare_own,
 )
-TABLES: Final = {table.name: table for table in (H100, T4, L40S, RTX4060, V100, RTX3090)}
+MEASURED: Final = Table(
+    name="measured_runs",
+    card=card_of_run,
+    about="Runs that users measured (`autoaccum/devices/measured_run.py`)",
+    model=lambda row: Path(read_run(row["file"])["command"][0]).name,
+    run=lambda row: f"{shlex.join(read_run(row['file'])['command'][1:])} ({Path(row['file']).name})".lstrip(),
+    group=lambda row: card_of_run(row).title,
+    batches=lambda row: (read_run(row["file"])["micro_batch"] or 0,),
+    predict=_predict_measured,
+    compare=_compare_measured,
+)
+TABLES: Final = {table.name: table for table in (H100, T4, L40S, RTX4060, V100, RTX3090, MEASURED)}
