@@ -20,7 +20,7 @@ The file is a JSON object. All sizes are in bytes, those of the allocator as PyT
   schema, kind      1, "measured_run"
   outcome           "ok", or "oom": then the last of the updates was not finished
   oom               null, or the "phase" in which memory ran out, and the error's "message"
-  command, module   the words after the options, and whether they are those after -m
+  command, module   the words after the options, *** for secrets, and whether they are those after -m
   script            the text of the script, or null
   micro_batch, iter_size   as given: samples per micro-batch, micro-batches per update; or null
   world_size        the number of ranks; the file is of the first
@@ -54,12 +54,13 @@ import lzma
 import multiprocessing
 import os
 import platform
+import re
 import runpy
 import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,6 +72,7 @@ _ENVIRONMENT = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_MODULE_LOADING"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE"),
 )
+_SECRET = "(?i:token|secret|password|api[-_]?key)"
 _OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _SEGMENT_EVENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -211,7 +213,7 @@ class MeasuredRun:
             "kind": "measured_run",
             "outcome": "ok" if oom is None else "oom",
             "oom": oom,
-            "command": asked.words,
+            "command": without_secrets(asked.words),
             "module": asked.module,
             "script": Path(self._script).read_text(encoding="utf-8") if asked.include_script else None,
             "micro_batch": asked.micro_batch,
@@ -317,6 +319,13 @@ def ask_nvidia_smi() -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [cells for line in lines if len(cells := line.split(", ")) == 3]
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with *** for the values of options such as --hub-token."""
+    names = ["", *(word if word.startswith("-") else "" for word in words)]
+    shown = [re.sub(rf"^(.*{_SECRET})=.*", r"\1=***", word) for word in words]
+    return ["***" if re.search(f"{_SECRET}$", name) else word for name, word in zip(names, shown, strict=False)]
 
 
 def imported_libraries() -> dict[str, str]:

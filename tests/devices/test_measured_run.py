@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices import measured_run
-from autoaccum.devices.measured_run import is_out_of_memory, reduce_history
+from autoaccum.devices.measured_run import is_out_of_memory, reduce_history, without_secrets
 
 SNAPSHOT = Path(__file__).parents[1] / "shared" / "real_allocator" / "snapshot.pickle.xz"
 SEGMENTS = [
@@ -91,6 +91,12 @@ def test_an_error_may_come_from_one_of_the_card() -> None:
     assert not is_out_of_memory(error)
     error.__cause__ = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert is_out_of_memory(error)
+
+
+def test_secrets_of_a_command_are_not_shown() -> None:
+    words = ["train.py", "--hub_token", "hf_1", "--wandb-api-key=12", "--tokens", "4", "token", "x", "api_key=a=b"]
+    shown = ["train.py", "--hub_token", "***", "--wandb-api-key=***", "--tokens", "4", "token", "x", "api_key=***"]
+    assert without_secrets(words) == shown
 
 
 def measure(folder: Path, words: Sequence[str], script: str = "") -> subprocess.CompletedProcess[str]:
