@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 @click.option(
     "--table",
     metavar="FILE",
-    help="Write what the lock says trains on which card between <!-- autoaccum --> and <!-- /autoaccum --> in a file,"
-    " and measure nothing.",
+    help="Write a table of the micro-batches in the lock into a file, between <!-- autoaccum --> and"
+    " <!-- /autoaccum -->. Nothing is measured.",
 )
 def command(
     workload: str | tuple[str, ...] | None,

@@ -33,8 +33,8 @@ def lock_table(entries: Mapping[Case, Measurement]) -> str:
         [
             *(f"| {' | '.join(line)} |" for line in lines),
             "",
-            "The largest micro-batch that fits, and in parentheses how many make an update: predicted by"
-            f" `autoaccum guard` with torch {join_words(versions)}.",
+            "The largest micro-batch that fits, with the number of micro-batches per update in parentheses, as"
+            f" predicted by `autoaccum guard` with torch {join_words(versions)}.",
         ]
     )
 
@@ -67,7 +67,8 @@ def write_lock_table(path: Path, entries: Mapping[Case, Measurement]) -> bool:
             f"{path} does not have exactly one place for the table",
             hint=f"write {_BEGIN} and {_END} around it, each once",
         )
-    region = f"{_BEGIN}\n\n{lock_table(entries)}\n\n{_END}".replace("\n", "\r\n" if "\r\n" in before else "\n")
+    newline = "\r\n" if "\r\n" in before + after else "\n"
+    region = f"{_BEGIN}\n\n{lock_table(entries)}\n\n{_END}".replace("\n", newline)
     written = f"{before}{region}{after}"
     if written == text:
         return False

@@ -252,7 +252,7 @@ def test_json_has_every_field_of_every_record() -> None:
     assert regressed["name"] == "train.py --gpu rtx3090 --target-batch 256 --precision bf16"
     assert regressed["hint"] == {"code": "lock_if_meant", "facts": {}, "text": "if the change is intended, lock it"}
     assert regressed["growth_bytes"] == 1280 * 2**20
-    assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
+    assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change", "line"}
     assert regressed["before"]["micro_batches"] == [32] * 8
     assert (regressed["before"]["micro_batch"], regressed["now"]["held_bytes"]) == (32, 14 * GIB)
     assert record["tolerance"] == {"fraction": 0.01, "bytes": None}

@@ -33,8 +33,8 @@ def test_rows_are_what_is_trained_and_columns_cards_by_their_memory() -> None:
         "| `train.py --target-batch 256` | 100 (3) |  | 1,024 (1) |",
         "| `train.py --target-batch 256 --precision bf16` | 32 (8) |  |  |",
         "",
-        "The largest micro-batch that fits, and in parentheses how many make an update: predicted by `autoaccum guard`"
-        " with torch 2.13.0 and 2.14.1.",
+        "The largest micro-batch that fits, with the number of micro-batches per update in parentheses, as predicted by"
+        " `autoaccum guard` with torch 2.13.0 and 2.14.1.",
     ]
 
 
@@ -46,7 +46,7 @@ def test_a_name_is_no_markup(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "newline"), [("", "", "\n"), ("# Mine\n\n", "\nmore", "\n"), ("# Mine\r\n", "\r\nmore", "\r\n")]
+    ("before", "after", "newline"), [("", "", "\n"), ("# Mine\n\n", "\nmore", "\n"), ("", "\r\nmore", "\r\n")]
 )
 def test_only_the_region_changes_and_only_once(tmp_path: Path, before: str, after: str, newline: str) -> None:
     file = tmp_path / "README.md"
