@@ -50,7 +50,7 @@ class PlainConsole(Console):
 
     @property
     def can_redraw(self) -> bool:
-        """True on a real terminal and in a notebook; `FORCE_COLOR` alone, as in a CI log, does not count."""
+        """True on a real terminal; `FORCE_COLOR` alone, as in a CI log, does not count."""
         return self.is_terminal and not self.is_dumb_terminal and self.file.isatty()
 
     def on_broken_pipe(self) -> NoReturn:
@@ -74,7 +74,7 @@ class NotebookConsole(PlainConsole):
 
     @property
     def can_redraw(self) -> bool:
-        """True."""
+        """True: the output is replaced."""
         return True
 
     def print(self, *objects: Any, **options: Any) -> None:

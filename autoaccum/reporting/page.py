@@ -62,10 +62,8 @@ def render_record(record: Plan | Comparison | Verification) -> str:
         warnings = Facts.of_messages(comparison_warnings(record.rows), ())
         title, sections = "Plans compared", {"Comparison": [*comparison_blocks(record), warnings]}
     else:
-        title, sections = (
-            f"Verification of {record.workload['name']}",
-            {"Verification": verification_blocks(record, verbose=True)},
-        )
+        title = f"Verification of {record.workload['name']}"
+        sections = {"Verification": verification_blocks(record, verbose=True)}
     return _render("notebook.html.jinja", title, sections)
 
 
@@ -102,14 +100,13 @@ def plan_sections(
         seconds: The time that planning took.
     """
     notes = list(dict.fromkeys([*plan.notes, *(() if report is None else report.notes)]))
-    if report is None and (plan.device.kind == "cpu" or plan.workload.command):
+    explanation = plan.explanation if report is None else report.explanation
+    if explanation is None and (plan.device.kind == "cpu" or plan.workload.command):
         notes.append(message("memory_unknown"))
     timeline: list[Picture] = []
-    explanation = plan.explanation
     if report is not None:
         drawn = partial(draw_timeline, plan=plan, report=report)
         timeline = [_picture("the memory of an update over time, by purpose", drawn)]
-        explanation = report.explanation
     memory = [] if explanation is None else explanation_blocks(explanation, measured_peak(plan))
     curve = partial(draw_curve, plan=plan, curve=() if report is None else report.curve)
     return {
