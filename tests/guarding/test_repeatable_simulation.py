@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,9 +104,10 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             for parts in first:
                 assert device.trial(parts, fresh=True).ran
             report = device.explain(PARTS, changes=False, repeatable=True)
+            lines = {module: os.path.relpath(line, place) for module, line in report.lines.items()}
             return (
                 device.trial(PARTS).peak_reserved_bytes,
-                report,
+                dataclasses.replace(report, lines=lines),
                 report.holdings,
                 device.predict(PARTS).min_budget_bytes,
             )
