@@ -55,7 +55,7 @@ def test_locks(tmp_path: Path) -> None:
 
 
 def test_settings() -> None:
-    sound = {"gpu": "t4", "target-batch": 8, "plan": {"exact-max": True}, "guard": {"cases": ["m.py --gpu t4"]}}
+    sound = {"gpu": "t4", "target-batch": 8, "plan": {"max-trials": 9}, "guard": {"cases": ["m.py --gpu t4"]}}
     assert faults("pyproject", sound) == []
     wrong: list[Any] = [{"gpus": "t4"}, {"precision": "bf16"}, {"gpu": 24}, {"target-batch": 0}, {"guad": {}}]
     assert len(faults("pyproject", *wrong, {"guard": {"cases": "m.py"}})) == len(wrong) + 1

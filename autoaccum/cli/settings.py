@@ -37,14 +37,17 @@ OF_PROJECT: Final[Mapping[str, tuple[str, ...]]] = {
 CASES: Final = "cases"
 """The key of what `guard` checks without a workload: no flag."""
 OF_COMMAND: Final[Mapping[str, tuple[str, ...]]] = {
-    "plan": ("exact_max", "max_trials"),
-    "compare": ("exact_max",),
+    "plan": ("max_trials",),
+    "compare": (),
     "fit": ("eval_every", "checkpoint_every", "max_checkpoints", "workers", "check"),
     "tune": ("trials", "budget_samples", "time_limit", "seed"),
     "verify": ("target_batch", "micro_batch", "time_limit"),
     "guard": ("tolerance", "time_limit", CASES),
 }
-"""The flags that only the table of a command may have, such as `[tool.autoaccum.guard]`, beside those above."""
+"""The flags that only the table of a command may have, such as `[tool.autoaccum.guard]`, beside those above.
+
+None is a switch such as `--exact-max`, which a command line could not take back.
+"""
 
 _GIVES_WAY: Final[Mapping[str, tuple[str, ...]]] = {
     "gpu": ("device",),
@@ -56,7 +59,6 @@ _GIVES_WAY: Final[Mapping[str, tuple[str, ...]]] = {
 """The flags in a command line, beside itself, to which a setting gives way."""
 
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "boolean": ("boolean",),
     "choice": ("string",),
     "count": ("integer", "string"),
     "float range": ("number",),
@@ -64,8 +66,8 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "text": ("string",),
 }
 """The types of JSON and TOML in which a value is written, by the type of its flag in click."""
-_WORDS: Final = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "a text"}
-_TYPES: Final = {"boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,)}
+_WORDS: Final = {"integer": "a whole number", "number": "a number", "string": "a string"}
+_TYPES: Final = {"integer": (int,), "number": (int, float), "string": (str,)}
 
 
 class Settings(NamedTuple):
@@ -173,7 +175,7 @@ def _check_keys(settings: Settings) -> None:
             raise settings.error(command, f"has the unknown key {key}", hint)
     cases = settings.table.get("guard", {}).get(CASES, [])
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
-        raise settings.error("guard", f"has {CASES} = {cases!r}", "give a list of texts")
+        raise settings.error("guard", f"has {CASES} = {cases!r}", "give a list of strings")
 
 
 def _check_value(

@@ -24,7 +24,7 @@ time-limit = 60
 
 [tool.autoaccum.compare]
 gpu = "t4,24GiB"
-exact-max = true
+trial-limit = 9
 
 [tool.autoaccum.fit]
 check = "strict"
@@ -69,7 +69,7 @@ def parse(command: str, words: str) -> dict[str, Any]:
         ("plan", "m.py --target-tokens 4096", {"target_batch": None, "target_tokens": 4096}),
         ("plan", "-- train {micro_batch} {iter_size}", {"target_batch": 64}),
         ("plan", "-- train {micro_batch}", {"target_batch": None, "gpu": "rtx3090"}),
-        ("compare", "m.py", {"gpu": "t4,24GiB", "exact_max": True, "world_size": 2}),
+        ("compare", "m.py", {"gpu": "t4,24GiB", "trial_limit": 9.0, "world_size": 2}),
         ("fit", f"m.py {FIT}", {"memory": "80%", "target_batch": 64, "check": "strict", "device": "auto"}),
         ("fit", f"m.py {FIT} --plan p", {"memory": None, "target_batch": None, "check": "strict"}),
         ("fit", f"m.py {FIT} --plan p --target-batch 8", {"memory": None, "target_batch": 8}),
@@ -128,7 +128,8 @@ OF_GUARD = "choose tolerance, time-limit or cases"
         (".guad", "", f"[tool.autoaccum] has the unknown key guad: {OF_ALL}"),
         (".guard", "tolerence = '1%'", f"has the unknown key tolerence: {OF_GUARD}"),
         ("", "guard = 3", f"[tool.autoaccum.guard] is 3, and no table: {OF_GUARD}"),
-        ("", "gpu = 24", "has gpu = 24: give a text"),
+        (".guard", "cases = 'm.py'", "has cases = 'm.py': give a list of strings"),
+        ("", "gpu = 24", "has gpu = 24: give a string"),
         ("", "gpu = 'rtx409'", "has gpu = \"rtx409\", and there is no 'rtx409' among the"),
         ("", "gpu = 't4,a2'", "has gpu = \"t4,a2\", and there is no 't4,a2' among the"),
         ("", "gpu = 'all'", "has gpu = \"all\", and there is no 'all' among the"),
@@ -137,11 +138,11 @@ OF_GUARD = "choose tolerance, time-limit or cases"
         ("", "target-batch = true", "has target-batch = true: give a whole number"),
         ("", "target-batch = 0", "has target-batch = 0: 0 is not in the range x>=1"),
         ("", "target-batch = 1\ntarget-tokens = 9", "has both target-batch and target-tokens: keep one of them"),
-        ("", "world-size = 1.5", "has world-size = 1.5: give a whole number or a text"),
+        ("", "world-size = 1.5", "has world-size = 1.5: give a whole number or a string"),
         ("", "memory = '10'", "has memory = \"10\", and '10' is not a memory size: write a number and a unit"),
         ("", "time-limit = inf", "has time-limit = Infinity, and the time limit is inf: give a number of seconds"),
-        (".plan", "exact-max = 1", "has exact-max = 1: give true or false"),
-        (".plan", "gpu = 2024-01-01", 'has gpu = "2024-01-01": give a text'),
+        (".plan", "max-trials = 1.5", "has max-trials = 1.5: give a whole number"),
+        (".plan", "gpu = 2024-01-01", 'has gpu = "2024-01-01": give a string'),
         ("", "gpu =", "pyproject.toml cannot be read (Invalid value (at end of document)): correct the file"),
     ],
 )
@@ -170,6 +171,6 @@ def test_every_setting_is_a_flag_of_its_command_and_leaves_workloads_their_own(c
     parameters = {flag: parameter for parameter in COMMANDS[command].params for flag in parameter.opts}
     for key in set(keys_of(command)) - {CASES}:
         parameter = parameters[f"--{key}"]
-        assert parameter.type.name in KINDS
+        assert parameter.type.name in KINDS, "a switch could not be taken back"
         assert parameter.name not in (*SPEC_FIELDS, "overrides")
     assert OF_PROJECT.keys() < OF_COMMAND.keys()

@@ -116,7 +116,7 @@ def record_schema(kind: type[Any]) -> Schema:
 
 def flag_schema(parameter: click.Parameter) -> Schema:
     """Return the schema of the value of a flag."""
-    kinds = list(KINDS.get(parameter.type.name, ("string",)))
+    kinds = ["boolean"] if getattr(parameter, "is_flag", False) else list(KINDS.get(parameter.type.name, ("string",)))
     schema: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds}
     if isinstance(parameter.type, click.Choice):
         schema = {"enum": list(parameter.type.choices)}
