@@ -350,7 +350,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def leave(code: int, text: str = "") -> NoReturn:
     """End this process and its workers at once: the script is not to save anything on its way out."""
     if text:
-        print(f"error: {text}" if code > 1 else text, file=sys.stderr if code > 1 else sys.stdout)
+        # The script may have left a bar of its progress in the last line.
+        print(f"error: {text}" if code > 1 else f"\n{text}", file=sys.stderr if code > 1 else sys.stdout)
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
