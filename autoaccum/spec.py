@@ -281,6 +281,11 @@ class WorkloadFacts:
     token_functions: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
+    def product_precision(self, spec: TrainingSpec) -> str:
+        """Return the precision of its matrix products: without autocast, that of half-precision parameters if any."""
+        half = [dtype for dtype in self.dtypes if dtype in ("bf16", "fp16")]
+        return half[0] if half and spec.precision == "fp32" else spec.precision
+
 
 def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[str, ...]:
     """Return the words of `savers`, each once and in one order; `savers` may be one word or several.

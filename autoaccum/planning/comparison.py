@@ -371,4 +371,5 @@ def _estimate(device: Device, plan: Plan) -> float | None:
         cost = device.predictor.count_cost()
     except (WorkloadError, NotMeasuredError):
         return None
-    return estimate_seconds(cost, device.predictor.rates, plan.micro_batches, precision=plan.spec.precision)
+    precision = plan.workload.product_precision(plan.spec)
+    return estimate_seconds(cost, device.predictor.rates, plan.micro_batches, precision=precision)

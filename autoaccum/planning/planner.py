@@ -397,7 +397,7 @@ class _Planner:
         except WorkloadError as error:  # Of the counter's: the trials ran.
             raise NotMeasuredError(error.message) from None
         schedules = [self.request.schedule(size).micro_batches for size in sizes]
-        precision = self.inspection.spec.precision
+        precision = self.inspection.workload.product_precision(self.inspection.spec)
         return estimate_throughput(cost, device.rates, schedules, device=device.name, precision=precision)
 
     @property

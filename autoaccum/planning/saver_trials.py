@@ -137,7 +137,8 @@ class SaverTrials:
         cost = self._count(words)
         assert cost is not None
         assert self._predictor is not None
-        return estimate_seconds(cost, self._predictor.rates, parts, precision=self.inspection.spec.precision)
+        precision = self.inspection.workload.product_precision(self.inspection.spec)
+        return estimate_seconds(cost, self._predictor.rates, parts, precision=precision)
 
     def does_not_fit(self) -> DoesNotFitError:
         """Return the error of a size that fits with no savers."""

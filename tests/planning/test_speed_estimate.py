@@ -13,6 +13,7 @@ from autoaccum.planning.throughput import RATIO_BAND, estimate_seconds, estimate
 from autoaccum.simulation.cards import CardRates, all_cards, card_rates, find_card
 from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.sources.source import FileSource
+from autoaccum.spec import Precision, TrainingSpec, WorkloadFacts
 
 COST = UpdateCost(
     flops=Amount(sample=1e12),
@@ -121,3 +122,19 @@ def test_ratios_between_cards_are_the_published_ones_within_the_band(gpt2: Updat
     assert all(1 / RATIO_BAND < each < RATIO_BAND for each in off.values()), off
     close = [name for name, each in off.items() if 1 / 1.3 < each < 1.3]
     assert len(close) >= len(off) * 2 / 3, off
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "expected"),
+    [
+        (("fp32",), "fp32", "fp32"),
+        (("fp32",), "bf16", "bf16"),
+        (("bf16", "fp32"), "fp32", "bf16"),  # LoRA on weights as they are published.
+        (("bf16",), "fp16", "fp16"),
+        (("uint8", "fp16"), "fp32", "fp16"),
+    ],
+)
+def test_products_without_autocast_are_as_precise_as_the_weights(
+    dtypes: tuple[str, ...], precision: Precision, expected: str
+) -> None:
+    assert WorkloadFacts(dtypes=dtypes).product_precision(TrainingSpec(precision=precision)) == expected
