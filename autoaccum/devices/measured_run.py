@@ -100,7 +100,7 @@ class MeasuredRun:
         import torch
         from torch.optim import optimizer
 
-        self._torch, self._script = torch, str(sys.modules["__main__"].__file__)
+        self._torch, self._script = torch, Path(str(sys.modules["__main__"].__file__)).absolute()
         if torch.version.cuda is None:
             leave(2, f"no CUDA card can be used: PyTorch {torch.__version__} is built without CUDA")
         optimizer.register_optimizer_step_pre_hook(self._before_step)
@@ -215,7 +215,7 @@ class MeasuredRun:
             "oom": oom,
             "command": without_secrets(asked.words),
             "module": asked.module,
-            "script": Path(self._script).read_text(encoding="utf-8") if asked.include_script else None,
+            "script": self._script.read_text(encoding="utf-8") if asked.include_script else None,
             "micro_batch": asked.micro_batch,
             "iter_size": asked.iter_size,
             "world_size": world_size,
