@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _LEAST_BYTES = 1 << 12
 """Smaller tensors are not offloaded: a transfer takes longer than it is worth."""
@@ -24,13 +23,12 @@ _LEAST_EMPTIED = 1 << 16
 class _OnHost:
     """A copy in host memory of a tensor of `device`, as it was at `version` of its `storage`."""
 
-    def __init__(self, tensor: Tensor, storage: StorageWeakRef, copy: Tensor) -> None:
+    def __init__(self, tensor: Tensor, storage: ref[torch.UntypedStorage], copy: Tensor) -> None:
         self.device, self.version, self.storage, self.copy = tensor.device, tensor._version, storage, copy
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether the storage of `tensor`, at the address of the copied one, is that one and unchanged."""
-        is_alive = not self.storage.expired()  # type: ignore[no-untyped-call]
-        return is_alive and self.version == tensor._version
+        return self.storage() is not None and self.version == tensor._version
 
 
 class _ByteCount:
@@ -78,8 +76,8 @@ class HostStorage:
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
             copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
             self._copy(tensor.detach(), copy)
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._copies[key] = stored = _OnHost(tensor, weak, copy)
+            # Not torch's StorageWeakRef: up to 2.9, a storage's Python object and all that watches it outlive the memory.
+            self._copies[key] = stored = _OnHost(tensor, ref(storage), copy)
             self._count.add(copy.nbytes)
             finalize(stored, self._count.add, -copy.nbytes).atexit = False
         return stored

@@ -11,7 +11,7 @@ from autoaccum.errors import UsageError
 
 _VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 NOT_FOUND = "not found"
-_LEAST_TORCH = (2, 11)
+_LEAST_TORCH = (2, 9)
 
 
 def torch_build() -> tuple[str, str | None]:

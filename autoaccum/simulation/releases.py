@@ -3,6 +3,7 @@
 What the installed torch answers itself, such as the order of its attention kernels or an operator's decomposition, has
 no row. A release newer than all rows follows all rules. The rows up to 2.14 were checked by running each release's own
 code on a card without kernels (tests/shared/real_allocator): `_fused_sdp_choice`, and the requests to the allocator.
+From 2.9 to 2.11 no rule changed, but cuDNN did.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ RULES: Mapping[str, Release] = {
 }
 """By the name that code asks for, the release since which a rule holds; comments name its file and pull request."""
 
-CUDNN: Mapping[Release, int] = {(2, 11): 91_900, (2, 12): 92_000, (2, 14): 92_400, (2, 15): 92_600}
-"""cuDNN of each release's default wheel (its Requires-Dist); 2.13 has that of 2.12."""
+CUDNN: Mapping[Release, int] = {(2, 9): 91_002, (2, 11): 91_900, (2, 12): 92_000, (2, 14): 92_400, (2, 15): 92_600}
+"""cuDNN of each release's default wheel (its Requires-Dist); 2.10 has that of 2.9, and 2.13 that of 2.12."""
 
 
 def holds(rule: str, release: Release) -> bool:

@@ -33,7 +33,7 @@ def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
         owner_name = getattr(owner, "__name__", owner)
         raise UsageError(
             f"torch {torch.__version__} has no {owner_name}.{name}, which the simulated card replaces",
-            hint="upgrade autoaccum, or install torch 2.11 to 2.15",
+            hint="upgrade autoaccum, or install torch 2.9 to 2.15",
         )
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])

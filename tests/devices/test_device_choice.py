@@ -115,10 +115,10 @@ def test_ranks_are_started_where_each_has_a_device() -> None:
     assert not has_device_for_each(Options(world_size=10_000, memory=memory))
 
 
-@pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
+@pytest.mark.parametrize(("version", "release"), [("2.9.0", (2, 9)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])
 def test_torchs_release_is_read(monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int]) -> None:
     monkeypatch.setattr(installed_torch, "torch_build", lambda: (version, None))
     assert read_torch_release() == release
     monkeypatch.setattr(installed_torch, "torch_build", lambda: ("2.6.0+cu124", None))
-    with pytest.raises(UsageError, match=r"needs torch 2.11 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
+    with pytest.raises(UsageError, match=r"needs torch 2.9 or newer, torch here is 2.6.0\+cu124: upgrade torch"):
         read_torch_release()

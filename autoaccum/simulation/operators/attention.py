@@ -213,7 +213,8 @@ def choose_attention(
 ) -> Kernel | None:
     """Return the kernel that CUDA would run (`select_sdp_backend`); None if no enabled kernel can.
 
-    On sm90 and sm10x, cuDNN comes first if it is newer than 9.15 (`check_prefer_cudnn_attention`).
+    On sm90 and sm10x, cuDNN comes first if it is newer than 9.15 (`check_prefer_cudnn_attention`). In 2.9 it does if
+    PyTorch was compiled with 9.9 or newer, which the default wheel was not; this is not modelled.
     """
     major, minor = call.card.capability
     can_prefer = major in (9, 10) and (minor in (0, 3) or call.follows("cudnn_first_on_sm10x"))

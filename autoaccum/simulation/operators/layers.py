@@ -283,6 +283,10 @@ SYNC_BATCHNORM_METAS: Mapping[str, Callable[..., Any]] = {
     "batch_norm_backward_elemt": lambda _, tensor, *__: torch.empty_like(tensor),
 }
 """The operators of `nn.SyncBatchNorm`, which have kernels for CUDA alone."""
+WEIGHT_NORM_METAS: Mapping[str, Callable[..., Any]] = {
+    "_weight_norm_interface_backward": lambda _, weight, scale, *__: (torch.empty_like(weight), torch.empty_like(scale))
+}
+"""torch has it from 2.10 on."""
 WORKSPACES: Mapping[str, Handler] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(("addmm", "_addmm_activation"), partial(_product, with_bias=True)),

@@ -40,7 +40,8 @@ def install_kernels(library: torch.library.Library, card: CardInUse, torch_versi
             register(name, kernel, key)
     for name, kernel in rnn.CUDNN_METAS.items():
         register(name, kernel, "Meta", allow_override=True)
-    register_missing(library, {**rnn.CELL_METAS, **layers.SYNC_BATCHNORM_METAS}, "Meta")
+    metas = {**rnn.CELL_METAS, **layers.SYNC_BATCHNORM_METAS, **layers.WEIGHT_NORM_METAS}
+    register_missing(library, metas, "Meta")
     patch(stack, torch.nn.RNNBase, "flatten_parameters", rnn.flatten_parameters)
     patch(stack, torch._C, "_conv_determine_backend_memory_format", layers.convolution_format)
     patch_optimizers(library, stack)

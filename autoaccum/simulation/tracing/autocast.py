@@ -2,7 +2,7 @@
 
 The C++ kernels of autocast would see tensors on `meta`, not on CUDA, and cast nothing; Python kernels replace them.
 
-Sources: aten/src/ATen/autocast_mode.h (the lists `AT_FORALL_*`, the same from 2.11 to 2.15 except for `rms_norm`, new
+Sources: aten/src/ATen/autocast_mode.h (the lists `AT_FORALL_*`, the same from 2.9 to 2.15 except for `rms_norm`, new
 in 2.12 or 2.13, and overloads with named dimensions, removed then) and autocast_mode.cpp (what CUDA adds:
 `cudnn_convolution*`, `binary_cross_entropy`; in 2.15 also `linalg_matrix_sqrth`, found by running that binary).
 """

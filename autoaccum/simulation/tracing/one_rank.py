@@ -29,7 +29,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> Any:
     """Make this process the first of `size` ranks on the card of `mode`, until `stack` is closed; return the group."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
     from torch.distributed.tensor import DTensor, _random, _sharding_prop
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -58,7 +58,8 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> Any:
     tracker = SimpleNamespace(distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext())
     patch(stack, _random, "_rng_tracker", tracker)
     patch(stack, _sharding_prop, "FakeTensorMode", lambda: mode.beside)
-    patch(stack, _fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states))
+    caller: Any = _fully_shard if hasattr(_fully_shard, "_get_managed_states") else _fsdp_init  # From torch 2.11 on.
+    patch(stack, caller, "_get_managed_states", _moving_first(caller._get_managed_states))
     return dist.group.WORLD
 
 
@@ -96,6 +97,9 @@ def prepare_ranks() -> None:
         raise UsageError("this PyTorch is built without torch.distributed", hint="install one with it to plan ranks")
     for name in ("distributed.fsdp", "distributed.tensor", "testing._internal.distributed.fake_pg"):
         import_module(f"torch.{name}")
+    # Up to torch 2.10, collectives have kernels without values only once this is imported.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        import_module("torch.distributed._tools.fake_collectives")
 
 
 class RankPurposes:
