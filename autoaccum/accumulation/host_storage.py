@@ -76,7 +76,7 @@ class HostStorage:
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
             copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
             self._copy(tensor.detach(), copy)
-            # Not torch's StorageWeakRef: up to 2.9, a storage's Python object and all that watches it outlive the memory.
+            # Not torch's StorageWeakRef: up to 2.9, it keeps the Python object, whose end the simulation waits for.
             self._copies[key] = stored = _OnHost(tensor, ref(storage), copy)
             self._count.add(copy.nbytes)
             finalize(stored, self._count.add, -copy.nbytes).atexit = False

@@ -1,7 +1,7 @@
 """PyTorch's CUDACachingAllocator in Python: the memory that PyTorch reserves on a card, and whether a request fits.
 
-Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The libraries of torch 2.11,
-2.13, 2.14 and 2.15 do the same, request by request, without captured graphs
+Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The libraries of torch 2.9
+to 2.11 and 2.13 to 2.15 do the same, request by request, without captured graphs
 (tests/simulation/allocator/test_real_allocator.py). A free block is used again on the stream that it was made on only:
 the original orders the free blocks of all streams by stream first, and so a stream has pools of its own here. A
 capacity is assumed to be usable to its last byte.
