@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from autoaccum.devices.measured_run import ENVIRONMENT
+
 HOST_VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "MALLOC_ARENA_MAX",
@@ -15,19 +17,7 @@ HOST_VARIABLES: Final = (
     "MALLOC_TRIM_THRESHOLD_",
     "PYTHONMALLOC",
 )
-CARD_VARIABLES: Final = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""The last two are the newer and the older name of the allocator's settings, such as expandable segments."""
+CARD_VARIABLES: Final = (*ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 
 
 def read_environment(variables: Iterable[str]) -> dict[str, Any]:

@@ -68,11 +68,11 @@ from typing import Any, NoReturn
 _UNEVEN = 20
 """An optimizer that has made so many times the steps of another waits for it no longer."""
 _LONGEST_HISTORY = 200_000
-_ENVIRONMENT = (
+ENVIRONMENT = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_MODULE_LOADING"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE"),
 )
-_SECRET = "(?i:token|secret|password|api[-_]?key)"
+SECRET = "(?i:token|secret|password|api[-_]?key)"
 _OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _SEGMENT_EVENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -237,7 +237,7 @@ class MeasuredRun:
                 "cudnn": torch.backends.cudnn.version(),
             },
             "libraries": imported_libraries(),
-            "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             "allocator": {"backend": cuda.get_allocator_backend(), "settings": settings},
             "updates": self._updates,
             "segments_at_peak": table,
@@ -324,8 +324,8 @@ def ask_nvidia_smi() -> list[list[str]]:
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command with *** for the values of options such as --hub-token."""
     names = ["", *(word if word.startswith("-") else "" for word in words)]
-    shown = [re.sub(rf"^(.*{_SECRET})=.*", r"\1=***", word) for word in words]
-    return ["***" if re.search(f"{_SECRET}$", name) else word for name, word in zip(names, shown, strict=False)]
+    shown = [re.sub(rf"^(.*{SECRET})=.*", r"\1=***", word) for word in words]
+    return ["***" if re.search(f"{SECRET}$", name) else word for name, word in zip(names, shown, strict=False)]
 
 
 def imported_libraries() -> dict[str, str]:

@@ -16,12 +16,13 @@ from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.environment import CARD_VARIABLES, HOST_VARIABLES, read_environment
 from autoaccum.devices.host_memory import memory_cgroups, read_host_memory
 from autoaccum.devices.installed_torch import NOT_FOUND, cudnn_package, package_version, torch_build
+from autoaccum.devices.measured_run import SECRET
 from autoaccum.devices.nvml import list_cards
 from autoaccum.errors import NotMeasuredError, PlanFileError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import Block, Facts
 from autoaccum.reporting.plan_report import answer_rows, detail_rows
-from autoaccum.serialization import to_plain
+from autoaccum.serialization import read_record, to_plain
 from autoaccum.spec import TrainingSpec
 from autoaccum.units import MIB, format_bytes
 
@@ -33,7 +34,7 @@ _USUAL: Final = to_plain(TrainingSpec())
 _MOST_FILES, _MOST_BYTES = 20, 4 * MIB
 """Of the JSON files of a folder, so many of the newest are read, unless they are larger: those are data."""
 
-_SECRET: Final = r"(?<![\w.-])[\w.-]*(?i:token|secret|password|api[-_]?key)"
+_SECRET: Final = rf"(?<![\w.-])[\w.-]*{SECRET}"
 """Names of options, variables and parameters."""
 
 
@@ -90,19 +91,19 @@ def doctor_blocks(record: Mapping[str, Any], found: FoundPlan) -> list[Block]:
     """Return the rows of a record, and those of its plan as `autoaccum plan` shows them."""
     rows = list(_machine_rows(record))
     if isinstance(found, str):
-        return [Facts([*rows, ("plan", _public(f"{_NOT_AVAILABLE} ({found})"))])]
-    path, plan = found
+        return [Facts([*rows, ("plan", f"{_NOT_AVAILABLE} ({_public(found)})")])]
+    plan = read_record(record["plan"], Plan)
     spec = {name: value for name, value in to_plain(plan.spec).items() if value != _USUAL[name]}
     codes = ", ".join(message.code for message in (*plan.warnings, *plan.notes))
     rows += [
-        ("plan", f"{path}, {plan.kind} with torch {plan.environment.get('torch', _NOT_AVAILABLE)}"),
+        ("plan", f"{record['plan']['file']}, {plan.kind} with torch {plan.environment.get('torch', _NOT_AVAILABLE)}"),
         ("workload", plan.workload.reference),
         ("spec", _pairs(spec)),
         *answer_rows(plan),
         *detail_rows(plan),
         ("messages", codes or "none"),
     ]
-    return [Facts([(name, _public(value)) for name, value in rows])]
+    return [Facts(rows)]
 
 
 def _machine_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
@@ -130,7 +131,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _public(value: Any, name: str = "") -> Any:
-    """Return JSON values, or what is shown of them, with the home folder as ~, and secrets as ***.
+    """Return JSON values with the home folder as ~, and secrets as ***.
 
     Args:
         value: The values.
@@ -140,10 +141,6 @@ def _public(value: Any, name: str = "") -> Any:
         return {key: _public(item, key) for key, item in value.items()}
     if isinstance(value, list):
         return [_public(item, str(before)) for before, item in zip(["", *value], value, strict=False)]
-    if isinstance(value, Text):
-        shown = value.copy()
-        shown.plain = _public(value.plain)
-        return shown
     if not isinstance(value, str):
         return value
     if re.fullmatch(_SECRET, name):
