@@ -261,6 +261,16 @@ _COMMON: Final[dict[str, dict[str, Any]]] = {
 """Other flags that commands share; `flag` is how it is written, where that is not its name."""
 
 
+RENAMED_FLAGS: Final = {
+    "--ceiling": "--exact-max",
+    "--keep": "--max-checkpoints",
+    "--keeps": "--ema or --hold-outputs",
+    "--micro-batch": "--fit-micro-batch",  # Of the commands that have no --micro-batch.
+    "--worst-of": "--longest-of",
+}
+"""The new names of flags that were renamed."""
+
+
 def options(of: Command, *others: str, **changes: Any) -> Callable[[_Command], _Command]:
     """Return a decorator that gives a command the flags of the options it takes.
 

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import autoaccum
-from autoaccum.cli.flags import HelpWithHeadings
+from autoaccum.cli.flags import RENAMED_FLAGS, HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
 _COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "measure", "gpus", "doctor")
@@ -134,6 +134,11 @@ def _usage_error(error: click.ClickException, asked: str) -> UsageError:
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else asked
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        taken = {flag for parameter in context.command.params for flag in parameter.opts}
+        renamed = RENAMED_FLAGS.get(error.option_name, "")
+        if taken & set(renamed.split()):
+            return UsageError(f"{error.option_name} is now {renamed}", hint=f"see `{command} --help`")
     return UsageError(text[:1].lower() + text[1:], hint=f"see `{command} --help`")
 
 

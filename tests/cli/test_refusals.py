@@ -95,6 +95,7 @@ REFUSED = {
         "": "missing option '--run-dir'",
         "--run-dir a": "neither epochs nor steps are given: give epochs=3",
         "--run-dir a --clip-norm nan": "clip_norm is nan: give a number above 0",
+        "--run-dir a --keep 3": "--keep is now --max-checkpoints: see `autoaccum fit",
     },
     "guard": {
         "--tolerance some": "the tolerance 'some' is neither a share up to 100% nor a size",
