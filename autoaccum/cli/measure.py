@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings
-from autoaccum.cli.outputs import Outputs
+from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings
+from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH
 
@@ -58,10 +58,8 @@ def command(workload: str | tuple[str, ...], **asked: Any) -> None:
     words = [_fill(word, sizes) for word in workload]
     outputs = Outputs(asked)
     path = Path(outputs.files["-o"])
-    told = ["-o", str(path), "--force", "--updates", str(asked["updates"])]
-    for flag in ("micro_batch", "iter_size"):
-        told += [f"--{flag.replace('_', '-')}", str(asked[flag])] if asked[flag] else []
-    told += ["--include-script"] if asked["include_script"] else []
+    typed = running_words(without=(*OUTPUT_FLAGS, "workload"))
+    told = ["-o", str(path), "--force", *typed[typed.index("measure") + 1 :]]
     before = _written_at(path)
     try:
         done = subprocess.run(insert_file(words, told), stdout=2 if outputs.as_json else None, check=False)

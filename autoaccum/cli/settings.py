@@ -49,12 +49,12 @@ OF_COMMAND: Final[Mapping[str, tuple[str, ...]]] = {
 None is a switch such as `--exact-max`, which a command line could not take back.
 """
 
-_GIVES_WAY: Final[Mapping[str, tuple[str, ...]]] = {
-    "gpu": ("device",),
-    "memory": ("plan",),
-    "reserve": ("plan",),
-    "target_batch": ("target_tokens", "plan"),
-    "target_tokens": ("target_batch", "plan", "solve"),
+_GIVES_WAY: Final[Mapping[str, set[str]]] = {
+    "gpu": {"device"},
+    "memory": {"plan"},
+    "reserve": {"plan"},
+    "target_batch": {"target_tokens", "plan"},
+    "target_tokens": {"target_batch", "plan", "solve"},
 }
 """The flags in a command line, beside itself, to which a setting gives way."""
 
@@ -128,7 +128,9 @@ def read_defaults(context: click.Context) -> dict[str, Any]:
         for parameter in context.command.params:
             if parameter.name in flags:
                 _check_value(settings, owner, parameter, flags[parameter.name], context)
-        defaults = {name: value for name, value in defaults.items() if not _rivals(name) & flags.keys()} | flags
+        defaults = {
+            name: value for name, value in defaults.items() if _GIVES_WAY.get(name, set()).isdisjoint(flags)
+        } | flags
     if is_one_of_ranks():  # They are as many as there are, each on its own card.
         defaults = {name: value for name, value in defaults.items() if name not in ("gpu", "world_size")}
     return defaults
@@ -140,7 +142,7 @@ def withdraw_defaults(context: click.Context) -> None:
 
     sources, workload = context.get_parameter_source, context.params.get("workload")
     for name in context.default_map or ():
-        replaced = any(sources(rival) is ParameterSource.COMMANDLINE for rival in _rivals(name))
+        replaced = any(sources(rival) is ParameterSource.COMMANDLINE for rival in _GIVES_WAY.get(name, ()))
         if name == "target_batch" and isinstance(workload, tuple):
             replaced |= not CommandSource.of(workload).takes_iter_size
         if replaced and sources(name) is ParameterSource.DEFAULT_MAP:
@@ -157,10 +159,6 @@ def keys_of(command: str | None) -> list[str]:
     """Return the keys of the table of a command, or, for None, of the project's, without those tables."""
     names = (OF_PROJECT.get(command, ()), OF_COMMAND[command]) if command is not None else OF_PROJECT.values()
     return list(dict.fromkeys(map(key_of, chain.from_iterable(names))))
-
-
-def _rivals(name: str) -> frozenset[str]:
-    return frozenset(_GIVES_WAY.get(name, ()))
 
 
 def _check_keys(settings: Settings) -> None:
