@@ -37,7 +37,10 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
-    """Write a file whole or not at all, by a temporary one that is synced and renamed; errors as in `check_output`."""
+    """Write a file whole or not at all, by a temporary one that is synced and renamed; an existing one keeps its mode.
+
+    Errors are those of `check_output`.
+    """
     with _writing(path):
         target = _target(path, force)
         temporary = _create(target)
@@ -47,6 +50,8 @@ def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             _target(path, force)  # It may exist by now.
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -57,3 +57,11 @@ def test_writes_behind_a_symbolic_link(tmp_path: Path) -> None:
     write_text(link, "new", force=True)
     assert link.is_symlink()
     assert target.read_text() == "new"
+
+
+def test_an_existing_file_keeps_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "step.py"
+    write_text(file, "old", force=False)
+    file.chmod(0o750)
+    write_text(file, "new", force=True)
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o750)

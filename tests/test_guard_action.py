@@ -184,6 +184,9 @@ def test_the_inputs_reach_guard(run: Run, tmp_path: Path) -> None:
     )
     assert (tmp_path / "autoaccum-guard.md").read_text() == "told\n"
     assert run(MEASURE).stdout == "guard|"
+    refused = run(MEASURE, args="-q -- python don't.py")
+    assert refused.returncode == 2
+    assert refused.stdout.startswith("::error title=autoaccum guard::args cannot be split into words")
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ _GIVES_WAY: Final[Mapping[str, set[str]]] = {
     "gpu": {"device"},
     "memory": {"plan"},
     "reserve": {"plan"},
-    "target_batch": {"target_tokens", "plan"},
-    "target_tokens": {"target_batch", "plan", "solve"},
+    "target_batch": {"target_tokens"},
+    "target_tokens": {"target_batch", "solve"},
 }
 """The flags in a command line, beside itself, to which a setting gives way."""
 
@@ -143,8 +143,8 @@ def withdraw_defaults(context: click.Context) -> None:
     sources, workload = context.get_parameter_source, context.params.get("workload")
     for name in context.default_map or ():
         replaced = any(sources(rival) is ParameterSource.COMMANDLINE for rival in _GIVES_WAY.get(name, ()))
-        if name == "target_batch" and isinstance(workload, tuple):
-            replaced |= not CommandSource.of(workload).takes_iter_size
+        if name in ("target_batch", "target_tokens") and isinstance(workload, tuple):
+            replaced |= name == "target_tokens" or not CommandSource.of(workload).takes_iter_size
         if replaced and sources(name) is ParameterSource.DEFAULT_MAP:
             context.params[name] = None
             context.set_parameter_source(name, ParameterSource.DEFAULT)

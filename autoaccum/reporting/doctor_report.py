@@ -140,11 +140,18 @@ def _public(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: _public(item, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public(item, str(before)) for before, item in zip(["", *value], value, strict=False)]
+        return [_public_word(item, str(before)) for before, item in zip(["", *value], value, strict=False)]
     if not isinstance(value, str):
         return value
     if re.fullmatch(_SECRET, name):
         return "***"
     home = os.environ.get("HOME", "").rstrip("/")
     value = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", value) if home else value
-    return re.sub(rf"({_SECRET}[=\s]+[\"']?)[^\s\"']+", r"\1***", value)
+    value = re.sub(rf"'({_SECRET}=)[^']*'", r"\1***", value)  # As `shlex` quotes a word with spaces.
+    return re.sub(rf"({_SECRET}[=\s]+)(?:'[^']*'|\"[^\"]*\"|[^\s\"'])+", r"\1***", value)
+
+
+def _public_word(value: Any, before: str) -> Any:
+    """Return an item of a list as `_public` does; of the word of a command all that is after the name of a secret."""
+    found = re.match(f"{_SECRET}=", value) if isinstance(value, str) else None
+    return f"{found[0]}***" if found else _public(value, before)

@@ -12,6 +12,7 @@ from autoaccum.errors import UsageError
 from autoaccum.files import write_bytes
 from autoaccum.guarding.cases import Case, case_name
 from autoaccum.guarding.guard_result import Measurement
+from autoaccum.reporting.console import one_line
 
 _BEGIN: Final = "<!-- autoaccum -->"
 _END: Final = "<!-- /autoaccum -->"
@@ -46,7 +47,7 @@ def _cell(case: Case, measurement: Measurement) -> str:
 
 def _code(text: str) -> str:
     """Return text as code in a cell, which a bar would end even there."""
-    fence, space = ("``", " ") if "`" in text else ("`", "")
+    text, (fence, space) = one_line(text), ("``", " ") if "`" in text else ("`", "")
     return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
 
 

@@ -75,15 +75,16 @@ def test_neither_secrets_nor_the_home_folder_are_shown(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
     words = shlex.split(
-        "WANDB_API_KEY=s3cr3t /home/ada/bin/python t.py --hf-token 's3cr3t$' --hub.token=s3cr3t --max-tokens 512"
+        "WANDB_API_KEY=s3cr3t /home/ada/bin/python t.py --hf-token 's3cr3t $' --hub.token=s3cr3t --max-tokens 512"
     )
+    words += ["--password", "a s3cr3t", "--secret=a s3cr3t", "--api-key", "it's3cr3t"]
     workload = {"reference": shlex.join(words), "command": words, "overrides": {"password": "s3cr3t"}}
     make_plan(8, 8, workload=workload).save(tmp_path / "plan.json")
     for how in ((), ("--json",)):
         shown = invoke("doctor", *how, env={"COLUMNS": "1000"}).stdout
         assert "s3cr3t" not in shown
         assert "/home/ada" not in shown
-        assert "~/bin/python t.py --hf-token '***' --hub.token=*** --max-tokens 512" in shown
+        assert "~/bin/python t.py --hf-token *** --hub.token=*** --max-tokens 512 --password *** --secret=***" in shown
 
 
 def test_cards_and_builds_for_cuda() -> None:

@@ -71,7 +71,7 @@ def parse(command: str, words: str) -> dict[str, Any]:
         ("plan", "-- train {micro_batch}", {"target_batch": None, "gpu": "rtx3090"}),
         ("compare", "m.py", {"gpu": "t4,24GiB", "trial_limit": 9.0, "world_size": 2}),
         ("fit", f"m.py {FIT}", {"memory": "80%", "target_batch": 64, "check": "strict", "device": "auto"}),
-        ("fit", f"m.py {FIT} --plan p", {"memory": None, "target_batch": None, "check": "strict"}),
+        ("fit", f"m.py {FIT} --plan p", {"memory": None, "target_batch": 64, "check": "strict"}),
         ("fit", f"m.py {FIT} --plan p --target-batch 8", {"memory": None, "target_batch": 8}),
         ("tune", "m.py", {"target_batch": range(16, 65), "memory": "80%", "time_limit": None}),
         ("verify", "m.py", {"target_batch": 8, "time_limit": None, "world_size": 1}),
@@ -96,8 +96,9 @@ def test_ranks_of_a_launcher_are_as_many_as_there_are(write: Write, monkeypatch:
 
 def test_a_target_of_a_command_replaces_that_of_the_project(write: Write) -> None:
     write("[tool.autoaccum]\ntarget-batch = 8\n[tool.autoaccum.plan]\ntarget-tokens = 4096\n")
-    params = parse("plan", "m.py")
-    assert (params["target_batch"], params["target_tokens"]) == (None, 4096)
+    for words, tokens in (("m.py", 4096), ("m.py --target-batch 8", None), ("-- train {micro_batch}", None)):
+        assert parse("plan", words)["target_tokens"] == tokens
+    assert parse("plan", "m.py")["target_batch"] is None
 
 
 def test_the_nearest_table_is_read_and_none_above_the_repository(write: Write, tmp_path: Path) -> None:
