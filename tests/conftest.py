@@ -20,6 +20,7 @@ from hypothesis import settings
 from warm_children import nurseries, warm_children, warm_python, warm_ranks
 
 from autoaccum.devices.device_choice import has_nvidia_gpu
+from autoaccum.devices.installed_torch import read_torch_release
 
 __all__ = ["command", "nurseries", "warm_children", "warm_python", "warm_ranks"]
 
@@ -86,6 +87,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "without_gpu: shows what happens without a CUDA card")
     config.addinivalue_line("markers", "no_table: needs measurements on cards, and is left out if there are none")
+    config.addinivalue_line("markers", "needs_torch(major, minor): needs this release of torch, or a newer one")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,7 +103,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with slow files; deselect `gpu` without a card, and others that cannot run."""
+    """Begin with slow files; deselect what the card or the torch here cannot run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     # What runs last is short, so that all workers end together. All have the same order, wherever they began.
     items.sort(key=lambda item: (item.path not in slow, item.path))
@@ -111,11 +113,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unmeasured)
     cards = count_cuda_cards()
     lacking = [item for item in items if cards < needed_cards(item)]
-    dropped = [*lacking, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
+    early = [
+        item for item in items if any(mark.args > read_torch_release() for mark in item.iter_markers("needs_torch"))
+    ]
+    dropped = [*lacking, *early, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
     if not dropped:
         return
     items[:] = [item for item in items if item not in set(dropped)]
-    config.stash[_DESELECTED] = {"gpu": len(lacking)}
+    config.stash[_DESELECTED] = {"gpu": len(lacking), "torch": len(early)}
     config.hook.pytest_deselected(items=dropped)
 
 
@@ -143,6 +148,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"gpu: {count} tests deselected, too few CUDA cards here: see tests/gpu/README.md", yellow=True
         )
+    if count := counts.get("torch"):
+        terminalreporter.write_line(f"torch: {count} tests deselected, they need a newer release", yellow=True)
     if collect_ignore:
         terminalreporter.write_line(
             "libraries: tests/libraries left out, timm is not here: pip install -e '.[test,libraries]'", yellow=True

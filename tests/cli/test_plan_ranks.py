@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import Command, environment
+from command_line import Command, environment, printed_lines
 from warm_children import WarmRanks
 
 from autoaccum.accumulation.ranks import launch
@@ -78,6 +78,6 @@ def test_an_error_of_ranks_is_said_once(folder: Path, warm_ranks: WarmRanks) -> 
     half = f"{round(0.7 * read_host_memory().free_bytes)}B"
     words = "-m", "autoaccum", "plan", "model.py", *ASKED, half
     first, second = warm_ranks(folder, *words, environment=environment())
-    assert (first.returncode, first.stdout + second.stdout) == (2, "")
+    assert (first.returncode, printed_lines(first.stdout + second.stdout)) == (2, [])
     assert (first.stderr + second.stderr).count("error: ") == 1
     assert "2 budgets of " in first.stderr

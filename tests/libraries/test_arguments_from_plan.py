@@ -24,7 +24,6 @@ from factories import make_token_budget
 from quiet_frameworks import forget_accelerate, quiet_trainer
 from tiny_transformers import WORDS, llama
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.utils.data import DataLoader, Dataset
 
 import autoaccum
@@ -269,7 +268,7 @@ def test_deepspeed(plan: Plan) -> None:
     assert found == {"updates": [12, 12, 12, 12], "left_over": 8, "dtype": str(dtype_of(plan))}
 
 
-@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torchtitan 0.3 needs torch 2.12")
+@pytest.mark.needs_torch(2, 12)  # torchtitan 0.3 does.
 @pytest.mark.parametrize("plan", ["fp32"], indirect=True)
 def test_torchtitan(plan: Plan) -> None:
     """The short window at the end of the data is left out: its batches are read and not trained on."""

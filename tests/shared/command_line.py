@@ -46,6 +46,11 @@ def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
     return CliRunner().invoke(main, words, env=env)
 
 
+def printed_lines(stdout: str) -> list[str]:
+    """Return the lines without those that gloo itself prints of each group of ranks, up to torch 2.10."""
+    return [line for line in stdout.splitlines() if not line.startswith("[Gloo] ")]
+
+
 def wait_for(path: Path) -> None:
     """Wait for a file, as long as a machine that others use may take to start a process."""
     for _ in range(2000):

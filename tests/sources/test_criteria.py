@@ -156,7 +156,7 @@ def test_every_criterion_of_torch_is_tested_or_refused() -> None:
             resolve_objective(other)
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from torch 2.13")
+@pytest.mark.needs_torch(2, 13)
 def test_linear_cross_entropy() -> None:
     criterion = nn.LinearCrossEntropyLoss(3, CLASSES, weight=CLASS_WEIGHTS, dtype=torch.float64)
     batch = randn(9, 3), classes(9, ignored=-100)

@@ -10,7 +10,7 @@ import pytest
 import rank_training
 import torch
 import torch.distributed as dist
-from command_line import environment
+from command_line import environment, printed_lines
 from on_ranks import on_ranks
 from rank_training import SAMPLES, Rows, net
 from torch import nn
@@ -255,4 +255,4 @@ def test_a_script_under_torchrun_trains_several_times(tmp_path: Path, warm_ranks
     (tmp_path / "script.py").write_text(SCRIPT)
     for done in warm_ranks(tmp_path, "script.py", environment=environment()):
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [f"fit {number}: 2 updates" for number in range(3)]
+        assert printed_lines(done.stdout) == [f"fit {number}: 2 updates" for number in range(3)]
