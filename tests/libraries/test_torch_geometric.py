@@ -87,37 +87,30 @@ def uneven(graphs: dict[str, Any], count: int) -> Any:
     return made
 
 
-def test_an_update_is_the_full_batch_s(graphs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        ({"micro_batch": 4}, (4, 3, 3)),
+        # Of 3, 4, 5, 6, 3 ... nodes.
+        ({"micro_tokens": 12, "padding": "none", "lengths": lambda batch: batch.ptr.diff()}, (3, 2, 2, 2, 1)),
+    ],
+    ids=["graphs", "nodes"],
+)
+def test_an_update_is_the_full_batch_s(graphs: dict[str, Any], how: dict[str, Any], parts: tuple[int, ...]) -> None:
     whole = graphs["model"]().double()
-    parts = copy.deepcopy(whole)
+    model = copy.deepcopy(whole)
     full = uneven(graphs, 10)
     graphs["loss"](whole, full).backward()
     torch.optim.SGD(whole.parameters(), lr=0.5).step()
-    optimizer, asked = torch.optim.SGD(parts.parameters(), lr=0.5), {name: graphs[name] for name in ("split", "size")}
-    accumulator = autoaccum.Accumulator(parts, optimizer, graphs["loss"], micro_batch=4, **asked)
-    assert accumulator.step(full).micro_batches == (4, 3, 3)
+    optimizer, asked = torch.optim.SGD(model.parameters(), lr=0.5), {name: graphs[name] for name in ("split", "size")}
+    accumulator = autoaccum.Accumulator(model, optimizer, graphs["loss"], **how, **asked)
+    assert accumulator.step(full).micro_batches == parts
     largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= 1e-10 * largest
     accumulator.step_parts([uneven(graphs, 3), uneven(graphs, 6)])
     assert move_batch(full, "meta").x.is_meta
     assert not full.x.is_meta
-
-
-def test_graphs_are_cut_by_their_nodes(graphs: dict[str, Any]) -> None:
-    whole = graphs["model"]().double()
-    parts = copy.deepcopy(whole)
-    full = uneven(graphs, 10)  # 3, 4, 5, 6, 3 ... nodes.
-    graphs["loss"](whole, full).backward()
-    torch.optim.SGD(whole.parameters(), lr=0.5).step()
-    asked = {name: graphs[name] for name in ("split", "size")}
-    how: dict[str, Any] = {"micro_tokens": 12, "padding": "none", "lengths": lambda batch: batch.ptr.diff()}
-    optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
-    accumulator = autoaccum.Accumulator(parts, optimizer, graphs["loss"], **how, **asked)
-    assert accumulator.step(full).micro_batches == (3, 2, 2, 2, 1)
-    largest = max(float(parameter.grad.abs().max()) for parameter in whole.parameters())
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert float((one - other).detach().abs().max()) <= 1e-10 * largest
 
 
 def test_what_split_returns_is_checked(graphs: dict[str, Any]) -> None:
