@@ -9,21 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_classifier import layers_file
 
 import autoaccum
 
 ROOT = Path(autoaccum.__file__).parents[1]
-MODEL = """
-from torch import nn, randn
-
-def model():
-    return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-
-def batch(size):
-    return randn(size, 64), randn(size, 8)
-
-criterion = nn.MSELoss()
-"""
+MODEL = layers_file(64, "WIDTH", 8)
 TESTS = """
 import sys
 import pytest
@@ -105,7 +96,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path, warm_chil
     tests.mkdir()
     model.write_text(f"WIDTH = 4096\n{MODEL}")
     (tests / "beside.py").write_text(f"WIDTH = 64\n{MODEL}")
-    (tests / "raises.py").write_text(f"WIDTH = 64\n{MODEL}".replace("return randn", "return 1 / 0, randn"))
+    (tests / "raises.py").write_text(f"WIDTH = 64\n{MODEL}".replace("return torch", "return 1 / 0, torch"))
     (tests / "conftest.py").write_text(WARM)
     (tests / "test_them.py").write_text(TESTS)
     done = run_pytest(folder, installed, "-n", "1", "-q", "-rA")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from small_classifier import layers_file
 
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -12,25 +13,15 @@ from autoaccum.options import Options
 from autoaccum.sources.source import FileSource
 from autoaccum.units import MIB, MemorySize
 
-MODEL = """
-    from torch import nn, randn
-
-    def model():
-        return nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 8))
-
-    def batch(size):
-        return randn(size, 256), randn(size, 8)
-
-    criterion = nn.MSELoss()
-"""
-
 
 @pytest.mark.slow
 def test_a_copy_measures_what_a_started_child_does(
     write_workload: Callable[[str], str], request: pytest.FixtureRequest
 ) -> None:
     options = Options(memory=MemorySize(bytes=96 * MIB))
-    settings = TrialSettings(source=FileSource(write_workload(MODEL)), rank_samples=16384, options=options)
+    settings = TrialSettings(
+        source=FileSource(write_workload(layers_file(256, 2048, 8))), rank_samples=16384, options=options
+    )
 
     def trials() -> list[Trial]:
         with CpuDevice(settings) as device:

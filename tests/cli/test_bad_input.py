@@ -10,19 +10,9 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, Command, Done, autoaccum
+from small_classifier import layers_file
 
-GOOD = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Linear(4, 2)
-
-def batch(size):
-    return torch.randn(size, 4), torch.randint(0, 2, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
+GOOD = layers_file(4, 2, classes=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from factories import Classifier, class_loss, labelled_rows
+from small_classifier import layers_file
 from torch import nn
 
 import autoaccum
@@ -20,18 +21,11 @@ from autoaccum.units import MIB, MemorySize
 pytestmark = pytest.mark.usefixtures("warm_children")
 
 LIMIT = MemorySize(bytes=256 * MIB)
-WORKLOAD = """
-import torch
-from torch import nn
-def model(): return nn.Linear(8, 1000)
-def batch(size): return torch.randn(size, 8), torch.randint(0, 1000, (size,))
-criterion = nn.CrossEntropyLoss()
-"""
 
 
 @pytest.fixture(scope="module")
 def reference(write_workload: Any) -> str:
-    written: str = write_workload(WORKLOAD)
+    written: str = write_workload(layers_file(8, 1000, classes=True))
     return written
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from small_classifier import layers_file
+
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import Tracer
@@ -23,19 +25,7 @@ from autoaccum.spec import SPEC_FIELDS
 from autoaccum.units import GIB, MemorySize
 
 CARD = find_card("rtx3090")
-LINEAR_FILE = """
-import os, signal, time
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-
-def batch(size):
-    return torch.randn(size, 64), torch.randn(size, 64)
-
-criterion = nn.MSELoss()
-"""
+LINEAR_FILE = f"import os, signal, time{layers_file(64, 64, 64)}"
 
 
 _OPTIONS = {*SPEC_FIELDS, *(field.name for field in dataclasses.fields(Options))}
