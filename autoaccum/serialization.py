@@ -52,12 +52,12 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def to_html(record: Any) -> str:
-    """Return the HTML that a notebook shows of a plan, a comparison or a verification.
+class HtmlRecord:
+    """A plan, a comparison or a verification, as a notebook shows it."""
 
-    `reporting` makes it, which lies above the records and loads matplotlib: it is imported when a notebook asks.
-    """
-    return str(import_module("autoaccum.reporting.page").render_record(record))
+    def _repr_html_(self) -> str:
+        """Return HTML by `reporting`, which lies above the records and loads matplotlib: it is imported only here."""
+        return str(import_module("autoaccum.reporting.page").render_record(self))
 
 
 def encode_record(record: Any) -> bytes:

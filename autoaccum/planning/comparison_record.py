@@ -12,7 +12,7 @@ from autoaccum.checks import counted
 from autoaccum.messages import Message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import Words
-from autoaccum.serialization import to_html, to_plain
+from autoaccum.serialization import HtmlRecord, to_plain
 from autoaccum.units import format_overrides
 
 
@@ -102,7 +102,7 @@ SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(HtmlRecord):
     """The rows of a table of plans, and for each card and value the smallest number of ranks that works.
 
     Attributes:
@@ -117,10 +117,6 @@ class Comparison:
         """Return what is compared in one line; `to_json` has all of it."""
         fits = sum(row.fits for row in self.rows)
         return f"<Comparison: {counted(len(self.rows), 'row')}, of which {fits} {'fits' if fits == 1 else 'fit'}>"
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        return to_html(self)
 
     def to_json(self) -> str:
         """Return the table as JSON; the plan of each row is what `Plan.from_json` reads."""

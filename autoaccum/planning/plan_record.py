@@ -21,7 +21,7 @@ from autoaccum.files import read_text, write_text
 from autoaccum.messages import Message
 from autoaccum.options import GradSync, Parallel
 from autoaccum.planning.throughput import Throughput
-from autoaccum.serialization import RecordError, freeze, read_record, to_html, to_plain
+from autoaccum.serialization import HtmlRecord, RecordError, freeze, read_record, to_plain
 from autoaccum.spec import DeviceFacts, Padding, TrainingSpec, WorkloadFacts
 from autoaccum.units import format_bytes
 
@@ -114,7 +114,7 @@ class TokenBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(HtmlRecord):
     """The schedule of one update of `target_batch` samples, and the trials that proved it.
 
     Attributes:
@@ -232,10 +232,6 @@ class Plan:
             f"<Plan: target_batch {self.target_batch}, micro_batch {self.micro_batch}, iter_size {self.iter_size}, "
             f"{self.kind} on {self.device.name or 'this device'}{memory}>"
         )
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        return to_html(self)
 
     def __hash__(self) -> int:
         return hash(self.digest())

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from autoaccum.messages import Message
-from autoaccum.serialization import freeze, to_html, to_plain
+from autoaccum.serialization import HtmlRecord, freeze, to_plain
 
 SCHEMA = 3
 
@@ -106,7 +106,7 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
+class Verification(HtmlRecord):
     """The result of a verification: equivalent or not, and the causes.
 
     Attributes:
@@ -159,10 +159,6 @@ class Verification:
         causes = ", ".join(cause.kind for cause in self.causes)
         sizes = f"target_batch {self.target_batch}, micro_batch {self.micro_batch}, {self.precision} on {self.device}"
         return f"<Verification: {'' if self.equivalent else 'not '}equivalent{causes and f' ({causes})'}, {sizes}>"
-
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
-        return to_html(self)
 
     @property
     def exit_code(self) -> int:
