@@ -190,8 +190,8 @@ _QUANTITIES = {
 }
 
 
-def name_memory(category: str, module: str) -> str:
-    """Return a category of memory and its module, which may be empty, in words.
+def name_memory(category: str, module: str = "") -> str:
+    """Return a category of memory and its module, if any, in words.
 
     >>> name_memory("optimizer_state", "blocks.{0..11}.mlp")
     'optimizer state of blocks.{0..11}.mlp'

@@ -24,7 +24,7 @@ from autoaccum.reporting.console import Block, Facts
 from autoaccum.reporting.plan_report import answer_rows, detail_rows
 from autoaccum.serialization import read_record, to_plain
 from autoaccum.spec import TrainingSpec
-from autoaccum.units import MIB, format_bytes
+from autoaccum.units import MIB, format_bytes, format_overrides
 
 FoundPlan: TypeAlias = "tuple[Path, Plan] | str"
 """A plan and its file, or the reason why there is none."""
@@ -98,7 +98,7 @@ def doctor_blocks(record: Mapping[str, Any], found: FoundPlan) -> list[Block]:
     rows += [
         ("plan", f"{record['plan']['file']}, {plan.kind} with torch {plan.environment.get('torch', _NOT_AVAILABLE)}"),
         ("workload", plan.workload.reference),
-        ("spec", _pairs(spec)),
+        ("spec", format_overrides(spec) or "none"),
         *answer_rows(plan),
         *detail_rows(plan),
         ("messages", codes or "none"),
@@ -115,7 +115,7 @@ def _machine_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]
     yield "driver", record["driver"] or f"{_NOT_AVAILABLE} ({record['nvml_missing'] or 'NVML does not tell'})"
     for card in record["cards"]:
         yield "card", f"{card['name'] or _NOT_AVAILABLE}, {_size(card['total_bytes'])}"
-    yield "settings", _pairs(record["variables"])
+    yield "settings", format_overrides(record["variables"]) or "none"
     limit = host["cgroup_limit_bytes"]
     cgroup = "no limit by a cgroup" if limit is None else f"the cgroup's limit is {_size(limit)}"
     yield "host memory", f"{_size(host['total_bytes'])}, {_size(host['free_bytes'])} free; {cgroup}"
@@ -124,10 +124,6 @@ def _machine_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]
 
 def _size(count: int | None) -> str:
     return _NOT_AVAILABLE if count is None else format_bytes(count)
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items()) or "none"
 
 
 def _public(value: Any, name: str = "") -> Any:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
 from autoaccum.reporting.console import Block, Table
+from autoaccum.sentences import name_memory
 from autoaccum.units import format_bytes, format_parts, percent, precise_bytes, signed_bytes
 
 if TYPE_CHECKING:
@@ -45,15 +46,10 @@ def _categories(explanation: Explanation) -> Table:
     table, peak = Table("at the peak", ">bytes", ">share"), explanation.peak_bytes
     for category, held in explanation.categories.items():
         if held:
-            table.add(category_words(category), format_bytes(held), percent(held, peak))
+            table.add(name_memory(category), format_bytes(held), percent(held, peak))
     table.add("in all", format_bytes(peak), percent(peak, peak), style="bold")
     table.add("context", format_bytes(explanation.context_bytes), "on top")
     return table
-
-
-def category_words(category: str) -> str:
-    """Return the name of a category for people."""
-    return category.replace("_", " ")
 
 
 def _modules(modules: Sequence[ModuleShare]) -> Table:
@@ -117,7 +113,7 @@ def _differences(differences: Sequence[SourceDifference]) -> Table:
         source = difference.source
         sizes = map(format_bytes, (difference.recorded_bytes, difference.predicted_bytes))
         origin = (text or _NONE for text in (source.module, source.op, _short(source.line)))
-        table.add(category_words(source.category), *sizes, *origin)
+        table.add(name_memory(source.category), *sizes, *origin)
     if differences[_MOST_SOURCES:]:
         table.add(f"{len(differences) - _MOST_SOURCES} more")
     return table

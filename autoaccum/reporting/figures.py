@@ -25,7 +25,7 @@ from autoaccum.planning.comparison_record import Comparison, ComparisonRow
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.comparison_table import row_line, shown_rows
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.explain_report import category_words
+from autoaccum.sentences import name_memory
 from autoaccum.simulation.trace_records import CATEGORIES
 from autoaccum.units import format_bytes
 
@@ -135,7 +135,7 @@ def draw_timeline(figure: SubFigure, *, plan: Plan, report: MemoryReport) -> Non
     for category, area in zip([*held, "unused"], areas, strict=True):
         bytes_ = explanation.categories.get(category, 0)
         if bytes_ >= _LEAST_SHARE * explanation.peak_bytes:
-            area.set_label(f"{category_words(category)}: {format_bytes(bytes_)}")
+            area.set_label(f"{name_memory(category)}: {format_bytes(bytes_)}")
     axes.step(at, reserved, where="post", color=LIGHT["ink"], linewidth=1.2)
     peak = f"peak: {format_bytes(explanation.peak_bytes)}"
     axes.plot(timeline.peak_at, explanation.peak_bytes, "v", color=LIGHT["ink"], label=peak)

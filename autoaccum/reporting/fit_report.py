@@ -16,7 +16,7 @@ from autoaccum.reporting.console import Block, Facts, PlainConsole, copied, offe
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Evaluated, FitResult, Notice, Started, Updated, WorkloadOutput
-from autoaccum.units import format_bytes
+from autoaccum.units import format_bytes, format_rate
 
 SCHEMA = 3
 _REDRAW_SECONDS = 0.25
@@ -162,8 +162,7 @@ class TrainingProgress(PlanProgress):
         if first < event.update < (total := started.updates or 0):
             left = (now - began) / (event.update - first) * (total - event.update)
             pieces.append(f"{format_seconds(left)} left")
-        rate = event.samples_per_second
-        pieces.append(f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")
+        pieces.append(f"{format_rate(event.samples_per_second)} samples/s")
         if event.peak_bytes is not None:
             pieces.append(f"peak {format_bytes(event.peak_bytes)}")
         return "  ".join(pieces)

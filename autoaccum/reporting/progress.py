@@ -25,6 +25,7 @@ from autoaccum.planning.plan_events import (
     TrialStarted,
     ValueTried,
 )
+from autoaccum.planning.plan_messages import peak_bytes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.reporting.console import NotebookConsole, PlainConsole, Table, clean, one_line, print_labelled
@@ -247,7 +248,7 @@ def _cells(trial: Trial, predicted: bool) -> tuple[str, str, str, str]:
     A predicted trial that does not fit has a peak as well: what it would take.
     """
     outcome = "no fit" if predicted and trial.outcome == "oom" else trial.outcome
-    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    peak = peak_bytes(trial)
     is_known = peak is not None and (trial.ran or predicted)
     return _sizes(trial.parts), outcome, format_bytes(peak or 0) if is_known else "-", f"{trial.seconds:.1f} s"
 

@@ -29,7 +29,7 @@ _WINDOWS = {
     "last": "shorter window, as at the end of an epoch",
     "tokens": "packed by tokens, padding trimmed",
 }
-_SCALES = {"loss": " of the loss", "gradients": " of the largest entry", "buffers": " of its largest entry"}
+_SCALES = {"loss": " of the loss", "gradients": " of the largest gradient entry", "buffers": " of its largest entry"}
 
 
 def verification_blocks(
@@ -159,10 +159,7 @@ def _how_equal(result: Verification) -> str:
     batch = f"{tensors}, {result.target_batch} samples as {format_parts(result.comparisons[0].micro_batches)}"
     if result.world_size > 1:
         batch += f" over {result.world_size} ranks"
-    scale = (
-        " of the largest gradient entry" if result.comparisons[0].method != "command" else " of the norm of the tensor"
-    )
-    return f"to {_error(error)}{scale} ({batch}, {precision}{rough})"
+    return f"to {_error(error)}{_scale(result.comparisons[0])} ({batch}, {precision}{rough})"
 
 
 def _urgency(difference: Difference) -> tuple[int, float]:

@@ -115,7 +115,7 @@ def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:
 def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     text = draw(DIFFERENT)
     lines = text.splitlines()
-    assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest entry, at 2.weight"
+    assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest gradient entry, at 2.weight"
     assert "tolerance" not in text
     shown = draw(DIFFERENT, verbose=True).splitlines()
     assert shown[: len(lines) - 3] == lines[:-3]
