@@ -60,7 +60,9 @@ def main() -> int:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
     parser.add_argument("--match", type=re.compile, metavar="PATTERN", help="rows alone whose model and run match this")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="at a time (default: 2)")
-    parser.add_argument("--run-scripts", action="store_true", help="run the scripts that measured runs include")
+    parser.add_argument(
+        "--run-scripts", action="store_true", help="run the commands of measured runs, and the scripts in them"
+    )
     parser.add_argument("--write", action="store_true", help="keep the scores of whole tables, and write the pages")
     options = parser.parse_args()
     if options.write and options.match:

@@ -48,7 +48,14 @@ def test_another_run_is_told_by_the_request_that_differs(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"run_scripts": False}, "its script would be run: read it in the file first, and add --run-scripts"),
+        (
+            {"run_scripts": False},
+            "its command would be run: read it and its script in the file first, and add --run-scripts",
+        ),
+        (
+            {"run_scripts": False, "script": None, "module": True},
+            "its command would be run: read it and its script in the file first, and add --run-scripts",
+        ),
         ({"script": None}, "small.py is not here: run this where it lies, or measure with --include-script"),
         ({"world_size": 2}, "only runs of one process on one card are predicted"),
         ({"card": {"cards_used": 2}}, "only runs of one process on one card are predicted"),
@@ -65,10 +72,14 @@ def test_files_that_are_no_runs_are_passed_over(tmp_path: Path, capsys: pytest.C
     for name in ("run.json", "h100_runs.csv"):
         (tmp_path / name).write_bytes(b"\xff\xfe{")
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "damaged.json").write_text(json.dumps(json.loads(RECORD.read_text()) | {"card": None}))
     (tmp_path / "plan.json").write_text('{"kind": "predicted"}')
     assert [read_rows(tmp_path, name, run_scripts=False) for name in ("measured_runs", "h100_runs")] == [[], []]
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in said] == [
-        f"{tmp_path}/run.json is not JSON in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0",
-        f"{tmp_path}/h100_runs.csv is not text in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0",
+    assert [line.split(" (")[0] for line in said] == [
+        f"{tmp_path}/damaged.json is no run that can be read",
+        f"{tmp_path}/deep.json is not JSON in UTF-8",
+        f"{tmp_path}/run.json is not JSON in UTF-8",
+        f"{tmp_path}/h100_runs.csv is not text in UTF-8",
     ]

@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypedDict
 
+import msgspec
 from truths.loops import predict_trace
 from truths.scores import NotBuilt, Predicted
 
@@ -27,22 +28,53 @@ from autoaccum.simulation.cards import Card, context_memory, find_card
 from autoaccum.simulation.releases import Release
 from autoaccum.simulation.trace_records import Trace
 from autoaccum.sources.command import CommandSource
-from autoaccum.units import KIB, format_bytes
+from autoaccum.units import KIB, MIB, format_bytes
 
 KIND: Final = "measured_run"
 _SMALLEST: Final = 64 * KIB
 """Smaller requests are not compared one by one: loops differ in scalars."""
 
+_LONGEST_HISTORY: Final = 64 * MIB
+_Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] | None
+
+
+class _MeasuredCard(TypedDict):
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    in_use_before_bytes: int | None
+    cards_used: int
+
+
+class _Record(TypedDict):
+    """What is read of a record, which a stranger may have written."""
+
+    schema: Literal[1]
+    command: Annotated[list[str], msgspec.Meta(min_length=1)]
+    module: bool
+    script: str | None
+    micro_batch: _Count
+    iter_size: _Count
+    card: _MeasuredCard
+    versions: dict[str, Any]
+    environment: dict[str, str]
+    updates: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
 
 def find_runs(folder: Path, *, run_scripts: bool) -> Iterator[dict[str, str]]:
-    """A row for each file of the folder that holds a run; `run_scripts` says that those included may be run."""
+    """A row for each file of the folder that holds a run; `run_scripts` says that their commands may be run."""
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # Also of text that is not UTF-8.
+            if not isinstance(record, dict) or record.get("kind") != KIND:
+                continue
+            msgspec.convert(record, _Record)
+        except msgspec.ValidationError as error:
+            print(f"{path} is no run that can be read ({error}): skipped", file=sys.stderr)
+        except (OSError, RecursionError, ValueError) as error:  # Also of text that is not UTF-8.
             print(f"{path} is not JSON in UTF-8 ({error}): skipped", file=sys.stderr)
-            continue
-        if isinstance(record, dict) and record.get("kind") == KIND:
+        else:
             yield {"file": str(path), "run_scripts": "yes" if run_scripts else ""}
 
 
@@ -76,14 +108,16 @@ def predict_run(row: Mapping[str, str], card: Card, release: Release) -> Predict
     """
     record = read_run(row["file"])
     conf = {name: value for name, value in record["environment"].items() if "CONF" in name}
-    trace = _trace(record, card, release, conf, runs_script=bool(row["run_scripts"]))
+    if not row["run_scripts"]:  # `python -m timeit CODE` needs no script to do harm.
+        raise NotBuilt("its command would be run: read it and its script in the file first, and add --run-scripts")
+    trace = _trace(record, card, release, conf)
     batch, outside = record["micro_batch"] or 0, context_memory(card)
     taken_bytes = record["card"]["in_use_before_bytes"] or 0
     predicted, sized = predict_trace(trace, card, batch, release, outside, conf, taken_bytes)
     return replace(predicted, note=_compare_requests(record, sized) if record["history"] else "")
 
 
-def _trace(record: Any, card: Card, release: Release, conf: Mapping[str, str], *, runs_script: bool) -> Trace:
+def _trace(record: Any, card: Card, release: Release, conf: Mapping[str, str]) -> Trace:
     words, script, last = record["command"], record["script"], record["updates"][-1]
     if record["world_size"] > 1 or record["card"]["cards_used"] > 1:
         raise NotBuilt("only runs of one process on one card are predicted")
@@ -96,8 +130,6 @@ def _trace(record: Any, card: Card, release: Release, conf: Mapping[str, str], *
             words = ["-m", *words] if record["module"] else words
         elif script is None:
             raise NotBuilt(f"{words[0]} is not here: run this where it lies, or measure with --include-script")
-        elif not runs_script:
-            raise NotBuilt("its script would be run: read it in the file first, and add --run-scripts")
         else:
             path = Path(folder, f"{Path(words[0]).stem}.py")
             path.write_text(script, encoding="utf-8")
@@ -115,7 +147,8 @@ def _trace(record: Any, card: Card, release: Release, conf: Mapping[str, str], *
 
 def _compare_requests(record: Any, sized: SizedTrace) -> str:
     """Say at which request of the last update, of at least 64 KiB, the recorded ones and the predicted ones part."""
-    events = json.loads(lzma.decompress(base64.b64decode(record["history"])))["events"]
+    packed = base64.b64decode(record["history"])
+    events = json.loads(lzma.LZMADecompressor().decompress(packed, _LONGEST_HISTORY))["events"]
     recorded = [size for size in events if size >= _SMALLEST]
     blocks = (event for event in sized.trace.events[sized.trace.last_update :] if event >= 0)
     predicted = [sized.sizes[block] for block in blocks if sized.sizes[block] >= _SMALLEST]
