@@ -435,7 +435,8 @@ def fit(
             epoch, and each micro-batch is collated from its samples; samples of an IterableDataset keep their order. A
             DataLoader keeps its order, sampler and collate function, but not its batch size: its batches are
             regrouped. Any other iterable, such as a list, must yield batches that do not share memory.
-        target_batch: Samples per update. The last update of an epoch has the samples that are left.
+        target_batch: Samples per update; those of `plan` by default. The last update of an epoch has the samples that
+            are left.
         target_tokens: Tokens per update, instead of `target_batch`: as many whole samples as reach them, by the
             workload's `length` or `lengths`. Each sample is measured once, unless `lengths` are those of the dataset.
         epochs: Passes over the data.

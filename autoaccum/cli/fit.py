@@ -183,13 +183,14 @@ def _is_signal(error: BaseException) -> bool:
 def _show(result: FitResult, asked: dict[str, Any], ranks: int, outputs: Outputs) -> None:
     from autoaccum.reporting.fit_report import fit_blocks, fit_record
 
+    update = {name: asked[name] for name in ("target_batch", "target_tokens")}
     longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
     command = running_words(without=(*OUTPUT_FLAGS, "resume"), instead=longer)
     if ranks > 1:
         started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
         command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
     outputs.show(
-        lambda: fit_record(result, **{name: asked[name] for name in ("target_batch", "target_tokens")}),
+        lambda: fit_record(result, **(update if result.plan is None else result.plan.update)),
         lambda: fit_blocks(result, command=command),
         apart=True,
     )

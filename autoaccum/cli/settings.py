@@ -53,8 +53,8 @@ _GIVES_WAY: Final[Mapping[str, set[str]]] = {
     "gpu": {"device"},
     "memory": {"plan"},
     "reserve": {"plan"},
-    "target_batch": {"target_tokens"},
-    "target_tokens": {"target_batch", "solve"},
+    "target_batch": {"target_tokens", "plan"},
+    "target_tokens": {"target_batch", "plan", "solve"},
 }
 """The flags in a command line, beside itself, to which a setting gives way."""
 

@@ -245,6 +245,12 @@ class Plan(HtmlRecord):
         return Schedule(self.ranks or (self.micro_batches,))
 
     @property
+    def update(self) -> dict[str, int | None]:
+        """The samples of an update, or else its tokens, by the names of `fit`'s arguments."""
+        tokens = None if self.tokens is None else self.tokens.target_tokens
+        return {"target_batch": None if tokens else self.target_batch, "target_tokens": tokens}
+
+    @property
     def headroom_bytes(self) -> int | None:
         """The budget less the peak, negative where the peak exceeds it; None where the peak was not measured."""
         return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes

@@ -111,6 +111,7 @@ class FitRequest:
                 below = " and below 1" if name == "ema_decay" else ""
                 raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._make_paths_absolute()
+        self._take_target()
         check_target(self.target_batch, self.target_tokens)
         if self.epochs is None and self.steps is None:
             raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
@@ -131,6 +132,13 @@ class FitRequest:
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
 
+    def _take_target(self) -> None:
+        """Train with the updates of a plan if no others are asked for."""
+        if self.plan is None or not (self.target_batch is self.target_tokens is self.micro_batch is None):
+            return
+        for name, count in load_plan(self.plan).update.items():
+            object.__setattr__(self, name, count)
+
     def _make_paths_absolute(self) -> None:
         """Make paths absolute, since loading a workload may change the working directory."""
         for name, what in (("run_dir", "a folder"), ("plan", "a plan")):
@@ -139,3 +147,13 @@ class FitRequest:
                 object.__setattr__(self, name, Path(value).absolute())
             elif value == "" or (name == "run_dir" and value is not None):
                 raise UsageError(f"{name} is {value!r}", hint=f"give the name of {what}")
+
+
+def load_plan(given: Any) -> Plan:
+    """Return the plan that was given, or whose file was."""
+    from autoaccum.planning.plan_record import Plan
+
+    plan = Plan.load(Path(given)) if isinstance(given, str | Path) else given
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
+    return plan

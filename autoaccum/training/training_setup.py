@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -55,7 +54,7 @@ from autoaccum.sources.source import find_source
 from autoaccum.sources.workload import Workload, no_batch
 from autoaccum.spec import TrainingSpec
 from autoaccum.training.fit_events import Notice, WorkloadOutput
-from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.fit_request import FitRequest, load_plan
 from autoaccum.training.windows import WindowReader
 from autoaccum.units import format_overrides
 
@@ -260,13 +259,13 @@ class TrainingSetup:
 
     def _read_given_plan(self, given: Any) -> Plan:
         """Return the plan that was given, or whose file was, after a check; the Accumulator compares the rest."""
-        request, plan = self.request, _load_plan(given)
+        request, plan = self.request, load_plan(given)
         if plan.parallel == "fsdp2" and self.is_live:
             raise UsageError(
                 "the plan shards the model, and fit shards those that it builds", hint="give it a workload"
             )
         different = _place_differences(plan, self.device)
-        updates = _updates(plan.target_batch, getattr(plan.tokens, "target_tokens", None))
+        updates = _updates(**plan.update)
         if updates != (wanted := _updates(request.target_batch, request.target_tokens)):
             different.append((updates, wanted))
         for name in ("parallel", "mesh"):
@@ -400,14 +399,6 @@ def _read_live_model(request: FitRequest) -> Workload:
     return replace_fields(workload, collate=request.collate, scheduler=scheduler)
 
 
-def _load_plan(given: Any) -> Plan:
-    """Return the plan that was given, or whose file was."""
-    plan = Plan.load(Path(given)) if isinstance(given, str | Path) else given
-    if not isinstance(plan, Plan):
-        raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    return plan
-
-
 def _read_workload(request: FitRequest) -> Workload:
     """Return the workload, with the request's values in place of its own."""
     source = request.model_or_workload
@@ -420,7 +411,7 @@ def _read_workload(request: FitRequest) -> Workload:
     if isinstance(source, Workload):
         workload = source
     else:
-        planned = {} if request.plan is None else _load_plan(request.plan).workload.overrides
+        planned = {} if request.plan is None else load_plan(request.plan).workload.overrides
         workload = find_source(source, request.options.overrides or planned).load()
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **{**request.options.spec, "longest_of": None}, **own)
@@ -430,8 +421,8 @@ def _as_samples(dataset: Any) -> Any:
     return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset
 
 
-def _updates(samples: int | None, tokens: int | None) -> str:
-    return f"updates of {samples} samples" if tokens is None else f"updates of {tokens} tokens"
+def _updates(target_batch: int | None, target_tokens: int | None) -> str:
+    return f"updates of {target_batch} samples" if target_tokens is None else f"updates of {target_tokens} tokens"
 
 
 def _place_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

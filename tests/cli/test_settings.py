@@ -71,7 +71,7 @@ def parse(command: str, words: str) -> dict[str, Any]:
         ("plan", "-- train {micro_batch}", {"target_batch": None, "gpu": "rtx3090"}),
         ("compare", "m.py", {"gpu": "t4,24GiB", "trial_limit": 9.0, "world_size": 2}),
         ("fit", f"m.py {FIT}", {"memory": "80%", "target_batch": 64, "check": "strict", "device": "auto"}),
-        ("fit", f"m.py {FIT} --plan p", {"memory": None, "target_batch": 64, "check": "strict"}),
+        ("fit", f"m.py {FIT} --plan p", {"memory": None, "target_batch": None, "check": "strict"}),
         ("fit", f"m.py {FIT} --plan p --target-batch 8", {"memory": None, "target_batch": 8}),
         ("tune", "m.py", {"target_batch": range(16, 65), "memory": "80%", "time_limit": None}),
         ("verify", "m.py", {"target_batch": 8, "time_limit": None, "world_size": 1}),

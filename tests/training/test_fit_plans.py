@@ -49,7 +49,7 @@ seen["saved"] = autoaccum.Plan.load(folder + "/planned/plan.json") == plan
 seen["trials"] = sum(type(event).__name__ == "TrialFinished" for event in events)
 by_plan = fit(plan=plan)
 by_number = fit(micro_batch=plan.micro_batch)
-by_file = fit(plan=folder + "/planned/plan.json")
+by_file = fit(plan=folder + "/planned/plan.json", target_batch=None)
 seen["same"] = len({digest(result) for result in (planned, by_plan, by_number, by_file)})
 events.clear()
 resumed = fit(callbacks=[events.append], run_dir=folder + "/planned", steps=3)

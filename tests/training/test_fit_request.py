@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from factories import make_plan, make_token_budget
 from small_fit import fit as fit_small
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.planning.plan_record import Plan
 from autoaccum.sources.workload import Workload
 from autoaccum.training.fit_events import FitResult
 from autoaccum.training.fit_request import FitRequest
@@ -150,3 +152,18 @@ def test_a_scheduler_function_that_returns_none_is_refused() -> None:
         options = {} if more else {"scheduler": lambda optimizer: None}
         with pytest.raises(AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler"):
             fit(workload(dataset=DATA, **more), **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "update"),
+    [
+        (make_plan(8, 3), {}, (8, None)),
+        (make_plan(8, 3), {"target_tokens": 64}, (None, 64)),  # Refused later, since the plan is for another update.
+        (make_plan(8, 3, tokens=make_token_budget(target_tokens=64)), {}, (None, 64)),
+    ],
+)
+def test_a_plan_says_what_an_update_is_unless_it_is_given(
+    plan: Plan, given: dict[str, Any], update: tuple[int | None, int | None]
+) -> None:
+    request = FitRequest.of(nn.Linear(3, 2), {"plan": plan, "epochs": 1, **given})
+    assert (request.target_batch, request.target_tokens) == update
