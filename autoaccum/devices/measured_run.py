@@ -37,7 +37,7 @@ The file is a JSON object. All sizes are in bytes, those of the allocator as PyT
                     "alloc_retries", "ooms"; and at its end "allocated_bytes", "reserved_bytes", and "in_use_bytes",
                     all that is in use on the card, with other processes
   segments_at_peak  of the last update: [size, count] of the segments when most was reserved; or null
-  history           the last update: base64 of xz of a JSON object; null without one, or if it is longer than 200 KB:
+  history           the last update: base64 of xz of a JSON object; null without one or xz, or if longer than 200 KB:
     segments        at its start, by address: [pool, blocks]; a block in use has its size, a free one minus its size
     events          in order. Blocks are numbered: those in use at the start, then each new one. A size is a request for
                     a new block; -n gives the block back that is n numbers before the next new one
@@ -50,7 +50,6 @@ import argparse
 import base64
 import builtins
 import json
-import lzma
 import multiprocessing
 import os
 import platform
@@ -134,12 +133,10 @@ class MeasuredRun:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Count a step; an update ends when all optimizers have made one."""
         self._phase = "forward"
-        skips = getattr(optimizer, "found_inf", None)  # A GradScaler tells fused optimizers to skip a step.
-        if os.getpid() != self._pid or (skips is not None and bool(skips)):
+        if os.getpid() != self._pid or skips_step(optimizer):
             return
         self._steps[id(optimizer)] += 1
-        most = max(self._steps.values())
-        if min(steps for steps in self._steps.values() if steps * _UNEVEN >= most) <= len(self._updates):
+        if count_updates(self._steps) <= len(self._updates):
             return
         self._optimizer = type(optimizer).__name__
         if self._card is None:
@@ -272,6 +269,18 @@ class MeasuredRun:
         leave(3, text)
 
 
+def skips_step(optimizer: Any) -> bool:
+    """Return whether a GradScaler has told an optimizer that skips steps itself, as fused ones do, to skip this one."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def count_updates(steps: Counter[int]) -> int:
+    """Return the updates that all optimizers have made, by the steps of each."""
+    most = max(steps.values())
+    return min(count for count in steps.values() if count * _UNEVEN >= most)
+
+
 def reduce_history(segments: Iterable[Any], entries: Iterable[Any]) -> tuple[list[list[int]], str | None]:
     """Return `segments_at_peak` and `history` of the file, without addresses.
 
@@ -306,8 +315,12 @@ def reduce_history(segments: Iterable[Any], entries: Iterable[Any]) -> tuple[lis
     for size in changes[: reserved.index(max(reserved))]:
         held[abs(size)] += 1 if size > 0 else -1
     record = {"segments": start, "events": events, "segment_events": segment_events}
-    text = base64.b64encode(lzma.compress(json.dumps(record, separators=(",", ":")).encode())).decode()
     table = sorted([size, number] for size, number in held.items() if number > 0)
+    try:
+        import lzma
+    except ImportError:  # Some builds of Python lack it.
+        return table, None
+    text = base64.b64encode(lzma.compress(json.dumps(record, separators=(",", ":")).encode())).decode()
     return table, text if len(text) <= _LONGEST_HISTORY else None
 
 

@@ -27,6 +27,7 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.command.script_files import protect
 from autoaccum.devices.command.settings import SETTINGS, ProcessReport, WatchSettings, read_settings, write_record
+from autoaccum.devices.measured_run import count_updates, skips_step
 from autoaccum.errors import NotMeasuredError
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from autoaccum.devices.command.on_card import CardWatch
     from autoaccum.devices.meters import Meter
 
-_UNEVEN: Final = 20
-"""An optimizer that has made so many times the updates of another waits for it no longer."""
 _NO_LIMIT: Final = 1 << 62
 _Module: Any = nn.Module
 _Autocast: Any = torch.autocast
@@ -106,14 +105,13 @@ class Watch:
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count a step of an optimizer; an update has ended when all optimizers have made it."""
-        if not self._is_here or self._reported or (self._card is None and _skips(optimizer)):
+        if not self._is_here or self._reported or (self._card is None and skips_step(optimizer)):
             return
         self._optimizer = self._optimizer or type(optimizer).__name__
         self._steps[id(optimizer)] += 1
         if self._gradients is not None and not self._gradients.is_complete:
             return
-        most = max(self._steps.values())
-        updates = min(count for count in self._steps.values() if count * _UNEVEN >= most)
+        updates = count_updates(self._steps)
         if updates <= self._updates:
             return
         self._updates = updates
@@ -365,12 +363,6 @@ class Watch:
 
 
 _PRECISIONS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def _skips(optimizer: Any) -> bool:
-    """Return whether a GradScaler has told an optimizer that skips steps itself, as fused ones do, to skip this one."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return isinstance(found_inf, torch.Tensor) and bool(found_inf)
 
 
 def _is_importing() -> bool:
