@@ -16,7 +16,7 @@ from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.environment import CARD_VARIABLES, HOST_VARIABLES, read_environment
 from autoaccum.devices.host_memory import memory_cgroups, read_host_memory
 from autoaccum.devices.installed_torch import NOT_FOUND, cudnn_package, package_version, torch_build
-from autoaccum.devices.measured_run import SECRET
+from autoaccum.devices.measured_run import SECRET, without_secrets
 from autoaccum.devices.nvml import list_cards
 from autoaccum.errors import NotMeasuredError, PlanFileError
 from autoaccum.planning.plan_record import Plan
@@ -131,12 +131,13 @@ def _public(value: Any, name: str = "") -> Any:
 
     Args:
         value: The values.
-        name: The key of a mapping or the word of a command that stands before the value.
+        name: The key of a mapping that stands before the value.
     """
     if isinstance(value, Mapping):
         return {key: _public(item, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public_word(item, str(before)) for before, item in zip(["", *value], value, strict=False)]
+        is_command = all(isinstance(item, str) for item in value)
+        return [_public(item) for item in (without_secrets(value) if is_command else value)]
     if not isinstance(value, str):
         return value
     if re.fullmatch(_SECRET, name):
@@ -145,9 +146,3 @@ def _public(value: Any, name: str = "") -> Any:
     value = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", value) if home else value
     value = re.sub(rf"'({_SECRET}=)[^']*'", r"\1***", value)  # As `shlex` quotes a word with spaces.
     return re.sub(rf"({_SECRET}[=\s]+)(?:'[^']*'|\"[^\"]*\"|[^\s\"'])+", r"\1***", value)
-
-
-def _public_word(value: Any, before: str) -> Any:
-    """Return an item of a list as `_public` does; of the word of a command all that is after the name of a secret."""
-    found = re.match(f"{_SECRET}=", value) if isinstance(value, str) else None
-    return f"{found[0]}***" if found else _public(value, before)
