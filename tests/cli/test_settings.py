@@ -11,7 +11,6 @@ from command_line import invoke
 from json_schemas import COMMANDS, faults
 
 from autoaccum.cli.settings import CASES, KINDS, OF_COMMAND, OF_PROJECT, find_settings, keys_of
-from autoaccum.errors import UsageError
 from autoaccum.spec import SPEC_FIELDS
 
 PROJECT = """
@@ -129,6 +128,7 @@ OF_GUARD = "choose tolerance, time-limit or cases"
         (".guad", "", f"[tool.autoaccum] has the unknown key guad: {OF_ALL}"),
         (".guard", "tolerence = '1%'", f"has the unknown key tolerence: {OF_GUARD}"),
         ("", "guard = 3", f"[tool.autoaccum.guard] is 3, and no table: {OF_GUARD}"),
+        (".guard", "tolerance = 'x'", "has tolerance = \"x\", and the tolerance 'x' is neither a share"),
         (".guard", "cases = 'm.py'", "has cases = 'm.py': give a list of strings"),
         ("", "gpu = 24", "has gpu = 24: give a string"),
         ("", "gpu = 'rtx409'", "has gpu = \"rtx409\", and there is no 'rtx409' among the"),
@@ -149,22 +149,12 @@ OF_GUARD = "choose tolerance, time-limit or cases"
 )
 def test_what_cannot_be_used_is_refused_with_its_place(write: Write, table: str, line: str, told: str) -> None:
     write(f"[tool.autoaccum{table}]\n{line}")
-    result = invoke("plan", "m.py", "--target-batch", "8")
+    result = invoke(*(("guard",) if table == ".guard" else ("plan", "m.py", "--target-batch", "8")))
     assert (result.exit_code, result.stdout) == (2, "")
     told = told if told.startswith(("[", "pyproject")) else f"pyproject.toml: [tool.autoaccum{table}] {told}"
     assert result.stderr.startswith("error: ../../pyproject.toml")
     assert told in " ".join(result.stderr.split())
     assert [invoke(*words.split()).exit_code for words in ("plan --help", "gpus t4")] == [0, 0]
-
-
-def test_a_tolerance_is_refused_with_its_place(write: Write) -> None:
-    write("[tool.autoaccum.guard]\ntolerance = 'x'")
-    told = (
-        "../../pyproject.toml: [tool.autoaccum.guard] has tolerance = \"x\", and the tolerance 'x' is neither a share"
-    )
-    with pytest.raises(UsageError) as seen:
-        parse("guard", "")
-    assert str(seen.value).startswith(told)
 
 
 @pytest.mark.parametrize("command", OF_COMMAND)
