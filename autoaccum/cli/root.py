@@ -65,9 +65,9 @@ def main() -> None:
     """Train with the batch you want on the memory you have.
 
     `plan` finds the largest micro-batch that really fits, by running it or by simulating a card, and how many of them
-    make up the batch. `fit` trains so, and every update equals the full batch's.
+    make up the batch. `fit` trains with them, and every update equals the full batch's.
 
-    A project's defaults, such as its card and target batch, may stand in pyproject.toml, under `[tool.autoaccum]`.
+    Defaults for a project, such as its card and target batch, go into pyproject.toml, under `[tool.autoaccum]`.
 
     Examples:
       autoaccum plan --gpu rtx4090 -- python train.py --batch-size={micro_batch}
