@@ -409,6 +409,11 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     # Plans.
     "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught the error, and continued with "
     "batches of {rows}, which changes its effective batch",
+    "command_updates_differ": lambda passes, iter_size: (
+        f"the script's updates had {', '.join(map(str, passes))} backward passes, not {iter_size} each: do not carry "
+        "what is left over at the end of an epoch into the next update (zero_grad()), and divide the loss of a short "
+        "update by its own number"
+    ),
     "command_batchnorm": "BatchNorm normalises by the micro-batch in {layers:names}: the gradient is not the full "
     "batch's",
     "not_verified": "gradient equivalence was not checked: run `autoaccum verify`",

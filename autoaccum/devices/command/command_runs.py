@@ -169,6 +169,8 @@ def _failure(
         text, fault = f"the command left with exit status {end.exit_status}", "user"
     else:
         hint = f"let it train for {counted(updates, 'update')} or more, and not resume a run that has ended"
+        if report is not None and not any(report.backwards):
+            hint += "; if its data is less than a batch, plan for smaller ones (--max-micro-batch)"
         text = f"the command ended too early ({seen}): {hint}"
     return Failure(outcome="error", message=f"{doing}: {text}", traceback=end.output, fault=fault)
 
@@ -221,7 +223,8 @@ class Observations:
 
         The samples are the first dimension of the first batch that differs between runs of two micro-batches: it grows
         with the micro-batch, and is there in the last update, too. Backward passes per update are a multiple of the
-        micro-batches of an update.
+        micro-batches of an update, at least in one update: at the end of an epoch, what is left over makes a short one,
+        or goes into the next.
         """
         size, iter_size = max(parts), len(parts)
         if report.world_size != self._world_size:
@@ -229,8 +232,8 @@ class Observations:
                 f"the command trains on {counted(report.world_size, 'rank')}, and the plan is for {self._world_size}",
                 hint=f"say so (--world-size {report.world_size}): the target batch is that of all ranks",
             )
-        backwards = report.backwards[-1] if report.backwards else 0
-        if self.source.takes_iter_size and iter_size > 1 and backwards % iter_size:
+        backwards = report.backwards[0] if report.backwards else 0
+        if self.source.takes_iter_size and backwards and all(count % iter_size for count in report.backwards):
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
             option = self.iter_option
             if backwards * self._world_size == iter_size > backwards:
