@@ -211,4 +211,4 @@ def test_a_checkpoint_is_the_first_thing_written(tmp_path: Path) -> None:
             names.append(sorted(path.name for path in tmp_path.iterdir()))
 
     run(tmp_path, callbacks=[look])
-    assert names[0] == ["autoaccum.lock", "checkpoints"]
+    assert names[0] == ["checkpoints", "run.lock"]

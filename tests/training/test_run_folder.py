@@ -108,7 +108,7 @@ def test_a_folder_without_a_checkpoint_is_left_as_it_was_found(tmp_path: Path, e
         (tmp_path / "runs" / "a").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with RunFolder(tmp_path / "runs" / "a"):
-        assert (tmp_path / "runs" / "a" / "autoaccum.lock").exists()
+        assert (tmp_path / "runs" / "a" / "run.lock").exists()
     assert sorted(tmp_path.rglob("*")) == before
 
 
