@@ -159,8 +159,10 @@ def _listed_cases(settings: Settings) -> list[Case]:
             cases += [check_case(make_case(**options, gpu=gpu)) for gpu in given["gpus"] or (None,)]
             for case in cases:
                 check_complete(case)
-        except (click.ClickException, UsageError, ValueError) as error:
-            problem = getattr(error, "message", f"it cannot be split into words ({error})").rstrip(".")
+        except (click.exceptions.Exit, click.ClickException, UsageError, ValueError) as error:
+            problem = getattr(error, "message", f"it cannot be read as a case ({error or 'it asks for help'})").rstrip(
+                "."
+            )
             raise settings.error(
                 "guard", f"has the case {text!r}, and {problem}", getattr(error, "hint", "see `autoaccum guard --help`")
             ) from None

@@ -97,7 +97,8 @@ def find_settings(folder: Path) -> Settings | None:
         file = place / "pyproject.toml"
         try:
             text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            table = tomllib.loads(text).get("tool", {}).get("autoaccum") if "autoaccum" in text else None
+            tools = tomllib.loads(text).get("tool") if "autoaccum" in text else None
+            table = tools.get("autoaccum") if isinstance(tools, dict) else None
         except (OSError, ValueError) as error:
             raise UsageError(f"{os.path.relpath(file)} cannot be read ({error})", hint="correct the file") from None
         if table is not None:

@@ -335,9 +335,10 @@ def ask_nvidia_smi() -> list[list[str]]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with *** for the values of options such as --hub-token."""
+    """Return the words of a command with *** for values of options such as --hub-token, and users of URLs."""
     names = ["", *(word if word.startswith("-") else "" for word in words)]
-    shown = [re.sub(rf"^(.*{SECRET})=.*", r"\1=***", word) for word in words]
+    shown = [re.sub(rf"^(.*{SECRET})=.*", r"\1=***", word, flags=re.DOTALL) for word in words]
+    shown = [re.sub(r"://[^/@\s]+@", "://***@", word) for word in shown]
     return ["***" if re.search(f"{SECRET}$", name) else word for name, word in zip(names, shown, strict=False)]
 
 

@@ -111,8 +111,9 @@ def test_cases_of_the_project_reach_the_guard(guard: Guard, folder: Path, monkey
         ("train.py --gpu t4 --target-batch x", "'x' is not a valid integer range: see `autoaccum guard --help`"),
         ("train.py --gpu t4 --target-batch 3 --update", "update is no part of a case: give it on the command line"),
         ("../train.py --gpu t4 --target-batch 3", "../train.py lies outside of"),
-        ("train.py '", "it cannot be split into words (No closing quotation)"),
+        ("train.py '", "it cannot be read as a case (No closing quotation)"),
         ("--gpu t4 -- python train.py", "the command has no {micro_batch}"),
+        ("--help", "it cannot be read as a case"),
     ],
 )
 def test_a_case_of_the_project_is_refused_with_its_place(guard: Guard, folder: Path, case: str, told: str) -> None:

@@ -102,7 +102,7 @@ def test_a_target_of_a_command_replaces_that_of_the_project(write: Write) -> Non
 
 def test_the_nearest_table_is_read_and_none_above_the_repository(write: Write, tmp_path: Path) -> None:
     project = write(PROJECT)
-    (project / "deep" / "pyproject.toml").write_text("[project]\nname = 'autoaccum-user'\n")
+    (project / "deep" / "pyproject.toml").write_text("tool = 'of another'\n[project]\nname = 'autoaccum-user'\n")
     (project / "deep" / "deeper" / "pyproject.toml").write_text("of another tool, and no TOML")
     found = find_settings(Path.cwd())
     assert found is not None

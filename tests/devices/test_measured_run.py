@@ -94,9 +94,10 @@ def test_an_error_may_come_from_one_of_the_card() -> None:
 
 
 def test_secrets_of_a_command_are_not_shown() -> None:
-    words = ["train.py", "--hub_token", "hf_1", "--wandb-api-key=12", "--tokens", "4", "token", "x", "api_key=a=b"]
+    words = ["train.py", "--hub_token", "hf_1", "--wandb-api-key=12", "--tokens", "4", "token", "x", "api_key=a=\nb"]
     shown = ["train.py", "--hub_token", "***", "--wandb-api-key=***", "--tokens", "4", "token", "x", "api_key=***"]
     assert without_secrets(words) == shown
+    assert without_secrets(["--data=https://me:mine@host/a"]) == ["--data=https://***@host/a"]
 
 
 def measure(folder: Path, words: Sequence[str], script: str = "") -> subprocess.CompletedProcess[str]:

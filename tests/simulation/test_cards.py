@@ -161,7 +161,9 @@ def test_the_rates_of_a_card_are_those_of_its_generation_at_a_clock_that_it_has(
         assert 1.0e9 < clock < 3.5e9, f"{card.name}: {clock / 1e9:.2f} GHz by fp32_tflops and multiprocessors"
         ratio = rates.tensor_flops / rates.fp32_flops
         is_power = ratio == pytest.approx(2 ** round(math.log2(ratio)), rel=0.2)
-        assert is_power, f"{card.name}: tensor_tflops is {ratio:.2f} x fp32_tflops: is one with TF32, or at another clock?"
+        assert is_power, (
+            f"{card.name}: tensor_tflops is {ratio:.2f} x fp32_tflops: is one with TF32, or at another clock?"
+        )
         assert 1e11 < rates.memory_bytes < 5e13, f"{card.name}: bandwidth_gb_s is in GB/s"
 
 
