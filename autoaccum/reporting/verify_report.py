@@ -82,6 +82,9 @@ def difference_line(comparison: Comparison) -> Text:
     worst = max((difference for difference in comparison.differences if not difference.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
     verb = "is" if worst.quantity == "loss" else "are"
+    if comparison.method == "command" and math.isfinite(worst.error):
+        how = f": the gradient of {worst.where} differs by {worst.error:#.2g} times its norm"
+        return Text.assemble(("not equivalent", "bold red"), how)
     off = f"off by {_error(worst.error)}{_scale(comparison, worst.quantity)}"
     how = off if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
@@ -119,8 +122,9 @@ def _comparison_table(comparison: Comparison) -> Table:
 def _cause_blocks(cause: Cause, number: int, of: int) -> list[Block]:
     """Return what was found, what makes it equal, a line of code for that, and whether it was proved."""
     code = f"def weight(batch): return {cause.change.facts['code']}" if cause.change.code == "write_weight" else ""
+    found = str(cause.found) if cause.kind == "accumulate" else f"{cause.kind}: {cause.found}"
     rows = [
-        ("cause" if of == 1 else f"cause {number}", f"{cause.kind}: {cause.found}"),
+        ("cause" if of == 1 else f"cause {number}", found),
         ("change", str(cause.change).removesuffix(code).rstrip()),
     ]
     done = "all of these done" if of > 1 else _mode(cause) or "this done"
