@@ -147,7 +147,7 @@ def _find_file(target: str) -> Path:
 def _read(module: ModuleType, name: str, path: Path) -> Workload:
     label, title = path.name, f"{path.stem}:{name}" if name else path.stem
     if name and not hasattr(module, name):
-        raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module)}")
+        raise WorkloadError(f"{label} has no {name!r}", hint=f"use a name that it defines: {_list_names(module, path)}")
     chosen = getattr(module, name) if name else vars(module).get("workload")
     chosen = None if isinstance(chosen, ModuleType) and not name else chosen
     if isinstance(chosen, Workload):
@@ -162,7 +162,7 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
             hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
             " transformers or Lightning",
         )
-    model = _require(module, "model", label) if chosen is None else chosen
+    model = _require(module, "model", path) if chosen is None else chosen
     _check_renamed(module, label)
     fields: dict[str, Any] = {
         key: value for key, is_meant in _BY_NAME.items() if is_meant(value := getattr(module, key, None))
@@ -175,7 +175,7 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
         _check_unused(path, losses[0], other)
         del fields[other]
     if "dataset" not in fields or hasattr(module, "batch"):
-        fields["batch"] = _require(module, "batch", label)
+        fields["batch"] = _require(module, "batch", path)
     return Workload(model=model, name=title, **fields)
 
 
@@ -203,7 +203,7 @@ def _check_unused(path: Path, counts: str, other: str) -> None:
         )
 
 
-def _require(module: ModuleType, name: str, label: str) -> Any:
+def _require(module: ModuleType, name: str, path: Path) -> Any:
     value = getattr(module, name, None)
     if _is_given(value):
         return value
@@ -211,13 +211,19 @@ def _require(module: ModuleType, name: str, label: str) -> Any:
         "model": "def model(): return a new nn.Module; or name what it defines: model.py:name",
         "batch": "def batch(size): return a batch of that many samples",
     }
-    description = f"{name} in {label} is a module" if value is not None else f"{label} defines no {name!r}"
-    raise WorkloadError(f"{description} (it defines {_list_names(module)})", hint=f"write {forms[name]}")
+    description = f"{name} in {path.name} is a module" if value is not None else f"{path.name} defines no {name!r}"
+    raise WorkloadError(
+        f"{description} (it defines {_list_names(module, path)})",
+        hint=f"write {forms[name]}; or run it as a command: -- python {path.name} ...",
+    )
 
 
-def _list_names(module: ModuleType) -> str:
-    names = (name for name, value in vars(module).items() if not isinstance(value, ModuleType))
-    return ", ".join([name for name in names if not name.startswith("_")][:12]) or "nothing"
+def _list_names(module: ModuleType, path: Path) -> str:
+    """List what a file defines, without what it imports."""
+    imports = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+    names = [name for name in vars(module) if not name.startswith("_") and name not in imported]
+    return ", ".join(names[:12]) or "nothing"
 
 
 _PREFIX = "_autoaccum_workload_"

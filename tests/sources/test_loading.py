@@ -235,7 +235,11 @@ BAD = {
         "model.py",
         r"raised ModuleNotFoundError: No module named 'no_such_module",
     ),
-    "no model": ("def batch(size): pass\n", "model.py", r"defines no 'model' \(it defines batch\)"),
+    "no model": (
+        "from pathlib import Path\nfrom torch.utils.data import DataLoader as Loader\ndef batch(size): pass\n",
+        "model.py",
+        r"defines no 'model' \(it defines batch\): write .*; or run it as a command: -- python model.py \.\.\.",
+    ),
     "model is a module": ("import torch.nn as model\n", "model.py", r"model in model\.py is a module"),
     "workload is a dict": (
         GOOD + "    workload = {}\n",
