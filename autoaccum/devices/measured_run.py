@@ -72,6 +72,7 @@ ENVIRONMENT = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE"),
 )
 SECRET = "(?i:token|secret|password|api[-_]?key)"
+_ELSEWHERE = "run it on the machine with the card; there, devices/measured_run.py is enough"
 _OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _SEGMENT_EVENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -101,7 +102,7 @@ class MeasuredRun:
 
         self._torch, self._script = torch, Path(str(sys.modules["__main__"].__file__)).absolute()
         if torch.version.cuda is None:
-            leave(2, f"no CUDA card can be used: PyTorch {torch.__version__} is built without CUDA")
+            leave(2, f"no CUDA card can be used: PyTorch {torch.__version__} is built without CUDA: {_ELSEWHERE}")
         optimizer.register_optimizer_step_pre_hook(self._before_step)
         optimizer.register_optimizer_step_post_hook(self._after_step)
         self._run_backward, torch.autograd.backward = torch.autograd.backward, self._backward
@@ -265,7 +266,7 @@ class MeasuredRun:
         """End for this reason, unless there is no card."""
         torch = self._torch
         if torch is not None and not torch.cuda.is_available():
-            leave(2, f"PyTorch {torch.__version__} finds no CUDA card: nvidia-smi should list one")
+            leave(2, f"PyTorch {torch.__version__} finds no CUDA card: nvidia-smi should list one; {_ELSEWHERE}")
         leave(3, text)
 
 

@@ -280,7 +280,7 @@ class TrainingSetup:
             planned, here = different[0]
             raise UsageError(
                 f"the plan is for {planned}; here is {here}",
-                hint=f"omit it to plan again, or use its micro-batch anyway: micro_batch={plan.micro_batch}"
+                hint=f"leave out --plan to plan again, or use its micro-batch anyway: micro_batch={plan.micro_batch}"
                 f" (--micro-batch {plan.micro_batch})",
             )
         return plan

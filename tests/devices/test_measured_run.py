@@ -132,7 +132,7 @@ def test_wrong_usage_is_refused_before_the_script_runs(tmp_path: Path, words: li
         ("sys.exit(5)", 3, "the script left with exit status 5 after 0 of 3 updates"),
         ("raise KeyboardInterrupt", 130, "interrupted after 0 of 3 updates, and nothing was written"),
         ("{}['tokens']", 3, "the script failed after 0 of 3 updates, and nothing was written"),
-        ("import torch; torch.ones(1, device='cuda')", 2, "CUDA"),
+        ("import torch; torch.ones(1, device='cuda')", 2, "run it on the machine with the card"),
     ],
 )
 def test_without_updates_on_a_card_nothing_is_written(tmp_path: Path, script: str, code: int, said: str) -> None:
