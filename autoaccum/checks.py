@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import operator
@@ -52,6 +53,16 @@ def check_word(value: Any, what: str, known: Iterable[str], *, error: type[Autoa
     """Raise UsageError, or `error` where that is given, unless `value` is one of the known words."""
     if value not in tuple(known):
         raise error(f"there is no {what} {value!r}", hint=f"choose {join_words(known, 'or')}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the question whether one of the known words that are like this one was meant; empty if none is.
+
+    >>> did_you_mean("paln", ["plan", "verify"]), did_you_mean("lost", ["plan", "verify"])
+    ('did you mean plan?', '')
+    """
+    close = difflib.get_close_matches(word, list(known), cutoff=0.7)
+    return f"did you mean {join_words(close, 'or')}?" if close else ""
 
 
 def type_name(value: Any) -> str:

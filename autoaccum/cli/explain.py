@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, options
+from autoaccum.cli.flags import SET_OF_WORKLOAD, HelpWithHeadings, options
 from autoaccum.cli.outputs import Outputs
 from autoaccum.reporting.console import make_console
 
@@ -22,6 +22,7 @@ _CODE_DIFFERENT = 1
     target_batch={"required": False, "help": "Samples per update (optimizer step).  [default: one micro-batch]"},
     micro_batch={"required": True, "help": "The most samples that ran at once."},
     gpu={"required": True, "help": "The card that recorded it: a name of `autoaccum gpus`, or a size such as 24GiB."},
+    overrides=SET_OF_WORKLOAD,
 )
 def command(snapshot: str, workload: str, micro_batch: int, target_batch: int | None, **asked: Any) -> None:
     """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings, count, natural, options, positive
+from autoaccum.cli.flags import OUTPUT_FLAGS, SET_OF_WORKLOAD, HelpWithHeadings, count, natural, options, positive
 from autoaccum.cli.outputs import CODE_INTERRUPTED, Outputs, running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
 from autoaccum.options import CHECKS
@@ -44,6 +44,7 @@ _SIGNALLED = (129, 143)
     hold_outputs="Plan for a loop that holds the outputs of the last micro-batch, for logging.",
     longest_of="Plan for the longest of N samples of the dataset.",
     evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]",
+    overrides=SET_OF_WORKLOAD,
 )
 @click.option(
     "--ema-decay", type=positive, metavar="DECAY", help="Decay of the moving average per update.  [default: 0.999]"

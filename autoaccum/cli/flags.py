@@ -166,6 +166,9 @@ OUTPUT_FLAGS: Final = (
 WORKLOAD_OR_COMMAND: Final = "WORKLOAD|-- COMMAND"
 """How the usage line of a command shows that it takes either."""
 
+SET_OF_WORKLOAD: Final = "Set a constant of the workload file, or a parameter of a named model. Repeatable."
+"""The help of --set of the commands that take no training command."""
+
 _COMMAND: Final = "COMMAND"
 """Stands for the words after `--` while click reads the rest."""
 
@@ -199,7 +202,7 @@ class HelpWithHeadings(click.Command):
         is_file = len(args) - at <= 2 and "{" not in "".join(args[at:])
         if "--" not in args and "{micro_batch}" in "".join(args):
             raise UsageError(
-                "a training command is not told from the flags", hint="write -- before it, and flags first"
+                "-- is missing", hint="write -- before the training command, and autoaccum's own flags before that"
             )
         if not {*ctx.help_option_names} & {*args[:at]}:  # Help is there even where a setting is wrong.
             ctx.default_map = read_defaults(ctx)

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+from autoaccum.checks import did_you_mean
 from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.cli.outputs import Outputs
+from autoaccum.errors import UsageError
 
 
 @click.command("gpus", cls=HelpWithHeadings, short_help="List the cards that can be simulated.")
@@ -26,7 +28,11 @@ def command(name: str | None, **asked: Any) -> None:
       2  no card has this name
     """
     from autoaccum.reporting.comparison_table import card_blocks, card_record
-    from autoaccum.simulation.cards import all_cards, find_card, matching_cards
+    from autoaccum.simulation.cards import GENERATIONS, all_cards, find_card, matching_cards
 
-    cards = all_cards() if name is None else matching_cards(name) or (find_card(name),)
+    cards = all_cards() if name is None else matching_cards(name)
+    if name is not None and not cards:
+        if guess := did_you_mean(name.lower(), map(str.lower, GENERATIONS)):
+            raise UsageError(f"there is no {name!r} among the names and generations of cards", hint=guess)
+        cards = (find_card(name),)
     Outputs(asked).show(lambda: list(map(card_record, cards)), lambda: card_blocks(cards, sources=name is not None))

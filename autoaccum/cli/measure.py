@@ -12,7 +12,7 @@ import click
 from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings
 from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH
+from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, cannot_run
 
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _SAID = (0, 1, 2, 3)
@@ -64,9 +64,7 @@ def command(workload: str | tuple[str, ...], **asked: Any) -> None:
     try:
         done = subprocess.run(insert_file(words, told), stdout=2 if outputs.as_json else None, check=False)
     except OSError as error:
-        raise UsageError(
-            f"`{words[0]}` cannot be run ({error.strerror})", hint="write a program that can be found from this folder"
-        ) from None
+        raise cannot_run(words[0], error) from None
     code = done.returncode
     if _written_at(path) == before and code not in _SAID[2:]:
         raise NotMeasuredError(f"the command left with exit status {code}, and nothing was measured", hint="see above")

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 import autoaccum
+from autoaccum.checks import did_you_mean
 from autoaccum.cli.flags import RENAMED_FLAGS, HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
@@ -42,6 +43,15 @@ class Root(HelpWithHeadings, click.Group):
         command = import_module(f"autoaccum.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return a command by the first word; raise UsageError if that is nearly one."""
+        guess = did_you_mean(args[0], _COMMANDS)
+        if guess and args[0] not in _COMMANDS:
+            raise UsageError(f"no such command {args[0]!r}", hint=guess)
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options and the commands."""

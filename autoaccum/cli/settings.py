@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import click
 from click.core import ParameterSource
 
-from autoaccum.checks import is_one_of_ranks, join_words
+from autoaccum.checks import did_you_mean, is_one_of_ranks, join_words
 from autoaccum.errors import UsageError
 from autoaccum.options import make_options
 
@@ -171,7 +171,10 @@ def _check_keys(settings: Settings) -> None:
         if not isinstance(table, dict):
             raise settings.error(command, f"is {table!r}, and no table", hint)
         for key in sorted(table.keys() - {*keys, *tables}):
-            raise settings.error(command, f"has the unknown key {key}", hint)
+            name, others = key_of(key), () if command else OF_COMMAND
+            owners = [f"[tool.autoaccum.{other}]" for other in others if name in {*keys_of(other)} - {*keys}]
+            guess = f"it belongs to {join_words(owners, 'or')}" if owners else did_you_mean(name, [*keys, *tables])
+            raise settings.error(command, f"has the unknown key {key}", guess or hint)
     cases = settings.table.get("guard", {}).get(CASES, [])
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
         raise settings.error("guard", f"has {CASES} = {cases!r}", "give a list of strings")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import OUTPUT_FLAGS, CountOrRange, HelpWithHeadings, count, natural, options
+from autoaccum.cli.flags import OUTPUT_FLAGS, SET_OF_WORKLOAD, CountOrRange, HelpWithHeadings, count, natural, options
 from autoaccum.cli.outputs import CODE_INTERRUPTED, Contents, Outputs, page, running_words
 from autoaccum.reporting.console import make_console
 
@@ -60,6 +60,7 @@ _OF_THE_STUDY = (
     },
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial after this time.",
+    overrides=SET_OF_WORKLOAD,
     output="Write the plan of the best setting, for `autoaccum fit --plan`.",
     force="Overwrite existing files, but never the study.",
 )

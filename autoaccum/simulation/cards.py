@@ -17,7 +17,7 @@ from typing import TypeVar
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, KIB, MIB, format_bytes, parse_size
 
-_GENERATIONS = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell", "another generation")
+GENERATIONS = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell", "another generation")
 _BY_MAJOR = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _BY_CAPABILITY = {(7, 5): "Turing", (8, 9): "Ada"}
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
@@ -104,7 +104,7 @@ class Card:
     @property
     def architecture(self) -> str:
         """NVIDIA's name of the GPU generation."""
-        return _BY_CAPABILITY.get(self.capability) or _BY_MAJOR.get(self.capability[0], _GENERATIONS[-1])
+        return _BY_CAPABILITY.get(self.capability) or _BY_MAJOR.get(self.capability[0], GENERATIONS[-1])
 
     @property
     def threads_per_multiprocessor(self) -> int:
@@ -263,7 +263,7 @@ def _key(text: str) -> str:
 
 
 def _sort_key(card: Card) -> tuple[int, bool, int, str]:
-    return _GENERATIONS.index(card.architecture), " MIG " in card.title, card.total_bytes, card.name
+    return GENERATIONS.index(card.architecture), " MIG " in card.title, card.total_bytes, card.name
 
 
 def _read(row: Mapping[str, str]) -> Card:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from autoaccum.checks import check_alone
+from autoaccum.checks import check_alone, join_words
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.sources.source import FileSource, Source
@@ -86,8 +86,8 @@ class CommandSource(Source):
         source = cls(" ".join(map(_quote, texts)), str(Path(folder).absolute()))
         if MICRO_BATCH not in source.name:
             raise UsageError(
-                f"the command has no {MICRO_BATCH}",
-                hint=f"write it where the command takes its batch size: python train.py --batch-size {MICRO_BATCH}",
+                describe_missing(source.name, MICRO_BATCH),
+                hint=f"write {MICRO_BATCH} where the command takes its batch size: --batch-size {MICRO_BATCH}",
             )
         return source
 
@@ -184,10 +184,12 @@ def check_target(source: Any, target_batch: int | None, *, prefer: str = "larges
     is_command = isinstance(source, CommandSource)
     takes_target = not is_command or source.takes_iter_size
     if takes_target and target_batch is None:
+        if is_command and any(word.partition("=")[0] == "--target-batch" for word in source.words):
+            raise _misplaced("--target-batch")
         raise UsageError("no target batch is given", hint="say how many samples make an update (--target-batch N)")
     if not takes_target and (target_batch is not None or prefer == "fastest"):
         raise UsageError(
-            f"the command has no {ITER_SIZE}: an update is one micro-batch",
+            f"{describe_missing(source.name, ITER_SIZE)}: an update is one micro-batch",
             hint=f"write {ITER_SIZE} where the command takes its accumulation steps; or leave --target-batch and"
             " --prefer out, to find the largest batch that trains",
         )
@@ -196,6 +198,29 @@ def check_target(source: Any, target_batch: int | None, *, prefer: str = "larges
             "prefer fastest (--prefer fastest) times updates of a workload, not of a command",
             hint="predict for a card, where speeds are estimated (--gpu NAME); or time the script with a few sizes",
         )
+
+
+def describe_missing(command: str, place: str) -> str:
+    """Return that a command has no `place`; or, where it has braces of another name, that these are none."""
+    others = [other for other in re.findall(r"(?<!\$)\{\w+\}", command) if other not in _PLACES]
+    kind = "which is no placeholder" if len(others) == 1 else "which are no placeholders"
+    return f"the command has {join_words(others)}, {kind}" if others else f"the command has no {place}"
+
+
+def cannot_run(program: str, error: OSError) -> UsageError:
+    """Return the error for a command whose first word cannot be run."""
+    if program.startswith("-"):
+        return _misplaced(program.partition("=")[0])
+    if program.endswith(".py"):
+        return UsageError(f"{program} is a script, and no program", hint=f"write python {program}")
+    return UsageError(
+        f"`{program}` cannot be run ({error.strerror})",
+        hint="the first word after -- must be a program; put NAME=value before autoaccum",
+    )
+
+
+def _misplaced(flag: str) -> UsageError:
+    return UsageError(f"{flag} stands after --, and so belongs to your command", hint="move it before --")
 
 
 def _quote(word: str) -> str:

@@ -33,7 +33,7 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.messages import Message, message
 from autoaccum.options import Options
 from autoaccum.serialization import to_plain
-from autoaccum.sources.command import ITER_SIZE, CommandSource
+from autoaccum.sources.command import ITER_SIZE, CommandSource, describe_missing
 from autoaccum.verification.verification_result import Cause, Comparison, Difference, Verification
 
 _SMALL = 1e-2
@@ -62,7 +62,7 @@ def verify_command(
     target, ranks = read_count(target_batch, "target_batch"), options.world_size
     if not source.takes_iter_size:
         raise UsageError(
-            f"the command has no {ITER_SIZE}, and one update would be one micro-batch",
+            f"{describe_missing(source.name, ITER_SIZE)}, and one update would be one micro-batch",
             hint=f"write {ITER_SIZE} where the command takes its accumulation steps",
         )
     check_named_device(options.device)

@@ -31,7 +31,8 @@ def test_the_file_goes_before_the_script(command: str, expected: str) -> None:
     [
         (["train.py"], "measure runs a training command: write -- before it: -- python train.py"),
         (["--", "bash", "train.sh"], "`bash` is run, and no Python script is named"),
-        (["--", "lost", "train.py"], "`lost` cannot be run (No such file or directory)"),
+        (["--", "lost", "train.py"], "`lost` cannot be run (No such file or directory): the first word after -- must"),
+        (["--", "--updates", "4", "python", "train.py"], "--updates stands after --, and so belongs to your command"),
         (
             ["--", "python", "train.py", "{iter_size}"],
             "the command has {iter_size}, and its value is not given: add --it",

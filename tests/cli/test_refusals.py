@@ -12,7 +12,7 @@ _COMMAND_WORDS = "-- python train.py {micro_batch} {iter_size}"
 COMMAND = f"plan --target-batch 8 {_COMMAND_WORDS}"
 REFUSED = {
     "": {
-        "plam": "no such command 'plam'",
+        "plam": "no such command 'plam': did you mean plan?",
         "plan": "missing argument 'WORKLOAD|-- COMMAND': see `autoaccum plan --help`",
         "plan model.py": "no target batch is given: say how many samples make an update (--target-batch N)",
         "plan model.py --target-batch 0": "'--target-batch': 0 is not in the range x>=1: see `autoaccum plan --help`",
@@ -26,15 +26,20 @@ REFUSED = {
         "tune model.py --target-batch 64..16": "64..16 is an empty range",
         "plan model.py --target-batch 8 --updates 4": "--updates is for a training command, and a workload is given",
         "plan --target-batch 8 --": "missing argument 'WORKLOAD|-- COMMAND'",
-        "plan --target-batch 8 -- python a.py": "the command has no {micro_batch}: write it where",
+        "plan --target-batch 8 -- python a.py": "the command has no {micro_batch}: write {micro_batch} where",
+        "plan -- python a.py {microbatch}": "has {microbatch}, which is no placeholder: write {micro_batch}",
+        "plan --target-batch 8 -- a.py {micro_batch} {iter}": "{iter}, which is no placeholder: an update is one",
+        "plan -- python a.py {micro_batch} {iter_size} --target-batch=8": "--target-batch stands after --, and so",
         "plan -- python a.py {micro_batch} {iter_size}": "no target batch is given: say how many samples",
-        "plan python a.py {micro_batch}": "write -- before it, and flags first",
+        "plan python a.py {micro_batch}": "-- is missing: write -- before the training command, and",
         "compare --gpu t4 -- python a.py {micro_batch} {iter_size}": "no target batch is given",
         "fit -- python a.py {micro_batch}": "fit is for a workload, and a command trains by itself: run the",
         "tune -- python a.py {micro_batch}": "call the script from an Optuna study of your own, or write a workload",
         "explain -- python a.py {micro_batch}": "`autoaccum plan --gpu NAME --explain -- COMMAND` shows where",
         "guard --gpu t4 --target-batch 8 -- python a.py {micro_batch}": "the command has no {iter_size}: an update",
+        "train": "no such command 'train': see `autoaccum --help`",
         "gpus rtx4091": "did you mean rtx4090",
+        "gpus ampre": "there is no 'ampre' among the names and generations of cards: did you mean ampere?",
         "gpus rtx4091 --json": "there is no 'rtx4091' among the",
     },
     "plan model.py --target-batch 8": {

@@ -123,10 +123,12 @@ OF_GUARD = "choose tolerance, time-limit or cases"
 @pytest.mark.parametrize(
     ("table", "line", "told"),
     [
-        ("", "gpus = 'x'", f"has the unknown key gpus: {OF_ALL}plan, compare, fit, tune, verify or guard"),
+        ("", "cards = 'x'", f"has the unknown key cards: {OF_ALL}plan, compare, fit, tune, verify or guard"),
+        ("", "target_batch = 8", "has the unknown key target_batch: did you mean target-batch?"),
+        ("", "tolerance = '1%'", "has the unknown key tolerance: it belongs to [tool.autoaccum.guard]"),
         ("", "precision = 'bf16'", f"has the unknown key precision: {OF_ALL}"),
-        (".guad", "", f"[tool.autoaccum] has the unknown key guad: {OF_ALL}"),
-        (".guard", "tolerence = '1%'", f"has the unknown key tolerence: {OF_GUARD}"),
+        (".guad", "", "[tool.autoaccum] has the unknown key guad: did you mean guard?"),
+        (".guard", "tolerence = '1%'", "has the unknown key tolerence: did you mean tolerance?"),
         ("", "guard = 3", f"[tool.autoaccum.guard] is 3, and no table: {OF_GUARD}"),
         (".guard", "tolerance = 'x'", "has tolerance = \"x\", and the tolerance 'x' is neither a share"),
         (".guard", "cases = 'm.py'", "has cases = 'm.py': give a list of strings"),

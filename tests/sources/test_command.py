@@ -28,8 +28,8 @@ def test_sizes_are_filled_in(word: str, filled: str, takes: bool) -> None:
 
 
 def test_a_command_without_a_place_for_the_batch_is_refused() -> None:
-    with pytest.raises(UsageError, match="the command has no {micro_batch}"):
-        CommandSource.of(["python", "train.py", "--bs", "{microbatch}"])
+    with pytest.raises(UsageError, match="{microbatch} and {length}, which are no placeholders"):
+        CommandSource.of(["python", "train.py", "--bs", "{microbatch}", "{length}", "${LENGTH}"])
 
 
 def test_the_digest_is_that_of_the_scripts_and_what_they_import(tmp_path: Path) -> None:

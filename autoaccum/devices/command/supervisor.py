@@ -22,7 +22,7 @@ from typing import Any, Final
 from autoaccum.devices.child.requests import Handler, Request
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings, read_report, write_record
 from autoaccum.devices.host_memory import count_oom_kills
-from autoaccum.errors import UsageError
+from autoaccum.sources.command import cannot_run
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS: Final = 0.05
@@ -124,10 +124,7 @@ class Supervisor(Handler):
                     start_new_session=True,
                 )
             except OSError as error:
-                raise UsageError(
-                    f"`{request.words[0]}` cannot be run ({error.strerror})",
-                    hint="write a program that can be found from this folder, and variables before autoaccum",
-                ) from error
+                raise cannot_run(request.words[0], error) from error
         shown = _shown(printed) if request.shows_output else iter(())
         deadline, all_by = began + request.limit_seconds, float("inf")
         timed_out, reports = False, _read_reports(settings)

@@ -78,10 +78,21 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
     assert "autoaccum/devices" not in done.stderr
 
 
-def test_a_command_that_is_no_program_is_told() -> None:
-    done = autoaccum(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", "no-such-program", "{micro_batch}")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "no-such-program",
+            "`no-such-program` cannot be run (No such file or directory): the first word after -- must",
+        ),
+        ("gan.py", "gan.py is a script, and no program: write python gan.py"),
+        ("--trial-limit=9 python gan.py", "--trial-limit stands after --, and so belongs to your command: move it"),
+    ],
+)
+def test_a_command_that_is_no_program_is_told(words: str, told: str) -> None:
+    done = autoaccum(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", *words.split(), "{micro_batch}")
     assert done.returncode == 2
-    assert "`no-such-program` cannot be run (No such file or directory)" in done.stderr
+    assert told in " ".join(done.stderr.split())
 
 
 def test_a_script_that_stays_on_the_cpu_is_told_on_a_simulated_card() -> None:
