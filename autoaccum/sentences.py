@@ -104,7 +104,7 @@ def _narrow_fit(room_bytes: int, uncertainty_bytes: int, reserve: str | None, me
     ways = ["measure on the card (--device cuda)"] if measurable else []
     ways += [f"keep more free (--reserve {reserve})"] if reserve else []
     return (
-        f"only {format_bytes(room_bytes)} of the budget are left, and the prediction may be off "
+        f"the plan needs all but {format_bytes(room_bytes)} of the budget, and the prediction may be off "
         f"by {format_bytes(uncertainty_bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
     )
 

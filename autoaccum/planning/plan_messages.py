@@ -102,7 +102,7 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
         subject = f"the evaluation after an update of {subject}"
         hint = "take a smaller evaluation_batch (--evaluation-batch), or more memory"
     if needs.predicted and held:
-        reason = f"it would take {format_bytes(held)} where nothing limits it"
+        reason = f"it would take {format_bytes(held)} with no limit"
     elif known > limit_bytes:
         reason = f"it needs at least {format_bytes(known)}"
     elif trial.phase not in ("batch", "evaluation") and (needs.update_bytes or 0) > limit_bytes:

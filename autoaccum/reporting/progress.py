@@ -238,7 +238,7 @@ def _trial_line(trial: Trial, predicted: bool, value: str = "") -> Text:
     if trial.host_bytes is not None:
         remarks.append(f"and {format_bytes(trial.host_bytes)} of host memory")
     if trial.fresh and trial.ran:
-        remarks.append("by a trace of its own" if predicted else "from a clean state")
+        remarks.append("confirmed by its own trace" if predicted else "from a clean state")
     return line.append("".join(f"  {remark}" for remark in remarks if remark), "dim")
 
 

@@ -121,7 +121,7 @@ def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
     with pytest.raises(DoesNotFitError) as seen:
         predict(gib=0.3)
     assert re.fullmatch(
-        r"micro-batch 1 does not fit: it would take 4\d\d MiB where nothing limits it, 307 MiB are available: take a "
+        r"micro-batch 1 does not fit: it would take 4\d\d MiB with no limit, 307 MiB are available: take a "
         "smaller model, --precision bf16, activation checkpointing, or more memory",
         str(seen.value),
     )

@@ -74,7 +74,7 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
     assert "tracing small sizes ..." in text
     assert "predicting micro-batch 128 ..." in text
     assert "        128  no fit     500 MiB     0.5 s  in backward\n" in text
-    assert "    43 + 42  ok         200 MiB     1.0 s  by a trace of its own\n" in text
+    assert "    43 + 42  ok         200 MiB     1.0 s  confirmed by its own trace\n" in text
 
 
 def test_quiet_passes_on_only_what_the_workload_prints() -> None:

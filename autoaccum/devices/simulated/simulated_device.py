@@ -125,7 +125,7 @@ class SimulatedDevice(Predictor):
                 "limit_bytes": self.limit_bytes,
                 "allocator": self.allocator_settings,
                 "enforced_by": "replay of the caching allocator with that capacity",
-                "peak": "the most the replayed allocator holds where nothing limits it, whole segments",
+                "peak": "the most the replayed allocator holds with no limit, in whole segments",
             },
         )
 
