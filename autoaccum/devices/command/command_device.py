@@ -98,8 +98,8 @@ class CommandDevice(Device):
             trial = dataclasses.replace(trial, outcome="oom", message=text)
         elif (error := self._observations.check(parts, report)) is not None:
             trial = dataclasses.replace(trial, outcome="error", message=str(error), fault="user")
-        elif any(count % len(parts) for count in report.backwards):
-            self.findings = (message("command_updates_differ", passes=list(report.backwards), iter_size=len(parts)),)
+        else:
+            self.findings = self._observations.warnings(parts, report) or self.findings
         return trial, report
 
     def close(self) -> None:

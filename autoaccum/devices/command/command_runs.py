@@ -23,7 +23,7 @@ from autoaccum.devices.child.process import TOO_LONG_HINT, ChildProcess, child_e
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
 from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
 from autoaccum.errors import WorkloadError
-from autoaccum.messages import message
+from autoaccum.messages import Message, message
 from autoaccum.options import resolve_spec
 from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, TOTAL_ITER_SIZE, CommandSource
 from autoaccum.spec import WorkloadFacts
@@ -269,6 +269,12 @@ class Observations:
                 hint=f"try no larger size than it trains with (--max-micro-batch {before * rows // first[place]})",
             )
         return None
+
+    def warnings(self, parts: tuple[int, ...], report: ProcessReport) -> tuple[Message, ...]:
+        """Return what a plan should say of a run of these parts that `check` has let pass."""
+        if not any(count % len(parts) for count in report.backwards):
+            return ()
+        return (message("command_updates_differ", passes=list(report.backwards), iter_size=len(parts)),)
 
     def rows_after_oom(self, report: ProcessReport) -> int | None:
         """Return the rows of the last batch of a script that ran out of memory, caught that, and took smaller ones."""

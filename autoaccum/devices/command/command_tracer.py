@@ -117,6 +117,7 @@ class CommandTracer(Tracer):
                 report = check_ran(*run.finish(owner), owner)
             if (error := self._observations.check(parts, report)) is not None:
                 raise error
+            self.findings = self._observations.warnings(parts, report) or self.findings
             if report.simulated and report.simulated.trace and not report.simulated.trace.events:
                 hint = "let it train on cuda, by an option of its own such as --device cuda"
                 raise WorkloadError(f"the script puts nothing on the simulated {self._card.name}", hint=hint)

@@ -169,6 +169,7 @@ class SimulatedDevice(Predictor):
         except NotMeasuredError as error:
             timed_out = deadline.is_over
             return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=timed_out)
+        self.findings = self.traces.findings
         return dataclasses.replace(
             predict_trial(self.replayer, traces, limit_bytes),
             parts=parts,

@@ -11,6 +11,7 @@ from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.explanation import Change
 from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
+from autoaccum.messages import Message
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 
@@ -84,12 +85,14 @@ def start_tracing(settings: TrialSettings, card_name: str) -> ChildProcess:
 class Tracer:
     """A child that has loaded the workload in the presence of `card`, and traces its trials there, as for `others`.
 
-    `process` is one that `start_tracing` has started; None: it starts its own.
+    `process` is one that `start_tracing` has started; None: it starts its own. `findings` are as of `Device`.
 
     Raises:
         WorkloadError: The workload cannot be loaded, or not be simulated; every call may raise it, too.
         NotMeasuredError: The process cannot be started, died or took too long; every call may raise it, too.
     """
+
+    findings: tuple[Message, ...] = ()
 
     def __init__(
         self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = (), process: ChildProcess | None = None

@@ -97,6 +97,7 @@ class TraceCache:
         self.needs_whole_batch = False
         self.grad_sync: GradSync | None = None
         self.savers: tuple[str, ...] | None = None
+        self.findings: tuple[Message, ...] = ()
         self._by_way: dict[tuple[tuple[str, ...] | None, GradSync | None], _Traces] = {}
         self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
 
@@ -150,6 +151,7 @@ class TraceCache:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
             reply = self._tracer.call(request, deadline.left_seconds)
+            self.findings = self._tracer.findings
             if self.alike:
                 names = self._tracer.call(ListAlike())
                 self.alike = tuple(card for card in self.alike if card.name in names)

@@ -30,5 +30,7 @@ def test_accumulation_is_ignored_where_no_update_has_the_number_of_backward_pass
     backwards: tuple[int, ...], refused: bool
 ) -> None:
     report = ProcessReport(pid=1, updates=3, backwards=backwards)
-    error = Observations(SETTINGS).check((100,) * 4, report)
-    assert (error is not None) == refused
+    observations, parts = Observations(SETTINGS), (100,) * 4
+    assert (observations.check(parts, report) is not None) == refused
+    warned = [warning.code for warning in observations.warnings(parts, report)]
+    assert warned == ([] if set(backwards) in ({4}, {8}) else ["command_updates_differ"])
