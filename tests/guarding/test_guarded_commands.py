@@ -81,7 +81,7 @@ class TestCase:
             check_complete(check_case(a_case(**asked)))
 
     def test_a_command_without_a_size_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=r"the command has no \{micro_batch\}: write it where"):
+        with pytest.raises(UsageError, match=r"the command has no \{micro_batch\}: write \{micro_batch\} where"):
             read_reference(["python", "train.py"])
 
 

@@ -329,7 +329,7 @@ def test_ranks_share_updates_by_tokens(kind: str, target: dict[str, Any]) -> Non
     ("options", "message"),
     [
         ({"target_tokens": 60}, "both target_batch and target_tokens are given"),
-        ({"target_batch": None}, "no target"),
+        ({"target_batch": None, "plan": None}, "no target"),
         ({"target_tokens": 60, "target_batch": None}, "for updates of 8 samples; here is updates of 60 tokens"),
         (
             {"target_tokens": 1000, "target_batch": None, "plan": plan_of(target_tokens=1000)},
