@@ -37,4 +37,4 @@ def test_the_terminal_block_shows_the_first_command() -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) < 150
