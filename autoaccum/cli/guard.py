@@ -156,16 +156,13 @@ def _listed_cases(settings: Settings) -> list[Case]:
             if isinstance(given["workload"], str):
                 reference = place_within(folder, reference, folder)
             options = {name: given[name] for name in CASE_FIELDS if name in given} | {"workload": reference}
-            cases += [check_case(make_case(**options, gpu=gpu)) for gpu in given["gpus"] or (None,)]
-            for case in cases:
-                check_complete(case)
+            for gpu in given["gpus"] or (None,):
+                cases.append(check_case(make_case(**options, gpu=gpu)))
+                check_complete(cases[-1])
         except (click.exceptions.Exit, click.ClickException, UsageError, ValueError) as error:
-            problem = getattr(error, "message", f"it cannot be read as a case ({error or 'it asks for help'})").rstrip(
-                "."
-            )
-            raise settings.error(
-                "guard", f"has the case {text!r}, and {problem}", getattr(error, "hint", "see `autoaccum guard --help`")
-            ) from None
+            unread = f"it cannot be read as a case ({error or 'it asks for help'})"
+            told = f"has the case {text!r}, and {getattr(error, 'message', unread).rstrip('.')}"
+            raise settings.error("guard", told, getattr(error, "hint", "see `autoaccum guard --help`")) from None
     return cases
 
 
