@@ -112,6 +112,7 @@ class Recorder:
                 tensor = out[step.output] if isinstance(out, list | tuple) else out
                 storage = tensor.untyped_storage()
                 key = ~id(storage)
+                self._free_ended(key)
                 block = self._allocate(step.workspace)
                 self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, step.workspace, None)
         self._free_latest(blocks, len(blocks))
@@ -143,7 +144,11 @@ class Recorder:
         self._resident.clear()
         self._streams, self._other_streams = {}, {}
         for key, (ref, _, size, dtype) in live:
-            self._live[key] = (ref, self._allocate(size, dtype) if size else -1, size, dtype)
+            storage = ref()  # It lives at least as long as this takes.
+            if storage is None:
+                self._live.pop(key, None)
+            else:
+                self._live[key] = (ref, self._allocate(size, dtype) if size else -1, size, dtype)
 
     def mark_update(self) -> None:
         """Mark the start of an update."""
@@ -170,6 +175,7 @@ class Recorder:
     def record_storage(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         """Record a storage, unless it is known with that size."""
         key, size = id(storage), storage.nbytes()
+        self._free_ended(key)
         live = self._live.get(key)
         if live is not None and live[2] == size:
             return
@@ -194,10 +200,22 @@ class Recorder:
             self._other_streams[block] = self._streams.setdefault(self.stream, 1 + len(self._streams))
         return block
 
-    def _free(self, key: int, _: Any) -> None:
-        _, block, size, _ = self._live.pop(key)
-        if size:
-            self.events.append(~block)
+    def _free_ended(self, key: int) -> None:
+        """Free the storage of this key if it is gone and `_free` has not been called yet.
+
+        Any thread may collect garbage, and others run between the end of an object and the call that tells of it.
+        """
+        live = self._live.get(key)
+        if live is not None and live[0]() is None:
+            self._free(key, live[0])
+
+    def _free(self, key: int, ref: Any) -> None:
+        live = self._live.get(key)
+        if live is None or live[0] is not ref:  # It is forgotten, or freed already.
+            return
+        del self._live[key]
+        if live[2]:
+            self.events.append(~live[1])
 
 
 def _no_phase() -> Phase:
