@@ -96,9 +96,10 @@ class TracedTrial(TrialRun):
         mode = self._mode
         gc.collect()
         found, weights = mode.earlier
-        if not mode.recorder.live_storages().isdisjoint(weights):  # By its outputs, which a global holds, say.
+        live = mode.recorder.live_storages()
+        if any(live.get(key) is ref for key, ref in weights.items()):  # By its outputs, which a global holds, say.
             mode.recorder.forget_all_but(found)
-        found, mode.earlier = mode.recorder.live_storages(), ((), ())
+        found, mode.earlier = mode.recorder.live_storages(), ({}, {})
         mode.numbering.restart()
         mode.values.restart()
         mode.recorder.begin(lambda: self.phase, watcher)
@@ -110,7 +111,9 @@ class TracedTrial(TrialRun):
                 mode.phase = self.phase
                 trace = mode.recorder.trace(self._request.parts)
         parameters = (getattr(each, "_local_tensor", each) for model in self.models for each in model.parameters())
-        mode.earlier = found, {id(each.untyped_storage()) for each in parameters} - found
+        keys = {id(each.untyped_storage()) for each in parameters}
+        live = mode.recorder.live_storages()
+        mode.earlier = found, {key: live[key] for key in keys & live.keys() if live[key] is not found.get(key)}
         batch = self._samples if mode.values.computed else 0
         return replace(trace, host_bytes=self.host_bytes, batch=batch)
 

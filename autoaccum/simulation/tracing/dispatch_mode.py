@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from autoaccum.simulation.trace_records import Phase
 from autoaccum.simulation.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.simulation.tracing.operator_cache import CachedCall, OperatorCache
 from autoaccum.simulation.tracing.reads import read_scalar, reads_for_user
-from autoaccum.simulation.tracing.recorder import Recorder
+from autoaccum.simulation.tracing.recorder import Recorder, Storages
 from autoaccum.simulation.tracing.values import Values, find_tensors, set_values, values_of
 from autoaccum.simulation.unsupported import NotMaterialisedError, UnknownValueError, UnsupportedError
 
@@ -94,7 +94,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.assumed: dict[str, None] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
-        self.earlier: tuple[Collection[int], Collection[int]] = (), ()
+        self.earlier: tuple[Storages, Storages] = {}, {}
         self.sharded_type: type | None = None
         self.refuses_reads: Callable[[], bool] = lambda: True
         self.values = Values()

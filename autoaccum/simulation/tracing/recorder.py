@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,6 +43,8 @@ class Watcher:
         """Hear that a block is allocated: for a kernel or library, or for a tensor's storage, whose dtype is given."""
 
 
+Storages = Mapping[int, weakref.ref[Any]]
+"""Storages by their keys, which others may have once these are gone; the references tell them apart."""
 _Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
 """A live storage, the number and size of its block (0: it was emptied, and its block freed), and its dtype."""
 
@@ -127,14 +129,15 @@ class Recorder:
         live = None if tensor.layout is not torch.strided else self._live.get(id(tensor.untyped_storage()))
         return None if live is None or not live[2] else live[1]
 
-    def live_storages(self) -> frozenset[int]:
-        """Return the keys of the live storages, for `forget_all_but`."""
-        return frozenset(self._live)
+    def live_storages(self) -> Storages:
+        """Return the live storages, for `forget_all_but`."""
+        return {key: live[0] for key, live in list(self._live.items())}
 
-    def forget_all_but(self, storages: Collection[int]) -> None:
+    def forget_all_but(self, storages: Storages) -> None:
         """Forget all other storages: a failed backward pass may never free some of them."""
-        for key in self._live.keys() - set(storages):
-            del self._live[key]
+        for key, ref in self.live_storages().items():
+            if storages.get(key) is not ref:
+                self._live.pop(key, None)
 
     def begin(self, phase: Callable[[], Phase], watcher: Watcher | None = None) -> None:
         """Begin a trace, which first allocates all storages that are alive."""
@@ -182,7 +185,8 @@ class Recorder:
         if size:
             dtype = dtype if live is None else live[3]
             block = self._allocate(size, dtype)
-            self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
+            ref = weakref.ref(storage, partial(self._free, key)) if live is None else live[0]
+            self._live[key] = (ref, block, size, dtype)
         elif live is not None:
             self._live[key] = (live[0], live[1], 0, live[3])
         if live is not None and live[2]:  # Resized: the old memory is freed after the new memory is allocated.
