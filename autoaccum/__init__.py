@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.serialization import HtmlRecord
+
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
     from autoaccum.accumulation.schedule import windows as windows
@@ -65,3 +67,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _to_html(record: Any) -> str:
+    from autoaccum.reporting.page import render_record  # It loads matplotlib.
+
+    return render_record(record)
+
+
+HtmlRecord.to_html = _to_html

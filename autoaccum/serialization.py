@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -53,11 +52,16 @@ def to_plain(value: Any) -> Any:
 
 
 class HtmlRecord:
-    """A plan, a comparison or a verification, as a notebook shows it."""
+    """A plan, a comparison or a verification, which a notebook shows as HTML.
+
+    Attributes:
+        to_html: Returns the HTML. The package sets it, since `reporting` lies above the records.
+    """
+
+    to_html: ClassVar[Callable[[Any], str]]
 
     def _repr_html_(self) -> str:
-        """Return HTML by `reporting`, which lies above the records and loads matplotlib: it is imported only here."""
-        return str(import_module("autoaccum.reporting.page").render_record(self))
+        return HtmlRecord.to_html(self)
 
 
 def encode_record(record: Any) -> bytes:
