@@ -129,10 +129,11 @@ def command(workload: str, **asked: Any) -> None:
     try:
         from autoaccum.accumulation.ranks.launch import launched_ranks
 
-        with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
+        with stdout_kept() as own_stdout, launched_ranks(on_cards=asked["device"] != "cpu") as ranks:  # gloo prints.
             result = _train(workload, asked, run_dir, quiet=outputs.quiet or not shows)
             if shows:
-                _show(result, asked, ranks.size, outputs)
+                with own_stdout():
+                    _show(result, asked, ranks.size, outputs)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise
@@ -159,7 +160,6 @@ def _train(workload: str, asked: dict[str, Any], run_dir: Path, *, quiet: bool) 
 
     request = FitRequest.of(workload, asked)
     with ExitStack() as stack:
-        stack.enter_context(stdout_kept())
         progress = stack.enter_context(TrainingProgress(make_console(stderr=True), quiet=quiet))
         stack.enter_context(warnings.catch_warnings())
         warnings.showwarning = lambda message, *_, **__: progress.warn(str(message))  # A line for each.
