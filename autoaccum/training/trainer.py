@@ -15,6 +15,7 @@ from autoaccum.messages import message
 from autoaccum.training.data import open_data
 from autoaccum.training.fit_events import EventNotifier, FitResult, Notice
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.micro_batch_choice import choose_micro_batch
 from autoaccum.training.run_folder import MetricsLog, RunFolder, read_checkpoint
 from autoaccum.training.stopping import StopSignals, TrainingRanks
 from autoaccum.training.training_run import Run
@@ -64,7 +65,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         stack.callback(reader.close)
         checkpoint = None if folder is None else folder.find_checkpoint(request.resume)
         record = None if checkpoint is None else read_checkpoint(checkpoint)
-        choice = setup.choose_micro_batch(reader, record, notifier.notify)
+        choice = choose_micro_batch(setup, reader, record, notifier.notify)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
             stack.callback(RngState([setup.device]).restore)
         seed_training(request.seed)  # All ranks build the same model.

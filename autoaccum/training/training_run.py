@@ -30,9 +30,10 @@ from autoaccum.training.fit_events import (
     Started,
     Updated,
 )
+from autoaccum.training.micro_batch_choice import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.stopping import StopRequested, StopSignals, TrainingRanks, raise_other
-from autoaccum.training.training_setup import MicroBatchChoice, TrainingComponents, TrainingSetup
+from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import (
     Ceiling,
     Progress,
