@@ -21,7 +21,7 @@ These arguments mean the same in every function that takes them:
   not rows of tensors; needs `size`.
 - `size`: `size(batch)`: returns the number of samples.
 - `reduction`: `mean` (when None) or `sum`.
-- `on_event`: called with each event of the function's events module.
+- `on_event`: called with each event of the function's events module; when None, progress is shown in a notebook.
 - `on_output`: called with each line that the workload prints; when None, these go to stderr.
 - `options`: fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
 
@@ -138,6 +138,7 @@ def plan(
     given = dict(locals())
 
     from autoaccum.accumulation.packing import check_target
+    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
     from autoaccum.planning.solve import solve_plan
@@ -163,7 +164,10 @@ def plan(
         report=report,
     )
     make = make_plan if solve is None else solve_plan
-    return make(source, request, live=live, on_event=on_event, on_output=on_output)
+    with preserve_rng_state():  # Rich draws a random number when it is imported.
+        from autoaccum.reporting.progress import PlanProgress, drawn_in_notebook
+    with drawn_in_notebook(PlanProgress, on_event) as listen:
+        return make(source, request, live=live, on_event=listen, on_output=on_output)
 
 
 def compare(
@@ -179,8 +183,8 @@ def compare(
     overrides: Mapping[str, Any] | None = None,
     sort: str | None = None,
     prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
-    on_row: Callable[[ComparisonRow], None] = lambda row: None,
-    on_event: PlanListener = lambda event: None,
+    on_row: Callable[[ComparisonRow], None] | None = None,
+    on_event: PlanListener | None = None,
     on_output: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Comparison:
@@ -214,6 +218,7 @@ def compare(
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         **options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
+    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.planning.comparison import ComparisonRequest, compare_plans
 
     request = ComparisonRequest(
@@ -229,7 +234,11 @@ def compare(
         prices=prices,
         options=options,
     )
-    return compare_plans(workload, request, on_row=on_row, on_event=on_event, on_output=on_output)
+    with preserve_rng_state():
+        from autoaccum.reporting.progress import PlanProgress, drawn_in_notebook
+    with drawn_in_notebook(PlanProgress, on_event) as listen:
+        rows = on_row or (listen if on_event is None else None)
+        return compare_plans(workload, request, on_row=rows, on_event=listen, on_output=on_output)
 
 
 def verify(
@@ -283,25 +292,24 @@ def verify(
     """
     given = dict(locals())
 
+    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.sources.command import CommandSource, read_command
 
     asked, live = Options.of("verify", {"device": "cpu", **options}), {name: given[name] for name in _LIVE}
     source, asked = read_command(workload, asked, verb="verify", live={**live, "accumulate": accumulate})
-    if isinstance(source, CommandSource):
-        from autoaccum.verification.command_check import verify_command
+    is_command = isinstance(source, CommandSource)
+    with preserve_rng_state():
+        from autoaccum.reporting.progress import drawn_in_notebook
+        from autoaccum.reporting.verify_report import VerificationProgress, first_line
+    with drawn_in_notebook(VerificationProgress, on_event, first_line(is_command)) as listen:
+        sizes: dict[str, Any] = {"target_batch": target_batch, "micro_batch": micro_batch}
+        if isinstance(source, CommandSource):
+            from autoaccum.verification.command_check import verify_command
 
-        return verify_command(source, asked, target_batch=target_batch, micro_batch=micro_batch)
-    from autoaccum.verification.verifier import run_verification
+            return verify_command(source, asked, **sizes)
+        from autoaccum.verification.verifier import run_verification
 
-    return run_verification(
-        source,
-        asked,
-        target_batch=target_batch,
-        micro_batch=micro_batch,
-        live=live,
-        accumulate=accumulate,
-        on_event=on_event,
-    )
+        return run_verification(source, asked, **sizes, live=live, accumulate=accumulate, on_event=listen)
 
 
 def guard(
@@ -342,6 +350,7 @@ def guard(
         LockFileError: The lock cannot be read; it is left unchanged.
         MissingLockError, NotMeasuredError: No case is known, or the revision cannot be checked out.
     """
+    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.guarding.cases import Case, read_reference
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard as run_guard
@@ -360,17 +369,21 @@ def guard(
         )
         for card in cards
     ]
-    return run_guard(
-        cases,
-        find_folder(Path.cwd()),
-        update=update,
-        baseline=baseline,
-        tolerance=parse_tolerance(tolerance),
-        time_limit=time_limit,
-        force=force,
-        on_event=on_event,
-        on_output=on_output,
-    )
+    with preserve_rng_state():
+        from autoaccum.reporting.guard_report import GuardProgress
+        from autoaccum.reporting.progress import drawn_in_notebook
+    with drawn_in_notebook(GuardProgress, on_event) as listen:
+        return run_guard(
+            cases,
+            find_folder(Path.cwd()),
+            update=update,
+            baseline=baseline,
+            tolerance=parse_tolerance(tolerance),
+            time_limit=time_limit,
+            force=force,
+            on_event=listen,
+            on_output=on_output,
+        )
 
 
 def fit(

@@ -29,19 +29,23 @@ def test_it_plans_trains_and_verifies(tmp_path: Path, monkeypatch: pytest.Monkey
 
     streams = [output for cell in cells for output in cell.outputs if output.output_type == "stream"]
     assert [stream.name for stream in streams] == ["stdout"] * 3, "nothing but what the cells print"
-    (answer,) = texts(planned)
+    progress, answer = texts(planned)
+    assert "from a clean state" in progress
+    assert " ..." not in progress, "the live line is gone"
     found = re.fullmatch(r"<Plan: target_batch 128, micro_batch (\d+), .* measured on cpu, .*>", answer)
     assert found is not None
     assert 1 < int(found[1]) < 128, "the budget binds"
-    assert "micro_batch 512, iter_size 2, predicted on t4 (simulated)" in texts(simulated)[0]
+    assert "micro_batch 512, iter_size 2, predicted on t4 (simulated)" in texts(simulated)[1]
     for cell in (planned, simulated):
-        (shown,) = texts(cell, "text/html")
+        shown = cell.outputs[1].data["text/html"]
         assert shown.count("<img") == 1
 
     progress, printed = texts(trained)
     assert re.fullmatch(r"training SmallGPT on cpu: 128 .*\nupdate (\d+) of \1, epoch 3 of 3  loss .*\n", progress)
     assert float(printed.split()[-1]) < 4
     assert texts(looped)[0].startswith("128 samples as (")
-    assert texts(equal)[0].startswith("<Verification: equivalent, ")
-    assert texts(wrong)[0].startswith("<Verification: not equivalent (accumulate), ")
-    assert "proved" in texts(wrong, "text/html")[0]
+    for cell, answer in ((equal, "equivalent"), (wrong, "not equivalent (accumulate)")):
+        progress, answered = texts(cell)
+        assert progress.endswith("; compared in fp64 on cpu\n")
+        assert answered.startswith(f"<Verification: {answer}, ")
+    assert "proved" in wrong.outputs[1].data["text/html"]

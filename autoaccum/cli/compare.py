@@ -70,7 +70,7 @@ def command(workload: str | tuple[str, ...], **request: Any) -> None:
 
     def listen(row: ComparisonRow) -> None:
         rows.append(row)
-        progress.say(row_line(row), "dim")
+        progress.notify(row)
 
     try:
         with PlanProgress(make_console(stderr=True), quiet=outputs.quiet) as progress:

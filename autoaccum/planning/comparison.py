@@ -192,8 +192,8 @@ def compare_plans(
     workload: Any,
     request: ComparisonRequest,
     *,
-    on_row: Callable[[ComparisonRow], None] = lambda row: None,
-    on_event: Listener = lambda event: None,
+    on_row: Callable[[ComparisonRow], None] | None = None,
+    on_event: Listener | None = None,
     on_output: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Plan for each card, value, number of ranks and set of savers, as `autoaccum.compare`.
@@ -219,7 +219,7 @@ def compare_plans(
             with device:
                 setup = PlanSetup(device, shared.settings)
                 if request.compares_savers:
-                    return plan_front(setup, asked, card.name, on_event)
+                    return plan_front(setup, asked, card.name, on_event or (lambda event: None))
                 return [plan_row(setup, asked, card.name, estimates=request.estimates)]
 
         results = run_on_cards(shared.settings, cards, plan, confirms=not shares)
@@ -244,7 +244,7 @@ def compare_plans(
 
     varied = map(request.varied, request.variants)
     subjects = [name_subject(card.name, values) for card, values in product(request.cards, varied)]
-    return find_rows(plan_subjects, subjects, request.world_sizes, on_row).sorted_by(
+    return find_rows(plan_subjects, subjects, request.world_sizes, on_row or (lambda row: None)).sorted_by(
         request.sort or (None if request.prices is None else "cost")
     )
 

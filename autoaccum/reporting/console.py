@@ -242,6 +242,21 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in _escaped(text))
 
 
+def shorten(text: str, width: int) -> str:
+    """Leave out words in the middle of a text that is longer than `width`.
+
+    >>> shorten("python train.py --batch-size={micro_batch} --epochs 3 --lr 1e-4", 40)
+    'python train.py ... --lr 1e-4'
+    """
+    words = text.split(" ")
+    if len(text) <= width:
+        return text
+    while len(words) > 2 and len(" ".join(words)) + 4 > width:
+        del words[len(words) // 2]
+    words.insert((len(words) + 1) // 2, "...")
+    return " ".join(words)
+
+
 def _escaped(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter.isspace() else repr(letter)[1:-1] for letter in text)
 

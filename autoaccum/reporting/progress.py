@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from rich.text import Text
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Trial
 from autoaccum.messages import message
+from autoaccum.planning.comparison_record import ComparisonRow
 from autoaccum.planning.plan_events import (
     Doing,
     Explained,
@@ -28,7 +30,17 @@ from autoaccum.planning.plan_events import (
 from autoaccum.planning.plan_messages import peak_bytes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
-from autoaccum.reporting.console import NotebookConsole, PlainConsole, Table, clean, one_line, print_labelled
+from autoaccum.reporting.comparison_table import row_line
+from autoaccum.reporting.console import (
+    NotebookConsole,
+    PlainConsole,
+    Table,
+    clean,
+    make_console,
+    one_line,
+    print_labelled,
+    shorten,
+)
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +49,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 12.0
 """Between two lines without a terminal."""
+_LOG_WIDTH = 72
 
 
 class Progress:
@@ -137,7 +150,7 @@ class Progress:
         while not ended.wait(LINE_SECONDS):
             seconds += LINE_SECONDS
             if line := self._lasting:
-                self._print(Text(line).append(f" {seconds:.0f} s", "dim"))
+                self._print(Text(shorten(line, _LOG_WIDTH)).append(f" {seconds:.0f} s", "dim"))
 
     def _print(self, text: Text) -> None:
         self._guarded(self.console.print, text, soft_wrap=True)
@@ -147,6 +160,18 @@ class Progress:
             draw(*arguments, **options)
         except OSError:  # A closed pipe or terminal.
             self.console.quiet = True
+
+
+@contextmanager
+def drawn_in_notebook(kind: Callable[[PlainConsole], Any], on_event: Any, first: str = "loading ...") -> Iterator[Any]:
+    """Yield `on_event`; if it is None, in a notebook a listener that draws there what the command does, else None."""
+    console = make_console(stderr=True)
+    if on_event is not None or not isinstance(console, NotebookConsole):
+        yield on_event
+        return
+    with kind(console) as progress:
+        progress.show(first)
+        yield progress.notify
 
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
@@ -195,6 +220,9 @@ class PlanProgress(Progress):
             case TrialStarted(number, parts):
                 doing = "predicting" if self._predicted else f"trial {number}:"
                 self.show(f"{doing} micro-batch {_sizes(parts)} ...")
+            case ComparisonRow():
+                self.stop()
+                self.say(row_line(event), "dim")
             case TrialFinished(_, trial):
                 self.stop()
                 self.say(_trial_line(trial, self._predicted))

@@ -186,6 +186,11 @@ def _tolerance(tolerance: float) -> str:
     return "exact" if tolerance == 0 else f"{tolerance:.1e}"
 
 
+def first_line(is_command: bool) -> str:
+    """Return what a verification does first."""
+    return "running the command to its first update ..." if is_command else "loading ..."
+
+
 class VerificationProgress(Progress):
     """Shows a verification's progress: one line for the workload, and a live line for the comparison."""
 
