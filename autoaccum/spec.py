@@ -307,7 +307,7 @@ def read_savers(savers: Any, error: type[AutoaccumError] = UsageError) -> tuple[
     if given == [NO_SAVERS]:
         return ()
     if NO_SAVERS in given:
-        raise error(f"savers are {NO_SAVERS}, which stands alone", hint="leave it out, or all others")
+        raise error(f"{NO_SAVERS} is given with savers", hint=f"give {NO_SAVERS} alone, or leave it out")
     for word in given:
         if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
             raise error(

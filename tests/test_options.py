@@ -79,7 +79,7 @@ def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
         ({"batchnorm": "whole"}, "there is no batchnorm mode 'whole': choose micro"),
         ({"coupled": "twice"}, "coupled is 'twice': give True or False"),
         ({"savers": "checkpoint"}, "'checkpoint' is no saver"),
-        ({"savers": ["none", "recompute"]}, "savers are none, which stands alone: leave it out"),
+        ({"savers": ["none", "recompute"]}, "none is given with savers: give none alone"),
         ({"savers": ["auto", "recompute"]}, "savers are auto, which stands alone and is for a plan to choose"),
         ({"values": "cuda"}, "there is no values 'cuda': choose cpu"),
         ({"accumulate_in": "fp16"}, "no accumulate_in 'fp16'"),

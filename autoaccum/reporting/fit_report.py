@@ -164,7 +164,8 @@ class TrainingProgress(PlanProgress):
             pieces.append(f"{format_seconds(left)} left")
         pieces.append(f"{format_rate(event.samples_per_second)} samples/s")
         if event.peak_bytes is not None:
-            pieces.append(f"peak {format_bytes(event.peak_bytes)}")
+            of_process = "process " if str(started.device) == "cpu" else ""
+            pieces.append(f"{of_process}peak {format_bytes(event.peak_bytes)}")
         return "  ".join(pieces)
 
 

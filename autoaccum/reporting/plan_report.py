@@ -78,8 +78,10 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, str
     """
     if plan.solved is not None:
         yield f"{plan.solved.name} ", _solved(plan.solved, predicted=plan.kind == "predicted")
-    if plan.workload.overrides and not plan.workload.command:
-        yield "set", format_overrides(plan.workload.overrides)
+    solved = None if plan.solved is None else plan.solved.name
+    overrides = {name: value for name, value in plan.workload.overrides.items() if name != solved}
+    if overrides and not plan.workload.command:
+        yield "set", format_overrides(overrides)
     if plan.tokens is not None:
         yield from _token_rows(plan, plan.tokens)
     else:
@@ -270,6 +272,8 @@ def _peak(plan: Plan) -> str:
     if plan.peak_bytes is None or plan.headroom_bytes is None:
         return f"not measured, the budget is {limit}"
     peak, label = format_bytes(plan.peak_bytes), "" if plan.kind == "measured" else " (predicted)"
+    if plan.device.kind == "cpu":
+        label = " added to the process"
     if plan.min_budget_bytes is not None and plan.headroom_bytes < 0:
         needed = format_bytes(plan.min_budget_bytes)
         return f"{needed} needed of {limit}{label}; with more memory, PyTorch would cache {peak}"

@@ -41,7 +41,7 @@ ANSWER = (
     "micro-batch  86\n"
     "iter_size    3\n"
     "parts        86 + 85 + 85 = 256\n"
-    "peak         900 MiB of 1.0 GiB, headroom 124 MiB\n"
+    "peak         900 MiB of 1.0 GiB added to the process, headroom 124 MiB\n"
     "device       cpu\n"
     "train with   autoaccum.Accumulator(model, optimizer, loss, micro_batch=86).step(batch)\n"
 )

@@ -52,7 +52,7 @@ def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float
 def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
     lines = draw(started(), *(updated(number) for number in range(1, 31)))
     assert lines[0] == "training Linear on cpu: 256 samples per update, in micro-batches of up to 64"
-    assert lines[1] == "update 10 of 30  loss 0.1  0:20 left  5,120 samples/s  peak 3.0 GiB"
+    assert lines[1] == "update 10 of 30  loss 0.1  0:20 left  5,120 samples/s  process peak 3.0 GiB"
     assert [line.split("  ")[0] for line in lines[1:]] == [f"update {number} of 30" for number in (10, 20, 30)]
 
 
@@ -67,7 +67,7 @@ def test_a_log_has_a_line_in_ten_seconds_and_the_last_one() -> None:
     ids=["nothing", "epochs", "no-loss", "slow"],
 )
 def test_totals_that_are_not_known(told: list[Any], line: str) -> None:
-    assert draw(*told)[-1].removesuffix("  peak 3.0 GiB") == line
+    assert draw(*told)[-1].removesuffix("  process peak 3.0 GiB") == line
 
 
 EVENTS = [
@@ -102,7 +102,9 @@ def test_a_terminal_has_one_live_line_that_goes_away() -> None:
     assert "update 2 of 30  loss" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     assert text.index("warning: the sampler's order") < text.index("update 3 of 30  loss")
-    assert text.splitlines()[-1].endswith("update 3 of 30  loss 0.3333  0:40 left  5,120 samples/s  peak 3.0 GiB")
+    assert text.splitlines()[-1].endswith(
+        "update 3 of 30  loss 0.3333  0:40 left  5,120 samples/s  process peak 3.0 GiB"
+    )
 
 
 def test_a_terminal_is_redrawn_four_times_a_second_at_most() -> None:
