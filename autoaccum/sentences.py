@@ -184,7 +184,6 @@ def _predicted(uncertainty_bytes: int, measurable: bool) -> str:
 
 _QUANTITIES = {
     "peak": "the peak",
-    "held": "what is held at the peak",
     "min_budget": "the smallest budget",
     "tokens": "what micro-batches by tokens hold",
 }

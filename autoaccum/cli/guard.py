@@ -86,7 +86,7 @@ def command(
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
-      1  peak, smallest budget or memory held by tensors grew, the locked micro-batch no longer fits,
+      1  peak, smallest budget or memory held by tokens grew, the locked micro-batch no longer fits,
          the largest that fits fell, or what is to be locked does not fit
       2  wrong usage, a workload or command that fails, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum

@@ -65,8 +65,6 @@ class Measurement:
         phase: The phase of the moment at which most is held, as in `Explanation`.
         holdings: The bytes held at that moment, by module.
         environment: What else affects memory: versions, and settings of the allocator that are not the default.
-        lines: The lines of the user's code that modules come from, by path: `model.py:12`, from the folder of the
-            lock, in which they are not.
         warnings: Warnings of the measurement, which are not locked.
     """
 
@@ -84,7 +82,6 @@ class Measurement:
     phase: str = ""
     holdings: tuple[Holding, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    lines: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[Message, ...] = ()
 
     @property
@@ -205,7 +202,6 @@ def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     for name, measured in (("before", verdict.before), ("now", verdict.now)):
         if measured is not None:
             record[name] |= {"micro_batch": measured.micro_batch, "held_bytes": measured.held_bytes}
-            del record[name]["lines"]  # Of every module; growths have theirs.
     return record
 
 

@@ -34,7 +34,7 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import measure
+from autoaccum.guarding.measuring import ModuleLines, measure
 from autoaccum.guarding.project import LOCK_NAME, checked_out, find_folder, place_within, select_cases
 from autoaccum.guarding.verdict import compare
 from autoaccum.messages import message
@@ -168,21 +168,23 @@ class _GuardRun:
                 command=command,
             )
         locked = None if self.update else before
-        now = self._measure(case, ImportPaths.of(self.folder), locked)
+        now, lines = self._measure(case, ImportPaths.of(self.folder), locked)
         if before is None:
             return Verdict(case=case, outcome="locked", now=now)
-        verdict = compare(case, before, now, self.tolerance, command=command)
+        verdict = compare(case, before, now, self.tolerance, command=command, lines=lines)
         if not self.update:
             return verdict
         return dataclasses.replace(verdict, outcome="locked", exit_code=0, reasons=(), hint=None, command="")
 
     def _measure_baseline(self, case: Case, baseline: ImportPaths) -> Measurement:
         try:
-            return self._measure(case, baseline)
+            return self._measure(case, baseline)[0]
         except AutoaccumError as error:
             raise NotMeasuredError(f"at {self.revision}: {error.message}", hint=error.hint) from error
 
-    def _measure(self, case: Case, paths: ImportPaths, locked: Measurement | None = None) -> Measurement:
+    def _measure(
+        self, case: Case, paths: ImportPaths, locked: Measurement | None = None
+    ) -> tuple[Measurement, ModuleLines]:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
         limit = self.deadline.left_seconds

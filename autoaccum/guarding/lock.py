@@ -85,7 +85,7 @@ def _entry_lines(case: Case, measurement: Measurement) -> Iterator[str]:
     """Yield the lines of an entry, one for each field that is not empty; equal micro-batches are `[count, samples]`."""
     yield _line("asked", case.to_record())
     fields = {
-        **_given(dataclasses.replace(measurement, lines={}, warnings=(), holdings=())),
+        **_given(dataclasses.replace(measurement, warnings=(), holdings=())),
         "micro_batches": [[len(list(run)), size] for size, run in groupby(measurement.micro_batches)],
     }
     yield from (_line(name, value) for name, value in fields.items())

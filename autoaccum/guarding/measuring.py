@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -22,6 +23,8 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.token_budget import trial_parts
 from autoaccum.sources.command import read_command
 from autoaccum.units import precise_bytes
+
+ModuleLines: TypeAlias = "Mapping[str, str]"
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -41,7 +44,7 @@ def measure(
     locked: Measurement | None = None,
     time_limit: float | None = None,
     on_output: Callable[[str], None] | None = None,
-) -> Measurement:
+) -> tuple[Measurement, ModuleLines]:
     """Measure the memory of a schedule, and search for the largest micro-batch that fits, as a plan does.
 
     Args:
@@ -50,6 +53,10 @@ def measure(
         locked: Has the schedule and the token budget, whether they fit or not; None: the planned ones, which must.
         time_limit: Seconds that the search may take.
         on_output: Called with each line that the workload prints; None: they go to stderr.
+
+    Returns:
+        The measurement, and the lines of the user's code that modules come from: `model.py:12`, from the folder of
+        `paths`.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
@@ -64,9 +71,7 @@ def measure(
         given = request.schedule(case.micro_batch).micro_batches
     setup = make_setup(source, request, paths=paths, on_output=on_output, verb="guard")
     with setup.device:
-        measured = measure_simulated(setup, request, given, locked)
-    lines = {module: Path(os.path.relpath(line, paths.folder)).as_posix() for module, line in measured.lines.items()}
-    measured = dataclasses.replace(measured, lines=lines)
+        measured, lines = measure_simulated(setup, request, given, locked)
     if locked is None and not measured.fits:
         needed, limit = precise_bytes(measured.min_budget_bytes), precise_bytes(measured.limit_bytes)
         largest = f"take {measured.largest}, the largest that fits, or give no size to have it planned"
@@ -74,7 +79,7 @@ def measure(
             f"micro-batch {measured.micro_batch} does not fit: it needs at least {needed}, {limit} are available",
             hint=largest if measured.largest else "not even 1 fits: take another card, or a smaller model",
         )
-    return measured
+    return measured, {module: Path(os.path.relpath(line, paths.folder)).as_posix() for module, line in lines.items()}
 
 
 def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
@@ -88,7 +93,7 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
 
 def measure_simulated(
     setup: PlanSetup, request: PlanRequest, micro_batches: tuple[int, ...] | None, locked: Measurement | None = None
-) -> Measurement:
+) -> tuple[Measurement, ModuleLines]:
     """Trace the workload, search for the largest size, and explain the memory of a schedule; None: of the planned one.
 
     Of a workload that counts tokens, also measure the budget that is `locked`, or else the planned one.
@@ -126,7 +131,7 @@ def measure_simulated(
     prediction, described = device.predict(parts), device.describe()
     versions = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return Measurement(
+    measured = Measurement(
         card=described.card or described.name.removesuffix(" (simulated)"),
         update={
             "precision": inspection.spec.precision,
@@ -148,9 +153,9 @@ def measure_simulated(
         phase=report.explanation.phase,
         holdings=report.holdings,
         environment={**versions, **device.allocator_settings, **variables},
-        lines=report.lines,
         warnings=tuple(dict.fromkeys((*(() if plan is None else plan.warnings), *prediction.warnings))),
     )
+    return measured, report.lines
 
 
 def _token_peak(device: Device, request: PlanRequest, inspection: Inspection, micro_tokens: int) -> int | None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from autoaccum.checks import join_words
@@ -28,10 +29,18 @@ _MOST: Final = 3
 """More modules than this are named by the modules that contain them; and so many causes are named."""
 
 
-def compare(case: Case, before: Measurement, now: Measurement, tolerance: MemorySize, *, command: str = "") -> Verdict:
+def compare(
+    case: Case,
+    before: Measurement,
+    now: Measurement,
+    tolerance: MemorySize,
+    *,
+    command: str = "",
+    lines: Mapping[str, str] | None = None,
+) -> Verdict:
     """Compare what a case takes now with a lock or another revision, and return the verdict.
 
-    `command` writes what was measured to the lock; empty where there is no lock.
+    `command` writes what was measured to the lock; empty where there is no lock. `lines` are those of `measure`.
     """
     verdict = Verdict(case=case, outcome="passed", before=before, now=now)
     if unlike := tuple(_other_conditions(before, now)):
@@ -46,7 +55,7 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Memory
     reasons = tuple(_find_reasons(before, now, tolerance))
     changes = [size - before.sizes[name] for name, size in now.sizes.items()]
     sign = 1 if reasons or next(filter(None, changes), 0) >= 0 else -1
-    growths = find_growths(before, now, sign)
+    growths = find_growths(before, now, sign, lines or {})
     explanation = tuple(_explain(case, before, now, growths, sign))
     verdict = dataclasses.replace(verdict, growths=growths, explanation=explanation)
     if not reasons:
@@ -95,8 +104,9 @@ def _find_reasons(before: Measurement, now: Measurement, tolerance: MemorySize) 
 def _find_regressed(before: Measurement, now: Measurement, tolerance: MemorySize) -> str | None:
     """Return which of a measurement's `sizes` regressed, if any.
 
-    It is the peak if another one grew too or by a whole segment, else what is held, else the peak by tokens. Where both
-    peaks are above the budget, the smallest budget counts in place of the peak.
+    It is the peak if another one grew too or by a whole segment, else the smallest budget if what is held grew too,
+    else the peak by tokens. What is held alone may grow, since what fits stays the same. Where both peaks are above the
+    budget, the smallest budget counts in place of the peak.
     """
     growth = {name: now.sizes[name] - size for name, size in before.sizes.items()}
     exceeds = {name: growth[name] > tolerance.resolve(size) for name, size in before.sizes.items()}
@@ -104,8 +114,8 @@ def _find_regressed(before: Measurement, now: Measurement, tolerance: MemorySize
     main = "min_budget" if are_over else "peak"
     if exceeds[main] and (growth[main] >= LARGE_SEGMENT_BYTES or exceeds["held"] or exceeds["min_budget"]):
         return main
-    if exceeds["held"] and growth["min_budget"] >= 0:
-        return "held"
+    if exceeds["held"] and exceeds["min_budget"]:
+        return "min_budget"
     return "tokens" if exceeds.get("tokens") else None
 
 
@@ -134,7 +144,9 @@ _Changes = Sequence[tuple[Holding, int]]
 """What is held before, each with -1, and what is held now, each with 1."""
 
 
-def find_growths(before: Measurement, now: Measurement, sign: int = 1) -> tuple[Growth, ...]:
+def find_growths(
+    before: Measurement, now: Measurement, sign: int = 1, lines: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Growth, ...]:
     """Return what grew and shrank; all of it adds up to the growth of the peak.
 
     What grew comes first, or by a `sign` of -1 what shrank. A module with another name is another module.
@@ -143,7 +155,7 @@ def find_growths(before: Measurement, now: Measurement, sign: int = 1) -> tuple[
     for side, measured in ((-1, before), (1, now)):
         for holding in measured.holdings:
             changes[holding.category].append((holding, side))
-    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category], now.lines)]
+    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category], lines)]
     unused = (now.peak_bytes - now.held_bytes) - (before.peak_bytes - before.held_bytes)
     growths.append(Growth(category="unused", module="", bytes=unused))
     return tuple(sorted((growth for growth in growths if growth.bytes), key=lambda growth: -sign * growth.bytes))

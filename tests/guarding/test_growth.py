@@ -72,7 +72,7 @@ def test_a_growth_has_the_line_of_the_module_that_grew_most() -> None:
     parts = [row("outputs", "", 1, kind="Net"), row("workspace", "", 1, kind=""), row("parameters", "head", 1)]
     larger = [dataclasses.replace(part, bytes=2 * part.bytes) for part in parts]
     wider = [row("activations", f"blocks.{n}.mlp", 9 + n) for n in range(2)]
-    found = find_growths(measured(*blocks(2, mlp=8), *parts), measured(*wider, *larger, lines=lines))
+    found = find_growths(measured(*blocks(2, mlp=8), *parts), measured(*wider, *larger), lines=lines)
     assert {(growth.category, growth.module): growth.line for growth in found} == {
         ("activations", "blocks.{0,1}.mlp"): "net.py:4",
         ("parameters", "head"): "net.py:9",
@@ -80,7 +80,7 @@ def test_a_growth_has_the_line_of_the_module_that_grew_most() -> None:
         ("workspace", ""): "",
     }
     several = [row("activations", name, 8 + len(name)) for name in ("a", "b", "c", "head")]
-    (growth,) = find_growths(measured(), measured(*several, lines=lines))
+    (growth,) = find_growths(measured(), measured(*several), lines=lines)
     assert (growth.module, growth.line) == ("", "net.py:9")
 
 

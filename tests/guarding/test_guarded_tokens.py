@@ -63,9 +63,8 @@ def measure(source: str, folder: Path, locked: Measurement | None = None) -> Mea
     settings = TrialSettings(source=FileSource(str(path)), rank_samples=request.rank_samples)
     traces = TraceCache(partial(InProcessTracer, settings, card), request.rank_samples)
     with SimulatedDevice(card, traces, torch_version=read_torch_release(), memory=CASE.options.memory) as device:
-        return measure_simulated(
-            make_plan_setup(device, str(path)), request, None if locked is None else locked.micro_batches, locked
-        )
+        micro_batches = None if locked is None else locked.micro_batches
+        return measure_simulated(make_plan_setup(device, str(path)), request, micro_batches, locked)[0]
 
 
 @pytest.fixture(scope="module")

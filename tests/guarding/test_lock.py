@@ -57,9 +57,7 @@ class TestSound:
         assert len({case_name(case) for case in given}) == len(given)
 
     def test_it_is_made_to_be_read(self, tmp_path: Path) -> None:
-        measurement = a_measurement(lines={"head": "train.py:1"})
-        lines = written(tmp_path, {a_case(precision="bf16"): measurement}).splitlines()
-        assert "train.py:1" not in "".join(lines), "a comment above a module is no change of the lock"
+        lines = written(tmp_path, {a_case(precision="bf16"): a_measurement()}).splitlines()
         assert all(json.loads(line) for line in lines)
         assert json.loads(lines[0])["autoaccum-lock"] == 5
         for line in (

@@ -48,7 +48,7 @@ def measure_traces(
 ) -> Measurement:
     request = make_request(target, **asked)
     with (subject := make_subject(tracer, request, gib)).device:
-        return measure_simulated(subject, request, micro_batches)
+        return measure_simulated(subject, request, micro_batches)[0]
 
 
 def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
@@ -161,6 +161,6 @@ def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path)
         traces = TraceCache(partial(InProcessTracer, settings, card), request.rank_samples)
         device = SimulatedDevice(card, traces, torch_version=read_torch_release(), environment={})
         with device:
-            found.append(measure_simulated(make_plan_setup(device, str(path)), request, None))
+            found.append(measure_simulated(make_plan_setup(device, str(path)), request, None)[0])
     assert found[0] == found[1]
     assert found[0].micro_batches == (16, 16, 16)

@@ -81,7 +81,7 @@ def measure_here(
     if case.micro_batch is not None:
         micro_batches = request.schedule(request.cap).micro_batches
     with SimulatedDevice(card, traces, torch_version=read_torch_release(), memory=case.options.memory) as device:
-        return measure_simulated(make_plan_setup(device, reference), request, micro_batches)
+        return measure_simulated(make_plan_setup(device, reference), request, micro_batches)[0]
 
 
 def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Measurement:

@@ -119,7 +119,8 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
 @pytest.mark.parametrize(
     ("before", "now", "grown"),
     [
-        ({}, {"held": 14 * GIB + 200 * MIB}, ("held", 200 * MIB)),
+        ({}, {"held": 14 * GIB + 200 * MIB, "least": LEAST + 50 * MIB}, None),
+        ({}, {"held": 14 * GIB + 200 * MIB, "least": LEAST + 200 * MIB}, ("min_budget", 200 * MIB)),
         ({}, {"held": 15 * GIB, "peak": 14 * GIB, "least": 14 * GIB}, None),
         (SMALL, SMALL | {"peak": 419 * MIB}, None),
         (SMALL, SMALL | {"peak": 420 * MIB}, ("peak", 20 * MIB)),
@@ -130,6 +131,7 @@ TIGHT = {"limit_bytes": 14 * GIB + 300 * MIB}
     ],
     ids=[
         "held, at the same peak",
+        "held and the smallest budget, at the same peak",
         "held, where less is needed",
         "a peak by less than a segment",
         "a peak by a segment",
