@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,8 @@ def lock_table(entries: Mapping[Case, Measurement]) -> str:
     cards = sorted(limits, key=lambda card: (limits[card], card))
     versions = sorted({str(measurement.environment["torch"]) for measurement in entries.values()})
     lines = [["Training", *cards], ["---", *("--:" for _ in cards)]]
-    lines += [[_code(name), *(cells.get(card, "") for card in cards)] for name, cells in rows.items()]
+    for label, cells in zip(_labels(rows), rows.values(), strict=True):
+        lines.append([_code(label), *(cells.get(card, "") for card in cards)])
     return "\n".join(
         [
             *(f"| {' | '.join(line)} |" for line in lines),
@@ -38,6 +40,30 @@ def lock_table(entries: Mapping[Case, Measurement]) -> str:
             f" predicted by `autoaccum guard` with torch {join_words(versions)}.",
         ]
     )
+
+
+def _labels(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of cases for cells, of a command its script, options, and what other runs of the script lack."""
+    cases = [f" {name}".partition(" -- ") for name in names]
+    for options, dashes, command in cases:
+        if not dashes:
+            yield options.strip()
+            continue
+        script = _script(command)
+        alike = [set(other.split(" ")) for _, _, other in cases if _script(other) == script]
+        common, words = set.intersection(*alike) - {script}, command.split(" ")
+        kept = [
+            word
+            for word, value in zip(words, [*words[1:], script], strict=True)
+            if word not in common or (word.startswith("-") and value not in {*common, script})
+        ]
+        yield f"{' '.join(kept)}{options}"
+
+
+def _script(command: str) -> str:
+    """Return the script of a command, its module after -m, or else its first word."""
+    found = re.search(r"\S+\.(?:py|sh)(?!\S)|(?<=-m )\S+", command)
+    return found[0] if found else command.partition(" ")[0]
 
 
 def _cell(case: Case, measurement: Measurement) -> str:

@@ -29,12 +29,31 @@ def test_rows_are_what_is_trained_and_columns_cards_by_their_memory() -> None:
     assert lock_table(lock).splitlines() == [
         "| Training | t4 | rtx3090 | a100-80gb |",
         "| --- | --: | --: | --: |",
-        "| `--micro-batch 8 -- python train.py --bs={micro_batch}` |  | 8 |  |",
+        "| `train.py --micro-batch 8` |  | 8 |  |",
         "| `train.py --target-batch 256` | 100 (3) |  | 1,024 (1) |",
         "| `train.py --target-batch 256 --precision bf16` | 32 (8) |  |  |",
         "",
         "The largest micro-batch that fits, with the number of micro-batches per update in parentheses, as predicted by"
         " `autoaccum guard` with torch 2.13.0 and 2.14.1.",
+    ]
+
+
+def test_commands_are_told_apart_by_the_words_that_differ() -> None:
+    words = (
+        "-- torchrun --nproc-per-node {} train.py --batch-size={{micro_batch}} --data /data/of/text --size {} --lr 1"
+    )
+    commands = [
+        words.format(2, "large"),
+        words.format(2, "small"),
+        words.format(4, "small"),
+        "-- python -m my.train {x}",
+    ]
+    labels = re.findall(r"^\| `(.*)`", lock_table({a_case(name): a_measurement() for name in commands}), re.MULTILINE)
+    assert labels == [
+        "my.train --target-batch 256",
+        "--nproc-per-node 2 train.py --size large --target-batch 256",
+        "--nproc-per-node 2 train.py --size small --target-batch 256",
+        "--nproc-per-node 4 train.py --size small --target-batch 256",
     ]
 
 
