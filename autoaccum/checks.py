@@ -55,13 +55,23 @@ def check_word(value: Any, what: str, known: Iterable[str], *, error: type[Autoa
         raise error(f"there is no {what} {value!r}", hint=f"choose {join_words(known, 'or')}")
 
 
+def close_names(word: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of the known words that are like this one, the most alike first; case does not matter.
+
+    >>> close_names("adam_w", ["AdamW", "Adam", "SGD"])
+    ['AdamW', 'Adam']
+    """
+    by_key = {name.casefold(): name for name in known}
+    return [by_key[key] for key in difflib.get_close_matches(word.casefold(), by_key, cutoff=0.7)]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the question whether one of the known words that are like this one was meant; empty if none is.
 
     >>> did_you_mean("paln", ["plan", "verify"]), did_you_mean("lost", ["plan", "verify"])
     ('did you mean plan?', '')
     """
-    close = difflib.get_close_matches(word, list(known), cutoff=0.7)
+    close = close_names(word, known)
     return f"did you mean {join_words(close, 'or')}?" if close else ""
 
 

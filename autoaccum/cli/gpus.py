@@ -32,7 +32,7 @@ def command(name: str | None, **asked: Any) -> None:
 
     cards = all_cards() if name is None else matching_cards(name)
     if name is not None and not cards:
-        if guess := did_you_mean(name.lower(), map(str.lower, GENERATIONS)):
+        if guess := did_you_mean(name, map(str.lower, GENERATIONS)):
             raise UsageError(f"there is no {name!r} among the names and generations of cards", hint=guess)
         cards = (find_card(name),)
     Outputs(asked).show(lambda: list(map(card_record, cards)), lambda: card_blocks(cards, sources=name is not None))

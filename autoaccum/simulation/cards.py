@@ -6,7 +6,6 @@ To add a card, add a row to `cards.csv`, and nothing else. `.github/CONTRIBUTING
 from __future__ import annotations
 
 import csv
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TypeVar
 
+from autoaccum.checks import close_names
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, KIB, MIB, format_bytes, parse_size
 
@@ -253,7 +253,7 @@ def _cards_by_key() -> Mapping[str, tuple[Card, ...]]:
 def _close_names(text: str) -> list[str]:
     if size := _NO_UNIT.fullmatch(text):
         return [f"{size[1]}GiB"]
-    close = difflib.get_close_matches(_key(text)[:_MAX_SHOWN_LENGTH], _cards_by_key(), n=3, cutoff=0.7)
+    close = close_names(_key(text)[:_MAX_SHOWN_LENGTH], _cards_by_key())
     return list(dict.fromkeys(card.name for key in close for card in _cards_by_key()[key]))[:3]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import math
 from collections import defaultdict
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.checks import describe_type, type_name
+from autoaccum.checks import describe_type, did_you_mean, type_name
 from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.sources.model_copies import copy_module, empty_tensors
 
@@ -36,9 +35,8 @@ def check_optimizer(optimizer: Any) -> Callable[..., Any]:
         classes = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
         name = (optimizer or "AdamW").lower()
         if name not in classes:
-            close = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or ["adamw", "sgd"]
-            names = ", ".join(classes[key].__name__ for key in close)
-            raise WorkloadError(f"torch.optim has no optimizer {optimizer!r}", hint=f"did you mean {names}?")
+            hint = did_you_mean(name, (known.__name__ for known in classes.values())) or "give a name such as AdamW"
+            raise WorkloadError(f"torch.optim has no optimizer {optimizer!r}", hint=hint)
         optimizer = classes[name]
     if not callable(optimizer):
         raise WorkloadError(f"optimizer is {describe_type(optimizer)}", hint=_FACTORY)

@@ -7,7 +7,6 @@ same text is what `--write-workload` writes.
 from __future__ import annotations
 
 import ast
-import difflib
 import io
 import tokenize
 from collections import Counter
@@ -19,7 +18,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from autoaccum.checks import describe_type
+from autoaccum.checks import describe_type, did_you_mean
 from autoaccum.errors import UsageError
 
 _CONSTANT_NODES = (
@@ -143,11 +142,8 @@ def _choose(constants: Mapping[str, Constant | None], name: str, label: str) -> 
     """Return the constant of a name; raise UsageError if there is none that can be replaced."""
     known = [constant for constant, value in constants.items() if value is not None]
     if name not in constants:
-        close = difflib.get_close_matches(name, known, 3, 0.6) or known[:12]
-        raise UsageError(
-            f"{label} has no constant {name} at its top level",
-            hint=f"it has {', '.join(close)}" if close else f"write a line {name} = ... in it",
-        )
+        others = f"it has {', '.join(known[:12])}" if known else f"write a line {name} = ... in it"
+        raise UsageError(f"{label} has no constant {name} at its top level", hint=did_you_mean(name, known) or others)
     constant = constants[name]
     if constant is None:
         raise UsageError(
