@@ -190,6 +190,17 @@ class NamedSource(FileSource):
         """Its parameters: the constants in lower case, without the name of the model."""
         return {name: known for name, known in super().constants.items() if name.islower() and name != "name"}
 
+    def check_overrides(self) -> None:
+        """Also raise UsageError for a negative number, or for 0 where the parameter itself is above."""
+        super().check_overrides()
+        for name, parameter in self.constants.items():
+            least = parameter.value
+            if name in self.overrides and isinstance(least, int | float) and not isinstance(least, bool):
+                value = parameter.convert(self.overrides[name], self.name)
+                if value < 0 or value == 0 < least:
+                    hint = f"give a number above 0, such as {least}" if least else "give a number above 0, or 0"
+                    raise UsageError(f"{name} of {self.name} is {value}", hint=hint)
+
     def load(self) -> Workload:
         """Import our file with the overrides in place.
 

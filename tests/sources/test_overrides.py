@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_a_file_is_written_in_the_encoding_it_declares(tmp_path: Path) -> None:
 def test_the_name_of_a_model_by_name_cannot_be_set() -> None:
     with pytest.raises(UsageError, match="name cannot be set"):
         find_source("timm:resnet50", {"name": "vit_base_patch16_224"})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("hf:gpt2", {"length": 0, "lora_dropout": 0, "gradient_checkpointing": False}, None),
+        ("hf:gpt2", {"length": "-64"}, "length of hf:gpt2 is -64: give a number above 0, or 0"),
+        ("hf:gpt2", {"seconds": -1}, "seconds of hf:gpt2 is -1.0: give a number above 0, such as 10.0"),
+        ("torchvision:r3d_18", {"frames": 0}, "frames of torchvision:r3d_18 is 0: give a number above 0, such as 16"),
+    ],
+)
+def test_a_size_of_a_model_by_name_is_no_negative_number(name: str, values: dict[str, Any], told: str | None) -> None:
+    with pytest.raises(UsageError, match=told) if told else nullcontext():
+        find_source(name, values).check_overrides()
 
 
 def test_a_file_of_a_package_is_loaded_with_its_overrides(tmp_path: Path) -> None:
