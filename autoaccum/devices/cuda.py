@@ -11,7 +11,7 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import MemoryReport
-from autoaccum.devices.nvml import CardProcess, NvmlAnswers
+from autoaccum.devices.nvml import CardAnswers, CardProcess
 from autoaccum.devices.simulated.simulation_requests import Tracer, start_tracing
 from autoaccum.errors import AutoaccumError, UsageError, first_line
 from autoaccum.messages import message
@@ -124,7 +124,7 @@ class InstalledCard:
             source=f"cuda:{self.index} itself",
         )
 
-    def with_processes(self, nvml: NvmlAnswers, *, own_pid: int) -> InstalledCard:
+    def with_processes(self, nvml: CardAnswers, *, own_pid: int) -> InstalledCard:
         """Return the card with what NVML says of it; this process is the one with `own_pid`."""
         processes = nvml.processes or ()
         own = next((process for process in processes if process.pid == own_pid), None)

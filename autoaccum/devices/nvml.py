@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _NOT_AVAILABLE = 2**64 - 1
 """NVML_VALUE_NOT_AVAILABLE as an unsigned long long."""
@@ -24,40 +24,57 @@ class CardProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvmlAnswers:
-    """What NVML answered on one card, or on the machine; None where it did not.
+class _Answers:
+    """What NVML answered; None where it did not.
 
     Attributes:
         driver: The driver's version.
-        processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
-            divided into MIG slices, of which NVML lists the processes of all.
-        cards: Name and bytes of every card of the machine, visible to CUDA or not, if that was asked.
         missing: The reason why there is nothing from NVML, in its own words; None if there is.
     """
 
     driver: str | None = None
-    processes: tuple[CardProcess, ...] | None = None
-    cards: tuple[tuple[str | None, int | None], ...] = ()
     missing: str | None = None
 
 
-def ask_nvml(uuid: str | None) -> NvmlAnswers:
+@dataclass(frozen=True, kw_only=True)
+class CardAnswers(_Answers):
+    """What NVML answered on one card.
+
+    Attributes:
+        processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
+            divided into MIG slices, of which NVML lists the processes of all.
+    """
+
+    processes: tuple[CardProcess, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineAnswers(_Answers):
+    """What NVML answered on the machine: name and bytes of each of its `cards`, visible to CUDA or not."""
+
+    cards: tuple[tuple[str | None, int | None], ...] = ()
+
+
+_Kind = TypeVar("_Kind", CardAnswers, MachineAnswers)
+
+
+def ask_nvml(uuid: str | None) -> CardAnswers:
     """Ask about the card with this `uuid`, which PyTorch writes without a prefix."""
     if uuid is None:
-        return NvmlAnswers(missing="PyTorch does not tell the card's uuid")
-    return _ask(lambda library: read_answers(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
+        return CardAnswers(missing="PyTorch does not tell the card's uuid")
+    return _ask(CardAnswers, lambda library: read_answers(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
 
 
-def list_cards() -> NvmlAnswers:
+def list_cards() -> MachineAnswers:
     """Ask which cards the machine has."""
-    return _ask(read_cards)
+    return _ask(MachineAnswers, read_cards)
 
 
-def _ask(read: Callable[[Any], NvmlAnswers]) -> NvmlAnswers:
+def _ask(kind: type[_Kind], read: Callable[[Any], _Kind]) -> _Kind:
     try:
         library = importlib.import_module("pynvml")
     except ImportError as error:
-        return NvmlAnswers(missing=f"pynvml (nvidia-ml-py) cannot be imported: {error}")
+        return kind(missing=f"pynvml (nvidia-ml-py) cannot be imported: {error}")
     try:
         library.nvmlInit()
         try:
@@ -65,7 +82,7 @@ def _ask(read: Callable[[Any], NvmlAnswers]) -> NvmlAnswers:
         finally:
             library.nvmlShutdown()
     except (library.NVMLError, library.NVMLLibraryMismatchError) as error:
-        return NvmlAnswers(missing=str(error))
+        return kind(missing=str(error))
 
 
 def _answer(library: Any, query: str, *arguments: Any) -> Any:
@@ -75,27 +92,27 @@ def _answer(library: Any, query: str, *arguments: Any) -> Any:
         return None
 
 
-def read_cards(library: Any) -> NvmlAnswers:
+def read_cards(library: Any) -> MachineAnswers:
     """Return what `library` (pynvml) answers on all cards."""
     cards = []
     for index in range(library.nvmlDeviceGetCount()):
         handle = library.nvmlDeviceGetHandleByIndex(index)
         memory = _answer(library, "nvmlDeviceGetMemoryInfo", handle)
         cards.append((_answer(library, "nvmlDeviceGetName", handle), memory and memory.total))
-    return NvmlAnswers(driver=_answer(library, "nvmlSystemGetDriverVersion"), cards=tuple(cards))
+    return MachineAnswers(driver=_answer(library, "nvmlSystemGetDriverVersion"), cards=tuple(cards))
 
 
-def read_answers(library: Any, handle: Any) -> NvmlAnswers:
+def read_answers(library: Any, handle: Any) -> CardAnswers:
     """Return what `library` (pynvml) answers on one card."""
     driver = _answer(library, "nvmlSystemGetDriverVersion")
     is_sliced = bool((_answer(library, "nvmlDeviceGetMigMode", handle) or [0])[0])
     computing = None if is_sliced else _answer(library, "nvmlDeviceGetComputeRunningProcesses", handle)
     if computing is None:
-        return NvmlAnswers(driver=driver)
+        return CardAnswers(driver=driver)
     drawing = _answer(library, "nvmlDeviceGetGraphicsRunningProcesses", handle) or ()
     used = {process.pid: process.usedGpuMemory for process in [*computing, *drawing]}
     processes = (
         CardProcess(pid=pid, used_bytes=None if used_bytes in (None, _NOT_AVAILABLE) else int(used_bytes))
         for pid, used_bytes in used.items()
     )
-    return NvmlAnswers(driver=driver, processes=tuple(processes))
+    return CardAnswers(driver=driver, processes=tuple(processes))

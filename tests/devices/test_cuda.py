@@ -15,7 +15,15 @@ from planned import LINEAR_FILE, make_settings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.cuda import CudaDevice, InstalledCard, check_index
 from autoaccum.devices.meters import check_allocator, memory_fraction
-from autoaccum.devices.nvml import CardProcess, NvmlAnswers, ask_nvml, list_cards, read_answers, read_cards
+from autoaccum.devices.nvml import (
+    CardAnswers,
+    CardProcess,
+    MachineAnswers,
+    ask_nvml,
+    list_cards,
+    read_answers,
+    read_cards,
+)
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -112,7 +120,7 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
 def test_the_context_is_what_nvml_says_of_this_process_above_the_allocator(
     own: CardProcess, context_bytes: int | None, others: tuple[CardProcess, ...] | None
 ) -> None:
-    nvml = NvmlAnswers(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
+    nvml = CardAnswers(driver="580.95.05", processes=(CardProcess(pid=7, used_bytes=GIB), own))
     card = CARD.with_processes(nvml, own_pid=99)
     assert (card.context_bytes, card.others, card.driver) == (context_bytes, others, "580.95.05")
 
@@ -159,7 +167,7 @@ COMPUTING = [SimpleNamespace(pid=4711, usedGpuMemory=8 * GIB), SimpleNamespace(p
 def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes: bool) -> None:
     library = Recorded(nvmlDeviceGetMigMode=mig, nvmlDeviceGetComputeRunningProcesses=COMPUTING)
     processes = (CardProcess(pid=4711, used_bytes=8 * GIB), CardProcess(pid=7, used_bytes=None))
-    assert read_answers(library, "handle") == NvmlAnswers(processes=processes if names_processes else None)
+    assert read_answers(library, "handle") == CardAnswers(processes=processes if names_processes else None)
     if names_processes:
         pynvml = pytest.importorskip("pynvml")
         names = {*library.asked, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "NVMLError"}
@@ -169,14 +177,15 @@ def test_who_is_on_a_card_that_is_not_in_slices(mig: list[int], names_processes:
 @pytest.mark.parametrize("memory", [{"nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24 * GIB)}, {}])
 def test_the_cards_of_the_machine(memory: dict[str, Any]) -> None:
     library = Recorded(nvmlDeviceGetCount=2, nvmlDeviceGetHandleByIndex="handle", nvmlDeviceGetName="T4", **memory)
-    assert read_cards(library) == NvmlAnswers(cards=2 * (("T4", 24 * GIB if memory else None),))
+    assert read_cards(library) == MachineAnswers(cards=2 * (("T4", 24 * GIB if memory else None),))
     assert all(hasattr(pytest.importorskip("pynvml"), name) for name in library.asked)
 
 
 @pytest.mark.without_gpu
 def test_without_nvml_its_own_message_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_nvml(None).missing is not None
-    assert ask_nvml("8f2b6c1e") == list_cards() == NvmlAnswers(missing="NVML Shared Library Not Found")
+    missing = "NVML Shared Library Not Found"
+    assert (ask_nvml("8f2b6c1e"), list_cards()) == (CardAnswers(missing=missing), MachineAnswers(missing=missing))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     answers = ask_nvml("8f2b6c1e")
     assert "pynvml" in (answers.missing or "")
