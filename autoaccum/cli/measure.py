@@ -12,7 +12,7 @@ import click
 from autoaccum.cli.flags import OUTPUT_FLAGS, HelpWithHeadings
 from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, cannot_run
+from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, cannot_run, fill_places
 
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _SAID = (0, 1, 2, 3)
@@ -54,8 +54,7 @@ def command(workload: str | tuple[str, ...], **asked: Any) -> None:
     """
     if isinstance(workload, str):
         raise UsageError("measure runs a training command", hint=f"write -- before it: -- python {workload}")
-    sizes = {MICRO_BATCH: asked["micro_batch"], ITER_SIZE: asked["iter_size"]}
-    words = [_fill(word, sizes) for word in workload]
+    words = fill_places(workload, {MICRO_BATCH: asked["micro_batch"], ITER_SIZE: asked["iter_size"]})
     outputs = Outputs(asked)
     path = Path(outputs.files["-o"])
     typed = running_words(without=(*OUTPUT_FLAGS, "workload"))
@@ -89,15 +88,6 @@ def insert_file(words: Sequence[str], told: Sequence[str]) -> list[str]:
         f"`{words[0]}` is run, and no Python script is named",
         hint=f"write `python train.py`; where another script starts Python, write {file} before the script there",
     )
-
-
-def _fill(word: str, sizes: dict[str, int | None]) -> str:
-    for place, size in sizes.items():
-        if place in word and size is None:
-            flag = f"--{place.strip('{}').replace('_', '-')}"
-            raise UsageError(f"the command has {place}, and its value is not given", hint=f"add {flag} N")
-        word = word.replace(place, str(size))
-    return word
 
 
 def _written_at(path: Path) -> int | None:

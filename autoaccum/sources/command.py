@@ -110,10 +110,7 @@ class CommandSource(Source):
         """Return the words with sizes in their places; other braces stay as they are."""
         total = iter_size * world_size
         sizes = (micro_batch, iter_size, world_size, total, total * micro_batch)
-        filled = self.words
-        for place, size in zip(_PLACES, sizes, strict=True):
-            filled = [word.replace(place, str(size)) for word in filled]
-        return filled
+        return fill_places(self.words, dict(zip(_PLACES, sizes, strict=True)))
 
     @property
     def files(self) -> list[Path]:
@@ -130,6 +127,17 @@ class CommandSource(Source):
     def load(self) -> Any:
         """Raise UsageError: a command has no workload, and runs by itself."""
         raise UsageError(f"`{self.name}` is a command, and a workload is needed", hint="give a file, such as model.py")
+
+
+def fill_places(words: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:
+    """Return words with sizes in their places; raise UsageError where one is None."""
+    filled = list(words)
+    for place, size in sizes.items():
+        if size is None and any(place in word for word in filled):
+            flag = f"--{place.strip('{}').replace('_', '-')}"
+            raise UsageError(f"the command has {place}, and its value is not given", hint=f"add {flag} N")
+        filled = [word.replace(place, str(size)) for word in filled]
+    return filled
 
 
 def read_command(
