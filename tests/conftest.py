@@ -73,6 +73,13 @@ def write_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return write
 
 
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the test module's MODEL as a file."""
+    (tmp_path / "model.py").write_text(request.module.MODEL)
+    return tmp_path
+
+
 _DESELECTED = pytest.StashKey[dict[str, int]]()
 _OUTPUT = "deselected"
 _MEASURED = Path(__file__).parent / "gpu" / "data"

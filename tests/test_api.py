@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_classifier import layers_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -43,9 +44,7 @@ def test_it_is_drawn_on_stderr_alone(progress: bool, capfd: pytest.CaptureFixtur
 @pytest.mark.usefixtures("warm_children")
 def test_a_guard_locks_compares_and_refuses_what_contradicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = ["import torch", "model = torch.nn.Linear(4, 2)", "criterion = torch.nn.MSELoss()"]
-    lines += ["def batch(size): return torch.zeros(size, 4), torch.zeros(size, 2)", ""]
-    (tmp_path / "model.py").write_text("\n".join(lines))
+    (tmp_path / "model.py").write_text(layers_file(4, 2))
     autoaccum.guard("model.py", gpus=["rtx3090", "t4"], target_batch=8, update=True)
     report = autoaccum.guard()
     assert (report.exit_code, len(report.verdicts)) == (0, 2)

@@ -175,13 +175,9 @@ LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') i
 @pytest.mark.parametrize(
     "statement",
     [
-        "import autoaccum; dir(autoaccum)",
+        "import autoaccum; dir(autoaccum); autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
         "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.planner",
-        "import autoaccum; autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
-        "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report",
-        "from click.testing import CliRunner; from autoaccum.cli import main; "
-        "r = [CliRunner().invoke(main, a) for a in (['--help'], ['plan', '--help'], ['--version'])]; "
-        "assert all(x.exit_code == 0 for x in r), r",
+        "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report, autoaccum.reporting.emit",
     ],
 )
 def test_light_imports_load_nothing_heavy(statement: str) -> None:

@@ -140,7 +140,7 @@ assert not optimizer.state
 def test_live_objects_are_planned_as_they_are(warm_python: WarmPython) -> None:
     """In a process of its own: pytest's has threads, which a limit on its memory would reach."""
     script = LIVE.format(block=code("guides/own_loop.md", "Plan from code"))
-    done = warm_python(ROOT, "-c", script, environment=environment())
+    done = warm_python(ROOT, "-c", script, environment=environment(), measured=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -157,7 +157,8 @@ assert result.plan is not None
 
 def test_one_call_trains(tmp_path: Path, warm_python: WarmPython) -> None:
     """In a process of its own, as above."""
-    done = warm_python(tmp_path, "-c", FIT.format(block=code("commands/fit.md", "fit")), environment=environment())
+    script = FIT.format(block=code("commands/fit.md", "fit"))
+    done = warm_python(tmp_path, "-c", script, environment=environment(), measured=True)
     assert done.returncode == 0, done.stderr
     written = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert {"metrics.jsonl", "plan.json", "checkpoints", "model.pt"} <= written

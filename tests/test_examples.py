@@ -7,13 +7,12 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import Command, autoaccum, environment
-from warm_children import WarmRanks
+from command_line import Command, environment
+from warm_children import WarmPython, WarmRanks
 
 from autoaccum.planning.plan_record import Plan
 
@@ -95,16 +94,18 @@ def test_examples_train_on_several_ranks(name: str, line: str, warm_ranks: WarmR
     assert both[0].stdout.strip(), f"{name} prints what it does"
 
 
-def test_a_training_script_is_planned_as_it_is_and_trains(tmp_path: Path) -> None:
+def test_a_training_script_is_planned_as_it_is_and_trains(
+    tmp_path: Path, command: Command, warm_python: WarmPython
+) -> None:
     plan_line, train_line = sorted(line for name, line in COMMANDS if name == "train")
     words = shlex.split(plan_line)[1:]
     at, small = words.index("--"), ("--layers", "1", "--length", "32")
     words[at + 1] = sys.executable
-    done = autoaccum(ROOT, *words[:at], "--json", *words[at:], *small)
+    done = command(ROOT, *words[:at], "--json", *words[at:], *small)
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
     assert (plan.micro_batch, plan.iter_size, plan.spec.precision) == (256, 1, "bf16")
-    done = subprocess.run([sys.executable, *shlex.split(train_line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = warm_python(ROOT, *shlex.split(train_line)[1:], environment=environment())
     assert done.stdout.startswith("update 1: loss 1"), done.stderr
 
 

@@ -10,7 +10,15 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "quickstart.ipynb"
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+WARM = """
+from contextlib import ExitStack
+from warm_children import Nurseries, warmed
+_warm = ExitStack()
+_warm.enter_context(warmed(_warm.enter_context(Nurseries().running()).__getitem__))
+"""
+"""A kernel runs it at its start: the children that it starts are copies."""
 
 
 def texts(cell: Any, kind: str = "text/plain") -> list[str]:
@@ -21,6 +29,9 @@ def texts(cell: Any, kind: str = "text/plain") -> list[str]:
 @pytest.mark.slow
 def test_it_plans_trains_and_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'shared'}")
+    (startup := tmp_path / "profile_default" / "startup").mkdir(parents=True)
+    (startup / "warm.py").write_text(WARM)
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell for cell in cells if cell.outputs or cell.execution_count] == [], "outputs are stripped"

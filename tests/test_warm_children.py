@@ -25,7 +25,7 @@ def test_a_copy_measures_what_a_started_child_does(
 
     def trials() -> list[Trial]:
         with CpuDevice(settings) as device:
-            return [device.trial(parts, fresh=True) for parts in ((1024, 1024), (16384,))]
+            return [device.trial((1024, 1024), fresh=True), device.trial((16384,))]
 
     (fits, refused), _ = trials(), request.getfixturevalue("warm_children")
     copied_fits, copied_refused = trials()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Command, Done, autoaccum
+from command_line import ROOT, Command, Done
 from small_classifier import layers_file
 
 GOOD = layers_file(4, 2, classes=True)
@@ -117,30 +116,3 @@ def test_a_batch_without_values(words: str, folder: Path, command: Command) -> N
     )
     (folder / "model.py").write_text(GOOD + case.extra)
     check(case, command(folder, *words.split()))
-
-
-RECURRENT = """
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, inputs):
-        return self.head(self.rnn(inputs[:, None])[0].mean(1))
-
-model, precision = Recurrent, "bf16"
-dataset = [(torch.randn(4), index % 2) for index in range(8)]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA is of x86 processors")
-@pytest.mark.parametrize("words", ["plan model.py", "fit model.py --micro-batch 4 --steps 1 --run-dir run"])
-def test_an_operation_without_a_kernel_is_no_lack_of_memory(words: str, folder: Path) -> None:
-    """Without AVX-512, oneDNN has no LSTM in bf16."""
-    (folder / "model.py").write_text(GOOD + RECURRENT)
-    older = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = autoaccum(folder, *words.split(), "--target-batch", "8", "--device", "cpu", "-q", **older)
-    assert done.returncode == 2, done.stderr
-    assert "could not create a primitive descriptor for the LSTM forward propagation primitive" in done.stderr
-    assert "out of memory" not in done.stderr

@@ -151,7 +151,6 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
 
 NET = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(NET.parameters(), lr=0.1)
-Train = Callable[..., FitResult]
 
 
 @pytest.fixture

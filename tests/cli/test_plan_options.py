@@ -32,28 +32,6 @@ def batch(size):
 
 criterion = nn.CrossEntropyLoss()
 """
-POOLING = """
-import torch
-from torch import nn
-
-class Pooling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(8, 4)
-    def forward(self, x):
-        return self.last(x).mean(1)
-
-model = Pooling
-hold_outputs = True
-dataset = [(torch.randn(length, 8), length % 4) for length in range(1, 30)]
-
-def collate(samples):
-    return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
-
-criterion = nn.CrossEntropyLoss()
-"""
-WIDE = blocks_source(3, hidden=1024, length=1024, width=16)
-"""A sample takes 4 MiB in each block for the relu, which recomputed blocks run again: of 4, 16 MiB in each of 3."""
 MASKED = """
 import torch
 from torch import nn
@@ -146,27 +124,6 @@ def test_an_explanation_follows_the_plan_and_is_kept_with_it(folder: Path, comma
 
 
 @pytest.mark.slow
-def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> None:
-    words = "--target-batch 8 --gpu 24GiB --memory 110MiB --savers auto --fit-micro-batch 4"
-    plan, done = planned(folder, command, WIDE, words)
-    assert plan.micro_batch >= 4
-    assert plan.spec.savers
-    assert "micro-batch 4 with no savers: does not fit\n" in done.stderr
-    note = next(note for note in plan.notes if note.code == "savers_chosen")
-    assert note.facts["savers"] == " + ".join(plan.spec.savers)
-
-
-def test_what_no_savers_make_fit_is_a_clear_no(folder: Path, command: Command) -> None:
-    (folder / "model.py").write_text(WIDE)
-    words = "plan model.py --target-batch 2 --gpu 24GiB --memory 16MiB -q --savers auto"
-    done = command(folder, *words.split())
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: micro-batch 1 does not fit with any savers: ")
-    assert "MiB of 16.0 MiB: take a smaller model" in line
-
-
-@pytest.mark.slow
 def test_the_fastest_is_planned_and_told(folder: Path, command: Command) -> None:
     plan, done = planned(folder, command, SLOW, "--memory 200MiB --target-batch 16 --prefer fastest -v")
     assert plan.throughput is not None
@@ -195,16 +152,6 @@ def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder:
 
 
 @pytest.mark.slow
-def test_few_trials_are_marked(folder: Path, command: Command) -> None:
-    plan, done = planned(folder, command, MODEL, "--memory 64MiB --target-batch 40000 --exact-max --max-trials 2 -v")
-    assert plan.stopped == "trials"
-    assert len(plan.trials) <= 3, "two, and the proof if that is another one"
-    said = " ".join(done.stdout.split())
-    assert f"largest fit {plan.largest_fit}, the largest before the limit on trials ended the search" in said
-    assert f"the limit of 2 trials ended the search: not all sizes above {plan.largest_fit}" in said
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "file"),
     [
@@ -225,18 +172,6 @@ def test_what_does_not_end_is_ended_and_named(
     assert "Traceback" not in said
     (pid,) = (folder / "pids").read_text().split()
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_what_the_loop_holds_is_planned_and_offered_again(folder: Path, command: Command) -> None:
-    (folder / "model.py").write_text(POOLING)
-    words = "--ema --hold-outputs --evaluation-batch 6 --longest-of 10"
-    asked = f"plan model.py --memory 64MiB --target-batch 8 {words} -v"
-    done = command(folder, *asked.split())
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "an average of the weights (EMA); an evaluation between updates, in batches of 6" in said
-    assert "batches made of the longest of 10" in said
-    assert words in said
 
 
 def test_the_arguments_of_a_framework_are_printed_and_kept(folder: Path, command: Command) -> None:

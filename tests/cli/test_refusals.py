@@ -46,6 +46,7 @@ REFUSED = {
         "--world-size 4 --parallel fsdp2": "run the whole model, and fsdp2 shards it",
         "--gpu h100 --parallel fsdp2": "and there is one: say how many (--world-size N)",
         "--world-size 4 --gpu h100 --mesh 2x4": "the mesh 2x4 has 8 ranks, and there are 4",
+        "--target-tokens 8192": "both target_batch and target_tokens are given",
         "--memry 3": "no such option '--memry'",
         "--trial-limit 0": "'--trial-limit': 0.0 is not in the range x>0",
         "--time-limit inf": "the time limit is inf: give a number of seconds above 0",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from planned import make_settings
+from small_classifier import layers_file
 from torch import Tensor, nn
 
 from autoaccum.devices.cpu import CpuDevice
@@ -83,11 +84,7 @@ def test_reports_the_least_size() -> None:
 @pytest.mark.usefixtures("warm_children")
 def test_reports_the_memory_of_an_update(write_workload: Any) -> None:
     """In a child: the heap of this process may have room for all of it already."""
-    reference = write_workload(
-        "import torch\nfrom torch import nn\n\nmodel = nn.Linear(1000, 1000)\ncriterion = nn.MSELoss()\n\n"
-        "def batch(size):\n    return torch.randn(size, 1000), torch.randn(size, 1000)\n"
-    )
-    with CpuDevice(make_settings(reference, 8)) as device:
+    with CpuDevice(make_settings(write_workload(layers_file(1000, 1000)), 8)) as device:
         found = device.inspect()
     assert found.update_bytes is not None
     assert found.update_bytes > 4 * (found.workload.parameter_bytes or 0), (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from planned import make_settings
+from small_classifier import layers_file
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice
@@ -19,21 +20,7 @@ SIZE, CLASSES, WIDTH = 256, 8_192, 64
 LOGITS = 4 * SIZE * CLASSES
 PARAMETERS = 4 * (WIDTH * CLASSES + CLASSES)
 SLACK = 4 * MIB
-HEAD = f"""
-import torch
-from torch import nn
-
-def batch(size):
-    return torch.randn(size, {WIDTH}), torch.randint(0, {CLASSES}, (size,))
-
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-def model():
-    return nn.Linear({WIDTH}, {CLASSES})
-
-criterion = nn.CrossEntropyLoss()
-"""
+HEAD = f"{layers_file(WIDTH, CLASSES, classes=True)}def optimizer(params): return torch.optim.SGD(params, lr=0.1)\n"
 
 
 @pytest.fixture(scope="module")

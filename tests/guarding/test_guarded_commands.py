@@ -80,10 +80,6 @@ class TestCase:
         with pytest.raises(UsageError, match=told):
             check_complete(check_case(a_case(**asked)))
 
-    def test_a_command_without_a_size_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=r"the command has no \{micro_batch\}: write \{micro_batch\} where"):
-            read_reference(["python", "train.py"])
-
 
 @pytest.mark.slow
 def test_growth_is_named_and_nothing_is_said_where_nothing_changed(folder: Path) -> None:

@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 from json_schemas import faults
+from small_classifier import layers_file
 
 import autoaccum
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.lock import read_lock
-
-MODEL = """
-from torch import nn, randn
-
-def model():
-    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)), nn.Linear(256, 4))
-
-def batch(size):
-    return randn(size, 256), randn(size, 4)
-
-criterion = nn.MSELoss()
-"""
 
 
 @pytest.mark.slow
@@ -30,7 +19,7 @@ criterion = nn.MSELoss()
 def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, lock = tmp_path / "model.py", tmp_path / "autoaccum.lock"
-    file.write_text(MODEL)
+    file.write_text(layers_file(256, 256, 256, 4))
     for more in ({"parallel": "ddp"}, {"parallel": "fsdp2"}, {"parallel": "fsdp2", "mesh": (2, 2)}):
         report = autoaccum.guard("model.py", gpu="rtx3090", target_batch=64, world_size=4, update=True, **more)
         assert report.exit_code == 0
@@ -46,7 +35,7 @@ def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.Monke
     assert parameters[2] == 2 * parameters[1]
     assert autoaccum.guard(parallel="fsdp2", mesh="2x2").exit_code == 0
 
-    file.write_text(MODEL.replace("range(2)", "range(4)"))
+    file.write_text(layers_file(256, 256, 256, 256, 256, 4))
     report = autoaccum.guard(parallel="fsdp2", mesh="2x2")
     assert report.exit_code == 1
     assert [case_name(verdict.case) for verdict in report.verdicts] == [of + "fsdp2 --mesh 2x2"]

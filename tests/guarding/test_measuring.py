@@ -31,8 +31,6 @@ from autoaccum.simulation.cards import find_card
 from autoaccum.sources.source import FileSource
 from autoaccum.units import GIB, MIB
 
-ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}
-
 
 def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> PlanSetup:
     return make_plan_setup(simulated_card(tracer, request.rank_samples, int(gib * GIB)))

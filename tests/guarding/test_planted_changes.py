@@ -15,6 +15,7 @@ from _pytest.mark.structures import ParameterSet
 from guarded_project import REFACTORINGS, REGRESSIONS, Edits, Regression, edited
 from in_process_tracer import InProcessTracer
 from planned import make_plan_setup
+from small_classifier import layers_file
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.installed_torch import read_torch_release
@@ -199,19 +200,10 @@ def check_same(now: Measurement, locked: Measurement) -> None:
     assert all(abs(size) <= locked.peak_bytes / 1000 for size in moved.values())
 
 
-SMALL = """
-import torch
-from torch import nn
-model = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64))
-criterion = nn.MSELoss()
-def batch(size): return torch.randn(size, 64), torch.randn(size, 64)
-"""
-
-
 def test_a_largest_size_that_fell_is_reported_next_to_what_grew(tmp_path: Path) -> None:
     case = make_case(workload="train.py", gpu="rtx3090", target_batch=4096, memory="64MiB")
-    locked = as_locked(measure_here(SMALL, tmp_path, case=case), tmp_path, case)
-    now = measure_here(SMALL.replace("4096", "6144"), tmp_path, case=case, micro_batches=locked.micro_batches)
+    locked = as_locked(measure_here(layers_file(64, 4096, 64), tmp_path, case=case), tmp_path, case)
+    now = measure_here(layers_file(64, 6144, 64), tmp_path, case=case, micro_batches=locked.micro_batches)
     assert not locked.capped
     assert max(locked.micro_batches) <= locked.largest < 4096
     assert 0 < now.largest < locked.largest

@@ -110,12 +110,6 @@ def test_a_warning_names_the_values_it_is_about() -> None:
     assert comparison_warnings([*rows, row_of("l4")])[0].startswith("on t4 length=2 lora=8: ")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
 def test_each_row_is_the_plan_with_its_value(folder: Path, command: Command) -> None:
     words = ("model.py", "--target-batch", "64", "--memory", "30MiB", "-q", "--json", "--gpu", "t4")
     done = command(folder, "compare", *words, "--set", "LENGTH=512,60000", "--set", "SIZES=[32,8]")

@@ -61,6 +61,7 @@ def test_a_plan_says_that_random_numbers_decide_what_runs(skips: str, decides: b
     assert "not_extrapolated" not in codes(planned.notes), "all sizes skip the same"
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_so_does_one_by_trials_on_the_cpu_and_its_trials_repeat(tmp_path: Path) -> None:
     (path := tmp_path / "model.py").write_text(MODEL.format(skips="random.random() < 0.6"))
     with CpuDevice(make_settings(str(path), 4096, 400 * MIB)) as device:

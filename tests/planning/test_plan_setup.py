@@ -36,6 +36,7 @@ def test_a_file_is_named_by_its_path(reference: Any) -> None:
 WORKLOAD = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("workload", "parts", "reference"),
     [(WORKLOAD, PARTS, "tiny (made in code)"), (None, live(), "Linear (made in code)")],
@@ -50,7 +51,6 @@ def test_what_is_made_in_code_is_tried_in_processes_of_its_own(
     assert (inspection.spec.precision, inspection.workload.optimizer) == ("bf16", "SGD")
 
 
-ON_CARD = "both --device cpu and --gpu rtx3090 are given"
 PARTLY_META = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
 
 
@@ -65,9 +65,6 @@ PARTLY_META = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
         (None, {**PARTS, "trainer": 3}, {}, "trainer is of type int"),
         (3, PARTS, {}, "the workload is of type int"),
         (nn.Linear(4, 2), PARTS, {"gpu": "rtx3090"}, "the workload is of type Linear"),
-        ("model.py", PARTS, {"device": "cuda:1", "gpu": "rtx3090"}, "cuda:1 and --gpu rtx3090 are given: choose one"),
-        ("model.py", PARTS, {"device": "cpu", "gpu": "rtx3090"}, ON_CARD),
-        (None, live(), {"device": "cpu", "gpu": "rtx3090"}, ON_CARD),
         (None, live(evaluate=print), {}, "evaluate is given without evaluation_batch"),
         (None, live(), {"longest_of": 10}, "longest_of is 10, and live objects have no dataset"),
         (None, live(model=nn.Linear(4, 2, device="meta")), {}, "the model is on meta, where no trial"),
@@ -120,6 +117,8 @@ def test_the_ladder_doubles_up_to_the_ceiling(
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
+        ({"target": 0}, "the target batch is 0: give a whole number of at least 1"),
+        ({"target": 4, "max_micro_batch": 0}, "is 0: give a whole number of at least 1"),
         ({"target": 10**9, "equal": True}, "the target batch is beyond 10,000,000: take a smaller one"),
         ({"target": 10**400}, "the target batch is beyond 10,000,000"),
         ({"target": 4, "world_size": 10**9}, "the world size is beyond 100,000"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -27,16 +26,6 @@ LIMIT = MemorySize(bytes=256 * MIB)
 def reference(write_workload: Any) -> str:
     written: str = write_workload(layers_file(8, 1000, classes=True))
     return written
-
-
-@pytest.mark.slow
-def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> None:
-    along: dict[str, Any] = {"ema": True, "hold_outputs": True, "evaluation_batch": 6}
-    plan = autoaccum.plan(reference, target_batch=8, memory=LIMIT, device="cpu", **along)
-    recorded = {name: getattr(plan.spec, name) for name in ("ema", "hold_outputs", "evaluation_batch", "longest_of")}
-    assert recorded == {"ema": True, "hold_outputs": True, "evaluation_batch": 6, "longest_of": None}
-    plan.save(tmp_path / "plan.json")
-    assert autoaccum.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_an_evaluation_that_does_not_fit_a_simulated_card_is_told_as_such(reference: str) -> None:

@@ -196,18 +196,3 @@ def test_settings_reach_the_device_which_is_closed(
     assert (settings.rank_samples, settings.job_seconds()) == (129, 5.0)
     options = settings.options
     assert (options.device, options.memory, options.reserve) == ("cpu", parse_size("2GiB"), parse_size("10%"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"target_batch": 0}, "the target batch is 0: give a whole number of at least 1"),
-        ({"max_micro_batch": 0}, "is 0: give a whole number of at least 1"),
-        ({"equal": True, "world_size": 3}, "take 6 or 9"),
-        ({"device": "tpu"}, "there is no device 'tpu'"),
-    ],
-)
-def test_refuses_before_anything_starts(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError) as seen:
-        plan(**{"workload": "model.py", "target_batch": 8, **arguments})
-    assert text in str(seen.value)

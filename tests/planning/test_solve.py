@@ -246,12 +246,6 @@ criterion = nn.MSELoss()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
 @pytest.mark.parametrize("device", [("--memory", "96MiB"), ("--gpu", "1GiB", "--memory", "96MiB")])
 def test_it_is_found_by_trials_and_by_traces(device: tuple[str, ...], folder: Path, command: Command) -> None:
     done = command(folder, "plan", "model.py", *device, "--solve", "SIDE=64..448:64", "--set", "HEADS=8", "-o", "p")

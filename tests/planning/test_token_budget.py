@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import invoke
+from command_line import Command
 from factories import codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -246,16 +246,15 @@ def weight(batch):
 
 @pytest.mark.parametrize(
     "where",
-    [["--memory", "14MiB", "--max-trials", "3"], ["--gpu", "1GiB", "--memory", "50MiB"]],
+    [["--memory", "14MiB"], ["--gpu", "1GiB", "--memory", "50MiB"]],
     ids=["cpu", "simulated"],
 )
-def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
-    file = tmp_path / "texts.py"
-    file.write_text(WORKLOAD)
-    result = invoke("plan", str(file), "--target-tokens", "2048", "--json", *where)
-    assert result.exit_code == 0, result.stderr
-    plan = Plan.from_json(result.stdout)
-    assert faults("plan", json.loads(result.stdout)) == []
+def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str], command: Command) -> None:
+    (tmp_path / "texts.py").write_text(WORKLOAD)
+    done = command(tmp_path, "plan", "texts.py", "--target-tokens", "2048", "--max-trials", "3", "--json", *where)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(done.stdout)
+    assert faults("plan", json.loads(done.stdout)) == []
     tokens = plan.tokens
     assert tokens is not None
     assert (tokens.target_tokens, tokens.padding) == (2048, "longest")
@@ -264,10 +263,3 @@ def test_a_command_plans_by_tokens(tmp_path: Path, where: list[str]) -> None:
     proof = tokens.search.proof
     assert (proof.ran, proof.fresh) == (True, True)
     assert {256} < {*proof.lengths}
-
-
-def test_tokens_and_samples_are_not_both_the_target(tmp_path: Path) -> None:
-    file = tmp_path / "texts.py"
-    file.write_text(WORKLOAD)
-    result = invoke("plan", str(file), "--target-tokens", "8192", "--target-batch", "8")
-    assert (result.exit_code, "both target_batch and target_tokens are given" in result.stderr) == (2, True)

@@ -55,11 +55,6 @@ def test_fits_on_one_screen(written: Path) -> None:
     assert max(path.read_text(encoding="utf-8").count("\n") for path in written.iterdir()) <= 105
 
 
-def test_emitting_loads_no_torch() -> None:
-    """The trials' budget is what is free beside the process that plans."""
-    call("-c", "import sys, autoaccum.reporting.emit; sys.exit('torch' in sys.modules)", cwd=ROOT)
-
-
 def test_says_where_it_comes_from(a_plan: Plan) -> None:
     found = ast.get_docstring(ast.parse(emit_wrapper(a_plan)))
     assert found is not None

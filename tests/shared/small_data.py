@@ -114,6 +114,25 @@ class StatefulBatches(DrawingBatches):
         self.batch = state["batch"]
 
 
+class StatefulSamples(IterableDataset[Any]):
+    """Samples in order; stores its position, and starts again without it."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples, self.place = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
 def drawing_collate(rows: list[Tensor]) -> Tensor:
     """Shifts all rows of a part by one drawn number, their indices aside."""
     shift = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64) * (random.random() + torch.rand(()).item())

@@ -85,6 +85,7 @@ def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) ->
             fit(run_dir=tmp_path / "cut", epochs=3, **other)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_workload_names_it_and_it_is_planned() -> None:
     workload = Workload(
         model=build,

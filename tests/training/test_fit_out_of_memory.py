@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import assert_close
 from small_fit import after_update, fit, metrics, newest_checkpoint, of_kind
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -60,8 +61,7 @@ def test_no_result_changes_and_the_ceiling_falls_rises_and_survives_a_stop(tmp_p
     assert len(of_kind(Evaluated, events)) == 24, "the evaluation shrinks, too"
     assert sum(line.get("retries") or 0 for line in metrics(tmp_path)) == result.oom_retries > 0
     fit_crowded(plain, steps=120)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert_close(model, plain, 1e-9)
 
 
 def test_if_not_even_one_sample_fits_it_says_so_and_saves_its_state(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ json.dump(seen, sys.stdout)
 
 @pytest.mark.slow
 def test_it_plans_a_live_model_and_uses_plans(tmp_path: Path, warm_python: WarmPython) -> None:
-    done = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment())
+    done = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment(), measured=True)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     kind, target, micro_batch, iter_size = seen["plan"]

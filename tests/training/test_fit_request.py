@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from factories import make_plan, make_token_budget
+from small_classifier import layers_file
 from small_fit import fit as fit_small
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -21,14 +22,7 @@ from autoaccum.training.training_setup import TrainingSetup
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
 OPTIMIZER = torch.optim.SGD(nn.Linear(1, 1).parameters())
-FILE = """
-import torch
-from torch import nn
-model = nn.Linear(3, 2)
-criterion = nn.MSELoss()
-def batch(size): return torch.ones(size, 3), torch.ones(size, 2)
-{more}
-"""
+DATASET = "dataset = [(torch.ones(3), torch.ones(2))] * 16\n"
 
 
 def workload(**fields: Any) -> Workload:
@@ -122,14 +116,14 @@ def test_a_workload_brings_its_own_data_optimizer_and_schedule() -> None:
 
 def test_a_workload_s_list_holds_samples_and_a_list_given_as_data_holds_batches(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
+    path.write_text(layers_file(3, 2) + DATASET)
     assert fit(str(path)).samples == 32
     assert fit(path, [(torch.ones(10, 3), torch.ones(10, 2))] * 2).samples == 40
 
 
 def test_a_file_that_changed_between_two_runs_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
+    path.write_text(layers_file(3, 2) + DATASET)
     assert fit(path, run_dir=tmp_path / "run").warnings == ()
     assert fit(path, run_dir=tmp_path / "run", epochs=3).warnings == ()
     path.write_text(path.read_text() + "\nunused = 3\n")
@@ -140,8 +134,8 @@ def test_a_file_that_changed_between_two_runs_is_reported(tmp_path: Path) -> Non
 def test_a_run_folder_is_relative_to_where_fit_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    leaving = "import os\nos.chdir('elsewhere')\ndataset = [(torch.ones(3), torch.ones(2))] * 16"
-    (tmp_path / "train.py").write_text(FILE.format(more=leaving))
+    leaving = f"import os\nos.chdir('elsewhere')\n{DATASET}"
+    (tmp_path / "train.py").write_text(layers_file(3, 2) + leaving)
     fit("train.py", run_dir="run")
     assert (tmp_path / "run" / "model.pt").is_file()
     assert not (tmp_path / "elsewhere" / "run").exists()

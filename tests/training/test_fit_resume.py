@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_data import StatefulSamples
 from small_fit import Interrupted, fit, interrupt_after, metrics
 from state_digests import digest as digest_of
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
@@ -96,27 +97,12 @@ def interrupted(folder: Path, stops: list[int], data: Callable[[], Any] = Augmen
     return run(folder, data=data(), **options)
 
 
-class Kept(IterableDataset[Any]):
-    """Stores its position; starts again without it."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.place < SAMPLES:
-            self.place += 1
-            yield torch.full((5,), self.place / SAMPLES), torch.tensor(self.place % 3)
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+def resumable() -> StatefulSamples:
+    return StatefulSamples([(torch.full((5,), place / SAMPLES), torch.tensor(place % 3)) for place in range(SAMPLES)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "stops"), [(Augmented, [3, 6]), (Kept, [1, 3, 4, 7, UPDATES])])
+@pytest.mark.parametrize(("data", "stops"), [(Augmented, [3, 6]), (resumable, [1, 3, 4, 7, UPDATES])])
 def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, data: Any, stops: list[int]) -> None:
     whole = run(tmp_path / "whole", data=data())
     resumed = interrupted(tmp_path / "parts", stops, data)

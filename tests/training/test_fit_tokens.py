@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_plan, make_token_budget
+from factories import assert_close, make_plan, make_token_budget
 from on_ranks import on_ranks
-from small_data import drawn_row, opened, windows_of
+from small_data import StatefulSamples, drawn_row, opened, windows_of
 from small_fit import Interrupted, after_update, fit, interrupt_after, of_kind
 from state_digests import digest as digest_of
 from torch import Tensor, nn
@@ -44,25 +44,6 @@ class Texts(Dataset[Any]):
         draw = None if self.augmented else torch.Generator().manual_seed(index)
         ids = torch.randint(1, 20, (LENGTHS[index],), generator=draw)
         return {"input_ids": ids, "labels": ids % 5}
-
-
-class Kept(IterableDataset[Any]):
-    """Stores its position; starts again without it."""
-
-    place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        texts = Texts(augmented=True)
-        while self.place < len(LENGTHS):
-            self.place += 1
-            yield texts[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
 
 
 class Stream(IterableDataset[Any]):
@@ -159,11 +140,6 @@ def shapes_of(result: autoaccum.FitResult) -> list[tuple[int, ...]]:
     return shapes
 
 
-def assert_close(one: nn.Module, other: nn.Module) -> None:
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("kind", "target"), cases(KINDS))
 def test_it_trains_as_by_count_in_other_micro_batches_within_the_budget(kind: str, target: dict[str, Any]) -> None:
     by_count, counted = train(kind, **target, micro_batch=2)
@@ -235,7 +211,7 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(
 ) -> None:
     options = {"augmented": True, "plan": plan_of(target_tokens=options.get("target_tokens")), **options}
     options["target_batch"] = None if "target_tokens" in options else TARGET
-    KINDS["kept"] = KINDS["stream"] | {"dataset": Kept()}
+    KINDS["kept"] = KINDS["stream"] | {"dataset": StatefulSamples(Texts(augmented=True))}
 
     def digest(result: autoaccum.FitResult) -> str:
         return digest_of([result.model.state_dict(), result.optimizer.state_dict()])
