@@ -151,7 +151,7 @@ class _Planner:
     def start(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float) -> _Planner:
         """Inspect the workload; on an installed card that is to have savers, with those that its simulation chooses."""
         limits = SearchLimits(request.max_trials, request.options.time_limit, started)
-        notify(Doing("loading", setup.settings.source.name))
+        notify(Doing("loading", setup.settings.source.title))
         device, before, trials = setup.device, time.monotonic(), None
         if request.options.chooses_savers:
             trials = SaverTrials(device, request, limits, notify)

@@ -23,7 +23,7 @@ _CUSTOM_KERNEL = (
     f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
-_DRIVER = re.compile(r"\d active drivers|libcuda\.so|Cannot get CUDA generator")
+_DRIVER = re.compile(r"\d active drivers|libcuda\.so|Cannot get CUDA generator|CUDAGuardImpl")
 UNKNOWN_SIZE = "a number that was read from a tensor on the card is used as a size"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 

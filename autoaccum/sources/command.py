@@ -119,6 +119,11 @@ class CommandSource(Source):
         return [path for path in paths if path.is_file()]
 
     @property
+    def title(self) -> str:
+        """The first of its scripts, or its program."""
+        return self.files[0].name if self.files else self.words[0]
+
+    @property
     def digest(self) -> str:
         """SHA-256 of its scripts, with the modules that they import from their folders; empty if there are none."""
         digests = [FileSource(str(path)).digest for path in self.files]

@@ -46,6 +46,11 @@ class Source(ABC):
         """
 
     @property
+    def title(self) -> str:
+        """A short name."""
+        return self.name
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the source files; empty if there are none."""
         return ""

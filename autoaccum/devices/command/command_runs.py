@@ -301,7 +301,7 @@ def inspection_of(settings: TrialSettings, report: ProcessReport, **fields: Any)
     warnings = [message("command_batchnorm", layers=list(report.batchnorms))] if report.batchnorms else []
     return Inspection(
         workload=WorkloadFacts(
-            name=source.files[0].name if source.files else source.words[0],
+            name=source.title,
             digest=source.digest,
             model=report.model,
             parameters=report.parameters,

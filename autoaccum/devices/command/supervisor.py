@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from autoaccum.devices.child.requests import Handler, Request
-from autoaccum.devices.command.settings import ProcessReport, WatchSettings, read_report, write_record
+from autoaccum.devices.command.settings import SETTINGS, ProcessReport, WatchSettings, read_report, write_record
 from autoaccum.devices.host_memory import count_oom_kills
+from autoaccum.errors import UsageError
 from autoaccum.sources.command import cannot_run
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS: Final = 0.05
+_LOOK_SECONDS: Final = 0.5
+"""The time between looks for processes without the hook: less than the import of PyTorch takes."""
 _POLITE_SECONDS: Final = 3.0
 """The time that processes have to end after SIGTERM, as launchers do for those they started."""
 _OTHER_RANKS_SECONDS: Final = 30.0
@@ -120,16 +123,19 @@ class Supervisor(Handler):
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=request.folder,
-                    env={**request.environment, "AUTOACCUM_COMMAND": str(path)},
+                    env={**request.environment, SETTINGS: str(path)},
                     start_new_session=True,
                 )
             except OSError as error:
                 raise cannot_run(request.words[0], error) from error
         shown = _shown(printed) if request.shows_output else iter(())
-        deadline, all_by = began + request.limit_seconds, float("inf")
+        deadline, all_by, look_at = began + request.limit_seconds, float("inf"), began
         timed_out, reports = False, _read_reports(settings)
         while process.poll() is None and not self.connection.parent_has_gone:
             next(shown, None)
+            if time.monotonic() > look_at:
+                _check_hook(request.environment["PYTHONPATH"].partition(os.pathsep)[0])
+                look_at = time.monotonic() + _LOOK_SECONDS
             reports = _read_reports(settings)
             last = [report for report in reports if report.updates >= settings.updates]
             failed = any(report.failure is not None for report in reports)
@@ -154,6 +160,21 @@ class Supervisor(Handler):
             output=_tail(printed),
             seconds=seconds,
         )
+
+
+def _check_hook(hook: str) -> None:
+    """Raise UsageError if a Python process of the command has another PYTHONPATH, without the folder of the hook."""
+    for pid in _descendants():
+        with suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+            named = dict(variable.partition("=")[::2] for variable in variables)
+            path = named.get("PYTHONPATH", "")
+            is_python = Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
+            if is_python and SETTINGS in named and hook not in path.split(os.pathsep):
+                raise UsageError(
+                    f"the command sets PYTHONPATH to {path!r}, by which autoaccum enters its processes",
+                    hint="set it before autoaccum, or let the command add to it in a shell: PYTHONPATH=.:$PYTHONPATH",
+                )
 
 
 def _read_reports(settings: WatchSettings) -> tuple[ProcessReport, ...]:

@@ -8,6 +8,7 @@ update the process reports, and waits to be ended.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from autoaccum.devices.meters import Meter
 
 _NO_LIMIT: Final = 1 << 62
+_PATIENCE: Final = 10
+"""So many times as many backward passes as an update has may go by before a script makes its optimizer."""
 _Module: Any = nn.Module
 _Autocast: Any = torch.autocast
 _cuda: Any = torch.cuda
@@ -144,6 +147,8 @@ class Watch:
                 return run(*args, **kwargs)
             inside = True
             self._backwards += self._is_here
+            if self._is_here and self._backwards == _PATIENCE * len(self._settings.parts):
+                self._look_for_optimizer()
             self._note_first_batch()
             if self._settings.device is not None and self._meter is None and self._is_here:
                 self._start_meter()  # All modules were made in an import.
@@ -155,6 +160,14 @@ class Watch:
                 inside = False
 
         torch.autograd.backward = backward
+
+    def _look_for_optimizer(self) -> None:
+        """End a script that changes its weights by itself, of which no update would be seen."""
+        if not any(issubclass(type(each), torch.optim.Optimizer) for each in gc.get_objects()):
+            seen = f"the script has made {self._backwards} backward passes, and no optimizer"
+            hint = "let it update its weights by an optimizer of torch.optim, whose steps are counted"
+            self._report(NotMeasuredError(seen, hint=hint))
+            self._wait_to_be_ended()
 
     def _see_calls(self) -> None:
         """See what the outermost modules are called with; within a call, PyTorch is as it was.

@@ -233,11 +233,14 @@ def _can_be_overwritten(tensor: FakeTensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether a floating-point tensor holds zeros and ones only, like a mask of samples by positions."""
+    """Return whether a floating-point tensor is a mask: of zeros and ones, or of what is added to attention scores.
+
+    The latter holds zeros, and minus infinity as in `nn.Transformer.generate_square_subsequent_mask`.
+    """
     if tensor.dim() < 2 or isinstance(tensor, nn.Parameter) or _too_large(tensor):
         return False
     few = tensor.flatten()[:64]
-    return all(bool(((part == 0) | (part == 1)).all()) for part in (few, tensor))
+    return all(bool(((part == 0) | (part == 1) | (part == -math.inf)).all()) for part in (few, tensor))
 
 
 def _too_large(tensor: Tensor) -> bool:

@@ -67,6 +67,7 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     [
         ("fails.py", 2, ["KeyError: 'sample 4'", "in read_annotations", "error: micro-batch 2 raised KeyError"]),
         ("no_update.py", 3, ["it made 0 updates and 2 backward passes"]),
+        ("no_optimizer.py", 3, ["the script has made 20 backward passes, and no optimizer: let it update"]),
         ("wrong_flag_ignored.py", 2, ["one update per backward pass, not per 2: it ignores --accum"]),
         ("not_there.py", 2, ["not_there.py", "the command left with exit status 2"]),
     ],
@@ -87,6 +88,10 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
         ),
         ("gan.py", "gan.py is a script, and no program: write python gan.py"),
         ("--trial-limit=9 python gan.py", "--trial-limit stands after --, and so belongs to your command: move it"),
+        (
+            "env PYTHONPATH=. python gan.py",
+            "the command sets PYTHONPATH to '.', by which autoaccum enters its processes",
+        ),
     ],
 )
 def test_a_command_that_is_no_program_is_told(words: str, told: str) -> None:

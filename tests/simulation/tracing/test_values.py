@@ -54,6 +54,9 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "rows by a list of truths": lambda ids: ids[[True, False, True]],
     "writing by lists": written_by_lists,
     "a mask of fractions": lambda ids: torch.ones(3, 4, device=ids.device) * (torch.eye(3, 4).to(ids.device) == 0),
+    "what is added to scores": lambda ids: (
+        torch.ones(3, 3).tril().log().to(ids.device) == torch.full((3, 3), -torch.inf, device=ids.device).triu(1)
+    ),
     "a counter": counted,
     "nonzero": lambda ids: (ids == 4).nonzero(),
     "rows by a mask": lambda ids: ids[ids > 1],
