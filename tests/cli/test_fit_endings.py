@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from command_line import environment, wait_for
+from warm_children import Nurseries, wait
 
-WORKLOAD = """
+MODEL = """
 import os, pathlib, threading, time, torch
 from torch import nn
 
@@ -28,19 +28,28 @@ def model():
     return nn.Linear(3, 3)
 """
 RANK_0_SLEEPS = 'time.sleep(600 * (os.environ["RANK"] == "0"))'
-WORDS = ["fit", "m.py", "--target-batch", "8", "--micro-batch", "4", "--steps", "1", "--run-dir", "run"]
+WORDS = ["fit", "model.py", "--target-batch", "8", "--micro-batch", "4", "--steps", "1", "--run-dir", "run"]
+StartRank = Callable[[int, int], int]
 
 
-@contextmanager
-def rank_of_two(number: int, folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    about = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    words = [sys.executable, "-m", "autoaccum", *WORDS]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, cwd=folder, env=environment(**about), text=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            yield process
-        finally:
-            process.kill()
+@pytest.fixture
+def start_rank(folder: Path, nurseries: Nurseries) -> Iterator[StartRank]:
+    """Start a rank of two, which prints to a file of its number; what still runs at the end is killed."""
+    started: list[int] = []
+
+    def start(number: int, port: int) -> int:
+        ranks = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        about = {"cwd": str(folder), "environment": environment(**ranks)}
+        with (folder / str(number)).open("w") as told:
+            streams = [told.fileno(), told.fileno()]
+            started.append(nurseries[False].copy(["-m", "autoaccum", *WORDS], about, streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
 def is_listening(port: int) -> bool:
@@ -49,33 +58,33 @@ def is_listening(port: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(tmp_path: Path) -> None:
-    (tmp_path / "m.py").write_text(WORKLOAD)
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(folder: Path, start_rank: StartRank) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        with rank_of_two(1, tmp_path, server.getsockname()[1]) as second:
-            server.settimeout(120)
-            with server.accept()[0]:  # It has met nobody.
-                second.send_signal(signal.SIGTERM)
-                assert second.wait(30) == 143
         port = server.getsockname()[1]
-    with rank_of_two(0, tmp_path, port) as first:
-        while first.poll() is None and not is_listening(port):
-            time.sleep(0.1)
-        first.send_signal(signal.SIGINT)
-        assert first.communicate(timeout=30) == ("", "interrupted before training began\n")
-        assert first.returncode == 130
-    assert not (tmp_path / "run").exists()
+        second = start_rank(1, port)
+        server.settimeout(120)
+        with server.accept()[0]:  # It has met nobody.
+            os.kill(second, signal.SIGTERM)
+            assert wait(second, 30) == 143
+    first = start_rank(0, port)
+    deadline = time.monotonic() + 60
+    while not is_listening(port):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(first, signal.SIGINT)
+    assert wait(first, 30) == 130
+    assert (folder / "0").read_text() == "interrupted before training began\n"
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_what_another_does_can_be_stopped(tmp_path: Path) -> None:
-    (tmp_path / "m.py").write_text(WORKLOAD.replace("pass  # SLEEP", RANK_0_SLEEPS))
+def test_a_rank_that_waits_for_what_another_does_can_be_stopped(folder: Path, start_rank: StartRank) -> None:
+    (folder / "model.py").write_text(MODEL.replace("pass  # SLEEP", RANK_0_SLEEPS))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with ExitStack() as stack:
-        _, second = (stack.enter_context(rank_of_two(number, tmp_path, port)) for number in (0, 1))
-        wait_for(tmp_path / "started1")
-        with pytest.raises(subprocess.TimeoutExpired):
-            second.wait(2)
-        second.send_signal(signal.SIGTERM)
-        assert second.wait(30) == 143
+    _, second = (start_rank(number, port) for number in (0, 1))
+    wait_for(folder / "started1")
+    time.sleep(2)
+    assert os.waitpid(second, os.WNOHANG) == (0, 0), "it waits"
+    os.kill(second, signal.SIGTERM)
+    assert wait(second, 30) == 143
