@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Command, environment, invoke, wait_for
+from command_line import Command, environment, invoke, is_running, wait_for
 from factories import make_plan
 from small_classifier import MODEL
 from warm_children import Nurseries, wait
@@ -156,10 +156,3 @@ def test_ctrl_c_leaves_no_orphan(folder: Path) -> None:
     assert "Traceback" not in stderr
     assert not is_running(child)
     assert sorted(path.name for path in folder.iterdir()) == ["child", "model.py"]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -22,13 +22,8 @@ pytestmark = pytest.mark.usefixtures("warm_children")
 LIMIT = MemorySize(bytes=256 * MIB)
 
 
-@pytest.fixture(scope="module")
-def reference(write_workload: Any) -> str:
-    written: str = write_workload(layers_file(8, 1000, classes=True))
-    return written
-
-
-def test_an_evaluation_that_does_not_fit_a_simulated_card_is_told_as_such(reference: str) -> None:
+def test_an_evaluation_that_does_not_fit_a_simulated_card_is_told_as_such(write_workload: Any) -> None:
+    reference = write_workload(layers_file(8, 1000, classes=True))
     asked: Mapping[str, Any] = {"target_batch": 64, "gpu": "rtx3090", "memory": "256MiB"}
     plan = autoaccum.plan(reference, evaluation_batch=256, **asked)
     assert plan.spec.evaluation_batch == 256

@@ -60,6 +60,14 @@ def wait_for(path: Path) -> None:
     raise AssertionError(f"{path} did not come")
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def command(warm_children: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """Run it in this process; what its children write is captured, too."""

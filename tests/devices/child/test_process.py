@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import environment
+from command_line import environment, is_running
 from line_child import LineChild
 
 from autoaccum.devices.child import process
@@ -33,14 +33,6 @@ def start() -> Iterator[Start]:
     yield start_child
     for child in children:
         child.end()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def wait_until_gone(pid: int) -> bool:
