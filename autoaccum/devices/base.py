@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Sizes: TypeAlias = tuple[int, ...]
 """A number for each part."""
-Seconds: TypeAlias = float | None
-"""A limit on time; None: there is none."""
 
 TRIAL_LIMIT_SECONDS = 600.0
 """The default limit on the time of a trial."""
@@ -55,7 +53,6 @@ class Trial:
         fresh: Whether its process had run no trial before, or it failed with all the memory that a fresh process would
             have had; of a simulated one, whether just its parts were traced.
         fault: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
-        limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
         host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
             there is none, or on the CPU, where the peak has it.
@@ -73,7 +70,6 @@ class Trial:
     is_definite_oom: bool = True
     fresh: bool = False
     fault: Literal["user", "measurement"] | None = None
-    limit_bytes: int | None = None
     timed_out: bool = False
     host_bytes: int | None = None
     lengths: tuple[int, ...] = ()
@@ -259,14 +255,9 @@ class Device(ABC):
             NotMeasuredError: The process died or hung.
         """
 
+    @abstractmethod
     def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        lengths: tuple[int, ...] = (),
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
     ) -> Trial:
         """Run one trial; of parts that need each other (`WorkloadFacts.whole_batch`), all of an update.
 
@@ -274,19 +265,11 @@ class Device(ABC):
             parts: As in `Trial`.
             lengths: As in `Trial`; a device of commands is given none.
             fresh: Ask for a process that has run no trial before.
-            limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit.
 
         Raises:
             UsageError, WorkloadError, NotMeasuredError: The workload cannot be loaded, or no budget be chosen.
         """
-        budget_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = self._run_trial(parts, lengths, fresh, budget_bytes, limit_seconds)
-        return dataclasses.replace(trial, limit_bytes=limit_bytes, lengths=lengths)
-
-    @abstractmethod
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
-        """Run a trial as `trial` does; the record needs no `limit_bytes`."""
 
     def timing(self) -> AbstractContextManager[Callable[[int], float]]:
         """Return a context with a process that makes updates: a function from micro-batch to seconds.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from autoaccum.devices.base import Device, Inspection, Seconds, Sizes, Trial, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Sizes, Trial, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.devices.child.failures import ChildDied
 from autoaccum.devices.child.process import ChildProcess
@@ -84,11 +84,14 @@ class ChildDevice(Device):
             self._end_standby()
         self._settings = settings
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
+        """As `Device.trial`."""
         child = self._use_child(fresh=fresh)
         if not fresh or not self._host_budget_bytes:  # On the CPU, a trial in a fresh process is usually the last.
             self._start_standby()
-        is_first, whole = child.calls == 1, self._needs_whole_batch
+        is_first, whole, limit_bytes = child.calls == 1, self._needs_whole_batch, self.limit_bytes
         request = RunTrial(
             parts=parts, lengths=lengths, needs_whole_batch=whole, savers=self._savers, limit_bytes=limit_bytes
         )
@@ -98,7 +101,7 @@ class ChildDevice(Device):
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
             child.close()
-        return dataclasses.replace(trial, fresh=is_first or (trial.fresh and not trial.ran))
+        return dataclasses.replace(trial, lengths=lengths, fresh=is_first or (trial.fresh and not trial.ran))
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:

@@ -148,8 +148,7 @@ class Plan(HtmlRecord):
         environment: Versions and settings the trials ran under.
         workload: What is trained.
         spec: How its updates were run, and how `fit` and an Accumulator run them by this plan.
-        trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
-            schedule's, from a clean state.
+        trials: All trials in the order they ran, or were predicted; the last one is the schedule's, from a clean state.
         warnings: Messages on what could make the plan fail or mislead.
         notes: Messages on what is good to know, such as the learning rate.
         coupling: Batch coupling: whether samples depend on others of their micro-batch; None: not examined.
@@ -329,8 +328,7 @@ class Plan(HtmlRecord):
             for name in names
             if getattr(self, name) != getattr(schedule, name)
         ]
-        ran = [trial for trial in self.trials if trial.ran]
-        sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
+        sizes = {trial.micro_batch for trial in self.trials if trial.ran}
         found += [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
         if self.largest_fit < self.micro_batch:
             found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")

@@ -189,10 +189,8 @@ def draw_curve(figure: SubFigure, *, plan: Plan, curve: Sequence[CurvePoint]) ->
 
 
 def _tried_sizes(plan: Plan) -> dict[int, Trial]:
-    """Return the last trial of each size within the plan's own budget that is to be drawn, ascending."""
-    budgets = (None, plan.limit_bytes)
-    within = {t.micro_batch: t for t in plan.trials if t.outcome != "error" and t.limit_bytes in budgets}
-    last = sorted(within.items())
+    """Return the last trial of each size that is to be drawn, ascending."""
+    last = sorted({trial.micro_batch: trial for trial in plan.trials if trial.outcome != "error"}.items())
     return {size: trial for size, trial in last if size <= _FURTHEST * plan.largest_fit + 1}
 
 

@@ -200,20 +200,6 @@ def test_an_impossible_size_is_out_of_memory_and_does_no_harm(case: Case, device
     assert after.fresh
 
 
-def test_a_trial_may_have_a_smaller_budget_of_its_own(case: Case, device: Device) -> None:
-    parts = (case.large, case.large)
-    at_large = device.trial(parts)
-    assert at_large.limit_bytes is None
-    lower = peak_of(at_large) // 2
-    trial = device.trial(parts, limit_bytes=lower)
-    assert (trial.outcome, trial.limit_bytes) == ("oom", lower)
-    small = device.trial((1, 1), limit_bytes=lower)
-    assert (small.outcome, small.limit_bytes) == ("ok", lower)
-    assert peak_of(small) <= lower
-    assert device.trial(parts).outcome == "ok"
-    assert device.limit_bytes == case.budget_bytes
-
-
 @pytest.mark.slow
 def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
     device.trial((1, 1))

@@ -91,7 +91,8 @@ def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[st
     """
 
     def runs(limit_bytes: int) -> bool:
-        trial = device.trial(case.parts, limit_bytes=limit_bytes)
+        vars(device)["_limit_bytes"] = limit_bytes
+        trial = device.trial(case.parts)
         if trial.outcome == "error":
             raise NotMeasuredError(f"with {limit_bytes:,} bytes: {trial.message}")
         return trial.ran

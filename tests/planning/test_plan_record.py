@@ -132,7 +132,7 @@ def test_fields_of_other_versions_are_passed_over_or_get_their_defaults(a_plan: 
     record = json.loads(changed(a_plan, noise_scale=3.5))
     del record["stopped"], record["min_budget_bytes"], record["learning_rate"]
     for trial in record["trials"]:
-        del trial["limit_bytes"], trial["timed_out"]
+        del trial["timed_out"]
     assert Plan.from_json(json.dumps(record)) == a_plan
 
 

@@ -15,7 +15,7 @@ from scripted_device import ScriptedDevice
 
 import autoaccum
 from autoaccum.cli.plan import _values
-from autoaccum.devices.base import Seconds, Sizes, Trial, TrialSettings
+from autoaccum.devices.base import Sizes, Trial, TrialSettings
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
@@ -41,8 +41,10 @@ class ValueDevice(ScriptedDevice):
         self._value = settings.options.overrides["LENGTH"]
         self.turns.append(self._value)
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
-        trial = super()._run_trial(parts, lengths, fresh, limit_bytes, limit_seconds)
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
+        trial = super().trial(parts, lengths=lengths, fresh=fresh, limit_seconds=limit_seconds)
         rule = self._rule(self._value)
         outcome: Any = rule if isinstance(rule, str) else "ok" if rule * MIB * max(parts) <= GIB else "oom"
         peak = rule * MIB if outcome == "ok" and isinstance(rule, int) else None

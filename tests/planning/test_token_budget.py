@@ -18,7 +18,7 @@ from planned import plan_on
 from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.packing import pack, part_cost
-from autoaccum.devices.base import Seconds, Sizes, Trial
+from autoaccum.devices.base import Sizes, Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_events import ValueTried
 from autoaccum.planning.plan_record import Plan, TokenBudget
@@ -43,8 +43,10 @@ class TokenDevice(ScriptedDevice):
         self.rule, self.longest = rule, 1 if lengths is None else lengths.read[0]
         self.shapes: list[list[tuple[int, int]]] = []
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
-        trial = super()._run_trial(parts, lengths, fresh, limit_bytes, limit_seconds)
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
+        trial = super().trial(parts, lengths=lengths, fresh=fresh, limit_seconds=limit_seconds)
         shapes = [*zip(parts, lengths or [self.longest] * len(parts), strict=True)]
         if lengths:
             self.shapes.append(shapes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from factories import make_inspection
 
-from autoaccum.devices.base import Device, Inspection, Seconds, Sizes, Trial
+from autoaccum.devices.base import Device, Inspection, Sizes, Trial
 from autoaccum.devices.child.failures import Outcome
 from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB
@@ -67,7 +67,9 @@ class ScriptedDevice(Device):
             raise self._fails
         return self._inspection
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append(limit_seconds)
         time.sleep(self._seconds)
@@ -81,6 +83,7 @@ class ScriptedDevice(Device):
         is_fresh, self._spoilt = fresh or self._spoilt, not ran
         return Trial(
             parts=parts,
+            lengths=lengths,
             outcome=outcome,
             phase=None if ran else "backward",
             peak_reserved_bytes=self.needs(max(parts)) if ran else None,

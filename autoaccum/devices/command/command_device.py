@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import closing
 
-from autoaccum.devices.base import Device, Inspection, Seconds, Sizes, Trial, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Sizes, Trial, TrialSettings
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
 from autoaccum.devices.command.settings import ProcessReport
@@ -81,8 +81,11 @@ class CommandDevice(Device):
         """As `Device`."""
         self._settings, self._observations, self._inspection = settings, Observations(settings), None
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
-        return self._run(parts, limit_bytes, limit_seconds)[0]
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
+        """As `Device.trial`, by a run of its own."""
+        return self._run(parts, self.limit_bytes, limit_seconds)[0]
 
     def _run(
         self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None

@@ -10,16 +10,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import (
-    ChooseParts,
-    Forecast,
-    Inspection,
-    Prediction,
-    Predictor,
-    Seconds,
-    Sizes,
-    Trial,
-)
+from autoaccum.devices.base import ChooseParts, Forecast, Inspection, Prediction, Predictor, Sizes, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.devices.simulated.trace_cache import TraceCache
@@ -156,7 +147,9 @@ class SimulatedDevice(Predictor):
         """
         return self.traces.count_cost(Deadline(limit_seconds))
 
-    def _run_trial(self, parts: Sizes, lengths: Sizes, fresh: bool, limit_bytes: int, limit_seconds: Seconds) -> Trial:
+    def trial(
+        self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
+    ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
@@ -171,8 +164,9 @@ class SimulatedDevice(Predictor):
             return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=timed_out)
         self.findings = self.traces.findings
         return dataclasses.replace(
-            predict_trial(self.replayer, traces, limit_bytes),
+            predict_trial(self.replayer, traces, self.limit_bytes),
             parts=parts,
+            lengths=lengths,
             fresh=bool(lengths) or any(map(self.traces.was_traced, traces)) or (fresh and not self.traces.confirms),
             seconds=time.monotonic() - began,
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
