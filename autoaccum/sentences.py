@@ -440,7 +440,6 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "values that were not tried may behave differently",
     "not_timed": "updates were not {done}, so the plan has the largest micro-batch, not the fastest: {error}",
     "fastest": _speeds,
-    "grad_sync_untried": '{limit} ended before grad_sync="last" was tried',
     "grad_sync_unusable": 'grad_sync="last" cannot be used: {error}',
     "savers_not_needed": "no savers are needed: micro-batch {size} fits without them",
     "savers_chosen": _savers_chosen,
@@ -500,20 +499,14 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
         f"the trace of {' + '.join(map(str, parts))} differs from the one extrapolated from sizes "
         f"{', '.join(map(str, sizes))}: later sizes were traced separately, and earlier peaks may be slightly off"
     ),
-    "not_extrapolated": "every size was traced separately, since memory is not affine in the batch ({error})",
-    "tracing_each_size": "every size is traced separately, since memory is not affine in the batch ({error}): to stop "
-    "earlier with the best size so far, use --time-limit",
+    "not_extrapolated": "every size is traced separately, since memory is not affine in the batch ({error})",
     "not_simulated": "the search began without a simulation of the card ({error})",
     "no_token_budget": "no token budget was found ({error}): micro-batches are counted in samples",
     "not_explained": "where the memory goes is not known ({error})",
-    "not_explained_in_time": "where the memory goes was not traced: {limit} was used up",
-    "changes_vary": "what would change the peak is not known: two traces of the same micro-batches took different "
-    "amounts of memory",
-    "changes_unknown": "what else would change the peak is not known ({error})",
+    "changes_unknown": "what would change the peak is not known ({error})",
     "change_not_simulated": "the time limit ended before {change} was simulated",
     # An error of one case or trial, beside which others go on.
     "error": "{text}",
-    "error_hint": "{text}",
     # What a guard finds.
     "not_locked": lambda lock, exists: f"{lock} has no entry for it" if exists else f"there is no {lock}",
     "other_schedule": "the earlier measurement has micro-batches of {before:parts}, this one has {now:parts}",

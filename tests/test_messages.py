@@ -115,7 +115,6 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
         }
         for kind, chosen in (("measured", 32), ("estimated", 64))
     ],
-    "grad_sync_untried": [{"limit": "the time limit of 60 s"}],
     "grad_sync_unusable": [{"error": "gradients are added up in bfloat16"}],
     "savers_not_needed": [{"size": 1}],
     "savers_chosen": [
@@ -160,15 +159,12 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "values_read": [{"reads": 1, "samples": 24}, {"reads": 3, "samples": 1}],
     "trace_differs": [{"parts": [20, 20], "sizes": [2, 3, 5]}],
     "not_extrapolated": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
-    "tracing_each_size": [{"error": "a block has 3, 5 and 9 bytes at sizes 2, 3 and 5"}],
     "not_simulated": [{"error": "aten::foo has no rule"}],
     "no_token_budget": [{"error": "micro-batches are multiples of 2 samples"}],
     "not_explained": [{"error": "it was interrupted"}],
-    "not_explained_in_time": [{"limit": "the time limit of 60 s"}],
     "changes_unknown": [{"error": "aten::foo has no rule"}],
     "change_not_simulated": [{"change": "bf16"}],
     "error": [{"error": "workload", "text": "model() raised ValueError: odd"}],
-    "error_hint": [{"error": "workload", "text": "mend it"}],
     "not_locked": [{"lock": "autoaccum.lock", "exists": known} for known in (True, False)],
     "other_schedule": [{"before": [32] * 8, "now": [64] * 4}],
     "other_card": [{"before": "NVIDIA GeForce RTX 3090", "now": "NVIDIA A40"}],

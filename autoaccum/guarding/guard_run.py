@@ -203,7 +203,7 @@ def _unmeasured(case: Case, error: AutoaccumError, *, is_named: bool) -> Verdict
         outcome="unmeasured",
         exit_code=NotMeasuredError.exit_code if is_usage and not is_named else error.exit_code,
         reasons=(message("error", error=error.code, text=error.message),),
-        hint=message("error_hint", error=error.code, text=error.hint) if error.hint else None,
+        hint=message("error", error=error.code, text=error.hint) if error.hint else None,
         traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
     )
 

@@ -231,7 +231,7 @@ class _Planner:
         try:
             tried = self.runner.try_parts(parts)
         except SearchStopped as stopped:
-            why = message("grad_sync_untried", limit=str(stopped))
+            why = message("grad_sync_unusable", error=f"{stopped} ended before it was tried")
         else:
             if tried.outcome == "error":
                 why = message("grad_sync_unusable", error=first_line(tried.message or ""))
@@ -441,7 +441,7 @@ def explain_memory(
         seconds = limits.seconds_left()
         report = setup.device.explain(parts, limit_seconds=seconds, changes=changes, curve=curve)
     except SearchStopped as stopped:
-        return None, (message("not_explained_in_time", limit=str(stopped)),)
+        return None, (message("not_explained", error=f"{stopped} was used up"),)
     except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.
         return None, (message("not_explained", error="it was interrupted"),)
     except (WorkloadError, UsageError, NotMeasuredError) as error:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Trial
-from autoaccum.messages import message
 from autoaccum.planning.comparison_record import ComparisonRow
 from autoaccum.planning.plan_events import (
     Doing,
@@ -214,7 +213,7 @@ class PlanProgress(Progress):
                 self.say(_trial_line(trial, predicted, f"{value:,}"))
             case TracedAlone(reason):
                 self.stop()
-                self.say(str(message("tracing_each_size", **reason.facts)), "dim")
+                self.say(f"{reason}: to stop earlier with the best size so far, use --time-limit", "dim")
             case Explained():
                 self.stop()
             case TrialStarted(number, parts):

@@ -118,7 +118,7 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     other, train = report.verdicts
     assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("passed", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (error("workload", "it raised"), "line 1\nline 2")
-    assert other.hint == message("error_hint", error="workload", text="mend it")
+    assert other.hint == message("error", error="workload", text="mend it")
     called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
     assert called.exit_code == 2, "that is a fault of the call"
     assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1

@@ -21,7 +21,7 @@ from autoaccum.spec import DeviceFacts
 from autoaccum.units import GIB, MIB, format_bytes
 
 EVIL = "<script>alert(1)</script>"
-REMARKS = (Message("changes_vary"), Message("compares_samples"), Message("random_memory"))
+REMARKS = (Message("not_verified"), Message("compares_samples"), Message("random_memory"))
 HELD: Mapping[Category, int] = {"activations": 5 * GIB, "gradients": 200 * MIB}
 PICTURE = "data:image/svg+xml;base64,"
 LOADING = ("src", "href", "srcset", "data", "poster", "action", "xlink:href")

@@ -119,7 +119,7 @@ class Explainer:
     def _changes(self, trace: Trace, labelled: LabelledTrace) -> tuple[tuple[Change, ...], tuple[Message, ...]]:
         """Return each change with its effect, the largest saving first, and a note if some could not be simulated."""
         if labelled.trace != trace:  # The workload's own variation would look like the effect of a change.
-            return (), (message("changes_vary"),)
+            return (), (message("changes_unknown", error="two traces of the same micro-batches took other memory"),)
         effects: list[Change] = []
         notes: tuple[Message, ...] = ()
         if expanding := self.replayer.expanding():
