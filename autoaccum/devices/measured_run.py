@@ -36,7 +36,6 @@ The file is a JSON object. All sizes are in bytes, those of the allocator as PyT
                     backward, and update, which is all after the last backward pass; "backwards", the number of these;
                     "alloc_retries", "ooms"; and at its end "allocated_bytes", "reserved_bytes", and "in_use_bytes",
                     all that is in use on the card, with other processes
-  segments_at_peak  of the last update: [size, count] of the segments when most was reserved; or null
   history           the last update: base64 of xz of a JSON object; null without one or xz, or if longer than 200 KB:
     segments        at its start, by address: [pool, blocks]; a block in use has its size, a free one minus its size
     events          in order. Blocks are numbered: those in use at the start, then each new one. A size is a request for
@@ -60,7 +59,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -197,11 +195,11 @@ class MeasuredRun:
 
     def _describe(self, oom: Any, world_size: int) -> dict[str, Any]:
         torch, asked = self._torch, self._options
-        cuda, settings, table, history = torch.cuda, {}, None, None
+        cuda, settings, history = torch.cuda, {}, None
         if oom is None and cuda.get_allocator_backend() == "native":
             snapshot = cuda.memory._snapshot(self._card)
             settings = snapshot.get("allocator_settings", {})
-            table, history = reduce_history(self._segments, snapshot["device_traces"][self._card])
+            history = reduce_history(self._segments, snapshot["device_traces"][self._card])
         card = cuda.get_device_properties(self._card)
         uuid, before = str(getattr(card, "uuid", "no uuid")), self._cards_before
         mine = [cells for cells in before if cells[0].endswith(uuid)] or before
@@ -238,7 +236,6 @@ class MeasuredRun:
             "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             "allocator": {"backend": cuda.get_allocator_backend(), "settings": settings},
             "updates": self._updates,
-            "segments_at_peak": table,
             "history": history,
         }
 
@@ -282,8 +279,8 @@ def count_updates(steps: Counter[int]) -> int:
     return min(count for count in steps.values() if count * _UNEVEN >= most)
 
 
-def reduce_history(segments: Iterable[Any], entries: Iterable[Any]) -> tuple[list[list[int]], str | None]:
-    """Return `segments_at_peak` and `history` of the file, without addresses.
+def reduce_history(segments: Iterable[Any], entries: Iterable[Any]) -> str | None:
+    """Return `history` of the file, without addresses.
 
     Args:
         segments: Those at the start, of `torch.cuda.memory_snapshot()`.
@@ -310,19 +307,13 @@ def reduce_history(segments: Iterable[Any], entries: Iterable[Any]) -> tuple[lis
             events.append(numbers.pop(entry["addr"]) - count)
         elif sign := _SEGMENT_EVENTS.get(entry["action"]):
             segment_events.append([len(events), sign * entry["size"]])
-    held = Counter(sum(map(abs, blocks)) for _, blocks in start)
-    changes = [size for _, size in segment_events]
-    reserved = list(accumulate(changes, initial=sum(size * number for size, number in held.items())))
-    for size in changes[: reserved.index(max(reserved))]:
-        held[abs(size)] += 1 if size > 0 else -1
     record = {"segments": start, "events": events, "segment_events": segment_events}
-    table = sorted([size, number] for size, number in held.items() if number > 0)
     try:
         import lzma
     except ImportError:  # Some builds of Python lack it.
-        return table, None
+        return None
     text = base64.b64encode(lzma.compress(json.dumps(record, separators=(",", ":")).encode())).decode()
-    return table, text if len(text) <= _LONGEST_HISTORY else None
+    return text if len(text) <= _LONGEST_HISTORY else None
 
 
 def ask_nvidia_smi() -> list[list[str]]:

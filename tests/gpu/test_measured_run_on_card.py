@@ -27,7 +27,6 @@ def test_a_run_is_measured_and_predicted(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run.json").read_text())
     update = record["updates"][-1]
     assert len(record["updates"]) == 3
-    assert sum(size * count for size, count in record["segments_at_peak"]) == update["peak_reserved_bytes"]
     assert update["in_use_bytes"] > update["reserved_bytes"], "a context takes memory, too"
     (case,) = MEASURED.read(list(find_runs(tmp_path, run_scripts=True)))
     errors = {score.quantity: score.error() for score in MEASURED.compare(case, [MEASURED.predict(case, 8)])}
