@@ -163,7 +163,6 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
             " transformers or Lightning",
         )
     model = _require(module, "model", path) if chosen is None else chosen
-    _check_renamed(module, label)
     fields: dict[str, Any] = {
         key: value for key, is_meant in _BY_NAME.items() if is_meant(value := getattr(module, key, None))
     }
@@ -177,18 +176,6 @@ def _read(module: ModuleType, name: str, path: Path) -> Workload:
     if "dataset" not in fields or hasattr(module, "batch"):
         fields["batch"] = _require(module, "batch", path)
     return Workload(model=model, name=title, **fields)
-
-
-def _check_renamed(module: ModuleType, label: str) -> None:
-    """Raise WorkloadError if a file sets `keeps` as it was meant, since ignoring that would plan for too little."""
-    keeps = getattr(module, "keeps", None)
-    words = [keeps] if isinstance(keeps, str) else keeps if isinstance(keeps, list | tuple) else []
-    now = {"ema": "ema = True", "outputs": "hold_outputs = True"}
-    if words and all(isinstance(word, str) and word in now for word in words):
-        raise WorkloadError(
-            f"{label} sets keeps, which is now ema and hold_outputs",
-            hint=f"write {join_words([now[word] for word in dict.fromkeys(words)])} instead of keeps",
-        )
 
 
 def _check_unused(path: Path, counts: str, other: str) -> None:

@@ -256,11 +256,6 @@ BAD = {
     ),
     "name is a number": (SIZED, "model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
     "no name": ("", "model.py:", r"'model\.py:' is not a reference to a workload: write model\.py or model\.py:name"),
-    "keeps": (
-        GOOD + '    keeps = ("ema", "outputs")\n',
-        "model.py",
-        r"model\.py sets keeps, which is now ema and hold_outputs: write ema = True and hold_outputs = True instead",
-    ),
     "empty": ("", "", r"'' is not a reference to a workload"),
     "null byte": ("", "a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
 }
