@@ -139,13 +139,13 @@ def check_target(target_batch: int | None, target_tokens: int | None) -> None:
 
 
 def cut_windows(
-    samples: Iterable[tuple[Sample, int]], *, target_batch: int | None = None, target_tokens: int | None = None
+    samples: Iterable[tuple[Sample, int]], target_batch: int | None, target_tokens: int | None
 ) -> Iterator[list[tuple[Sample, int]]]:
     """Cut samples with their lengths into windows, each of which is one update; the last one may be smaller.
 
-    A window has `target_batch` samples, or as many whole samples as reach `target_tokens`.
+    A window has as many whole samples as reach `target_tokens`, or, if that is None, `target_batch` samples.
 
-    >>> [len(window) for window in cut_windows([("a", 3), ("b", 9), ("c", 4)], target_tokens=4)]
+    >>> [len(window) for window in cut_windows([("a", 3), ("b", 9), ("c", 4)], None, 4)]
     [2, 1]
     """
     window: list[tuple[Sample, int]] = []
@@ -153,7 +153,7 @@ def cut_windows(
     for sample, length in samples:
         window.append((sample, length))
         tokens += length
-        if len(window) == target_batch or (target_tokens is not None and tokens >= target_tokens):
+        if len(window) == target_batch if target_tokens is None else tokens >= target_tokens:
             yield window
             window, tokens = [], 0
     if window:

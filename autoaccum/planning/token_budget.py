@@ -141,7 +141,7 @@ def find_budget(
             trial = dataclasses.replace(trial, peak_reserved_bytes=None)
         tried.append(ValueTrial(value=size, trial=trial))
         notify(ValueTried(_NAME, size, predicted, trial))
-        return dataclasses.replace(trial, parts=(size,), fresh=trial.fresh and (fresh or not predicted))
+        return dataclasses.replace(trial, parts=(size,))
 
     needs = MemoryNeeds(quantity=_NAME, curved=True, predicted=predicted)
     found = search(try_budget, budgets, limit_bytes=device.limit_bytes, needs=needs, from_largest=True)
@@ -162,11 +162,8 @@ def describe_budget(solved: Solved, lengths: SampleLengths, request: PlanRequest
     """Return the budget that was found, with what it is worth for updates of the data in a random order."""
     padding, world_size = lengths.padding, request.options.world_size
     order = random.Random(0).sample(lengths.read, len(lengths.read))
-    targets = {"target_tokens": request.target_tokens}
-    if request.target_tokens is None:
-        targets = {"target_batch": request.target_batch}
     updates, by_count = list[list[Sequence[int]]](), list[Sequence[int]]()
-    for window in cut_windows(zip(order, order, strict=True), **targets):
+    for window in cut_windows(zip(order, order, strict=True), request.target_batch, request.target_tokens):
         of_window = [length for length, _ in window]
         for share in share_by_length(of_window, world_size):
             own = [of_window[index] for index in sorted(share)]  # In the order of the data.

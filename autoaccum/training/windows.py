@@ -198,7 +198,7 @@ class WindowReader(abc.ABC):
         """Cut an epoch's samples into windows, each with what it adds to the target: its length, or 1."""
         target_batch, target_tokens = self._settings.target_batch, self._settings.target_tokens
         measured = ((sample, 1 if target_tokens is None else self._length(sample)) for sample in samples)
-        return cut_windows(measured, target_batch=target_batch, target_tokens=target_tokens)
+        return cut_windows(measured, target_batch, target_tokens)
 
     def _places(self, window: list[tuple[Any, int]]) -> Sequence[Sequence[int]]:
         """Return which samples of a window each part of this rank has."""

@@ -109,8 +109,8 @@ def test_ranks_differ_by_less_than_a_sample(lengths: list[int], ranks: int) -> N
 @given(MANY, st.integers(1, 9), st.integers(1, 20000))
 def test_windows_are_as_small_as_their_target_allows(lengths: list[int], samples: int, tokens: int) -> None:
     pairs = list(enumerate(lengths))
-    by_samples = list(cut_windows(pairs, target_batch=samples))
-    by_tokens = list(cut_windows(pairs, target_tokens=tokens))
+    by_samples = list(cut_windows(pairs, samples, None))
+    by_tokens = list(cut_windows(pairs, None, tokens))
     for windows in (by_samples, by_tokens):
         assert [pair for window in windows for pair in window] == pairs
     assert all(len(window) == samples for window, _ in pairwise(by_samples))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.base import ChooseParts, Forecast, Inspection, Prediction, Predictor, Sizes, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, Deadline, choose_budget
 from autoaccum.devices.explanation import MemoryReport
+from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.messages import Message, message
@@ -154,7 +155,7 @@ class SimulatedDevice(Predictor):
         began, deadline = time.monotonic(), Deadline(limit_seconds)
         try:
             if lengths:
-                traces = [self.traces.make_of_lengths(parts, lengths, deadline)]
+                traces = [self.traces.ask(TraceParts, parts, deadline, lengths=lengths)]
             else:
                 traces = self.traces.traces_of(parts, deadline, fresh=fresh)
         except WorkloadError as error:

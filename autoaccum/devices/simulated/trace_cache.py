@@ -40,7 +40,6 @@ class _Traces:
 
     Attributes:
         made: Those that were made, by their parts.
-        of_lengths: Those of samples of given lengths, by parts and lengths.
         affine: The function that extrapolates others; None: not known yet, or refuted.
         at: `affine.at`, which keeps its traces.
         refuted: Whether larger sizes do not follow from small ones.
@@ -49,7 +48,6 @@ class _Traces:
     """
 
     made: dict[tuple[int, ...], Trace] = field(default_factory=dict)
-    of_lengths: dict[tuple[tuple[int, ...], tuple[int, ...]], Trace] = field(default_factory=dict)
     affine: AffineTrace | None = None
     at: Callable[..., Trace] | None = None
     refuted: bool = False
@@ -170,13 +168,6 @@ class TraceCache:
         if parts not in self._traces.made:
             self.keep(self.ask(TraceParts, parts, deadline))
         return self._traces.made[parts]
-
-    def make_of_lengths(self, parts: tuple[int, ...], lengths: tuple[int, ...], deadline: Deadline) -> Trace:
-        """Return the trace of exactly these parts, of samples of these lengths, traced if it is not there yet."""
-        made = self._traces.of_lengths
-        if (parts, lengths) not in made:
-            made[parts, lengths] = self.ask(TraceParts, parts, deadline, lengths=lengths)
-        return made[parts, lengths]
 
     def keep(self, made: Trace) -> None:
         """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
