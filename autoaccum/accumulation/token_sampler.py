@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from autoaccum.accumulation.argument_checks import PlanLike
 from autoaccum.accumulation.packing import check_target, cut_windows, pack, share_by_length
 from autoaccum.accumulation.ranks.group import world_size as count_ranks
 from autoaccum.accumulation.rng_state import derive_seed
@@ -43,7 +42,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         target_batch: The samples of a window.
         target_tokens: Instead of `target_batch`: a window has as many whole samples as reach so many tokens.
         padding: `longest` (default) if `collate_fn` pads micro-batches to their longest sample, `none` if it does not.
-        plan: A plan with a token budget, which supplies what is not given.
         shuffle: Whether each epoch has a random order of its own; otherwise that of the dataset.
         seed: The seed of the orders, equal on all ranks.
         rank: The number of this rank, and `world_size` that of all; by default those of `torch.distributed`.
@@ -63,11 +61,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self,
         lengths: Sequence[int] | Tensor | np.ndarray[Any, Any],
         *,
-        micro_tokens: int | None = None,
+        micro_tokens: int,
         target_batch: int | None = None,
         target_tokens: int | None = None,
-        padding: Padding | None = None,
-        plan: PlanLike | None = None,
+        padding: Padding = "longest",
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -76,17 +73,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if not is_length_sequence(lengths):
             seen = "empty" if isinstance(lengths, Sized) and len(lengths) == 0 else describe_type(lengths)
             raise UsageError(f"lengths is {seen}", hint="give the tokens of each sample of the dataset, in order")
-        if plan is not None:
-            if (budget := getattr(plan, "tokens", None)) is None:
-                raise UsageError("the plan has no token budget", hint="plan a workload that has length or lengths")
-            micro_tokens, padding = micro_tokens or budget.micro_tokens, padding or budget.padding
-            if target_batch is None and target_tokens is None:
-                target_tokens = budget.target_tokens
-                target_batch = getattr(plan, "target_batch", None) if target_tokens is None else None
-        if micro_tokens is None:
-            raise UsageError("no micro_tokens", hint="give it, or a plan")
-        check_word(padding or "longest", "padding", get_args(Padding))
-        self._micro_tokens, self._padding = read_count(micro_tokens, "micro_tokens"), padding or "longest"
+        check_word(padding, "padding", get_args(Padding))
+        self._micro_tokens, self._padding = read_count(micro_tokens, "micro_tokens"), padding
         values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
         self._lengths = [max(1, read_count(value, "a length", least=0)) for value in values]
         targets = {"target_batch": target_batch, "target_tokens": target_tokens}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain, islice
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,25 +127,13 @@ def test_epochs_differ_by_their_number_and_seed_alone() -> None:
     assert order(0, shuffle=False) == order(1, shuffle=False)
 
 
-def test_a_plan_says_the_budget_and_the_target_and_what_is_given_wins() -> None:
-    tokens = SimpleNamespace(micro_tokens=40, padding="none", target_tokens=None)
-    plan: Any = SimpleNamespace(tokens=tokens, target_batch=6)
-    given: dict[str, Any] = {"target_batch": 6, "micro_tokens": 40, "padding": "none"}
-    assert windows_of(TokenBudgetSampler(LENGTHS, plan=plan)) == windows_of(TokenBudgetSampler(LENGTHS, **given))
-    other = TokenBudgetSampler(torch.tensor(LENGTHS), plan=plan, target_tokens=50, micro_tokens=30)
-    tokens.target_tokens, tokens.micro_tokens = 50, 30
-    assert windows_of(TokenBudgetSampler(LENGTHS, plan=plan)) == windows_of(other)
-    with pytest.raises(UsageError, match="the plan has no token budget"):
-        TokenBudgetSampler(LENGTHS, plan=SimpleNamespace(tokens=None, target_batch=6))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"target_batch": None}, "no target"),
         ({"target_tokens": 50}, "both target_batch and target_tokens are given"),
         ({"target_batch": 0}, "target_batch is 0"),
-        ({"micro_tokens": None}, "no micro_tokens: give it, or a plan"),
+        ({"micro_tokens": None}, "micro_tokens is None"),
         ({"padding": "left"}, "there is no padding 'left'"),
         ({"lengths": Rows()}, "lengths is a Rows"),
         ({"lengths": [4.5]}, "lengths is a list"),
