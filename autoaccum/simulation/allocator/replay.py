@@ -60,7 +60,7 @@ class SizedTrace:
         trace: The trace, whose own sizes do not count.
         sizes: The bytes of each block, or `EMPTY_CACHE`. As in PyTorch, blocks of 0 bytes are never allocated.
         uncertainty_bytes: How far off the sum of the blocks alive may be, at most at any time.
-        guessed: The rules with an unmeasured size, of blocks that count in the band.
+        guessed: The rules of the blocks that count in the band.
         optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
             the same purpose is requested.
     """
@@ -359,6 +359,6 @@ def _size(trace: Trace, estimates: Mapping[Workspace, Estimate]) -> SizedTrace:
         trace,
         tuple(sizes),
         max(accumulate(changes), default=0),
-        tuple(dict.fromkeys(workspaces[block].rule for block in bands if not of_blocks[block].measured)),
+        tuple(dict.fromkeys(workspaces[block].rule for block in bands)),
         {block: workspaces[block] for block, estimate in of_blocks.items() if estimate.optional},
     )

@@ -45,15 +45,13 @@ class Estimate:
 
     Attributes:
         bytes: The bytes that are probably requested from the allocator; 0 if the kernel needs none at this size.
-        uncertainty_bytes: How far off `bytes` may be, in either direction.
-        measured: True if the bytes are certain. For most rules they follow from a formula in PyTorch's source, which
-            was worked out by hand and not compared with a card. False for a guess, which has a band.
+        uncertainty_bytes: How far off `bytes` may be, in either direction: 0 if they follow from a formula in PyTorch's
+            source, which was worked out by hand and not compared with a card for most rules.
         optional: True if the kernel, or another one in its place, runs without this workspace where memory is short.
     """
 
     bytes: int
     uncertainty_bytes: int = 0
-    measured: bool = True
     optional: bool = False
 
 
@@ -68,9 +66,7 @@ Rule = Callable[..., int | Estimate]
 
 
 def _guess(size: int, uncertainty_bytes: int | None = None) -> Estimate:
-    return Estimate(
-        bytes=size, uncertainty_bytes=size if uncertainty_bytes is None else uncertainty_bytes, measured=False
-    )
+    return Estimate(bytes=size, uncertainty_bytes=size if uncertainty_bytes is None else uncertainty_bytes)
 
 
 def _product_of(_: Target, *numbers: int) -> int:
@@ -121,7 +117,7 @@ def convolution(on: Target, *numbers: int) -> Estimate:
     else:
         size = _copied_bytes(on.card, asked, bytes_of)
         band = max(size, min(sum(bytes_of), _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)
-    return Estimate(bytes=size, uncertainty_bytes=band, measured=False, optional=True)
+    return Estimate(bytes=size, uncertainty_bytes=band, optional=True)
 
 
 def _copied_bytes(card: Card, asked: Convolution, bytes_of: Sequence[int]) -> int:
@@ -215,7 +211,7 @@ def flash_gradient(on: Target, batch: int, heads: int, queries: int, head_size: 
     column_bytes = 4 * batch * heads * round_up(queries, 128)
     copies = max(1, ceil_div(on.card.multiprocessors, max(1, batch * heads))) if deterministic else 1
     band = column_bytes * copies * max(0, 256 - rounded) if head_size > 192 else 0
-    return Estimate(bytes=column_bytes * rounded * copies, uncertainty_bytes=band, measured=band == 0)
+    return Estimate(bytes=column_bytes * rounded * copies, uncertainty_bytes=band)
 
 
 def flash_split_sums(on: Target, batch: int, heads: int, queries: int, keys: int, head_size: int) -> int:
@@ -257,7 +253,7 @@ def efficient_gradient(on: Target, *numbers: int) -> Estimate:
     size = _efficient_bytes(call, _efficient_tile(call, on.card))
     other = _efficient_bytes(call, _Tile(64, 64, call.element_bytes == 4))
     band = abs(size - other) if max(call.head_size, call.value_size) > 64 else 0
-    return Estimate(bytes=size, uncertainty_bytes=band, measured=band == 0)
+    return Estimate(bytes=size, uncertainty_bytes=band)
 
 
 def _efficient_sums(on: Target, *numbers: int) -> int:
