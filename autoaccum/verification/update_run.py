@@ -101,9 +101,7 @@ class AccumulatedUpdate:
         if self.method == "accumulate":
             return run.user_loop(parts)
         if self.micro_tokens is not None:
-            costs = self.fixture.workload.token_costs
-            limit = {"padding": costs.padding, "lengths": costs.lengths, "trim": costs.trim}
-            return run.accumulated(parts, draws, {"micro_tokens": self.micro_tokens, **limit})
+            return run.accumulated(parts, draws, {"micro_tokens": self.micro_tokens})
         return run.accumulated(
             parts, draws, {"micro_batch": max(self.sizes)}, batch=self.batch if world_size == 1 else None
         )
@@ -157,7 +155,7 @@ class UpdateRun:
         `draws` are told which part runs. If the Accumulator splits `batch` into the same parts, it is given that. Of
         several ranks each has parts of its own, maybe none, and no batch.
         """
-        fixture, sizes = self._fixture, [batch_size(part) for part in parts]
+        sizes = [batch_size(part) for part in parts]
         objective = _apply_changes(self.objective, self._ablation)
         counting = [
             index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
@@ -171,9 +169,9 @@ class UpdateRun:
                 optimizer,
                 objective,
                 **limit,
+                spec=self._fixture.workload,
+                precision="fp32",
                 batchnorm=self._batchnorm,
-                accumulate_in=fixture.workload.accumulate_in,
-                savers=fixture.workload.savers,
                 check="off",
                 recover=False,
                 observer=_PartObserver(draws, generators, counting),
