@@ -142,7 +142,7 @@ def describe_run(
         reduction=objective.reduction,
         weight=objective.divisor_label,
         has_weight=objective.weight_function is not None,
-        assumes_weight=objective.model_loss is not None and objective.divisor_label.endswith(")"),
+        assumes_weight=objective.assumes_divisor,
         whole_batch=None if run.accumulator is None else run.accumulator.whole_batch,
         modules={
             name: storage_bytes([*module.parameters(), *module.buffers()])
