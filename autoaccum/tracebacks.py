@@ -34,10 +34,10 @@ def format_user_traceback(error: BaseException) -> str:
     return "".join(report.format()).rstrip()
 
 
-def user_line(error: BaseException, *, library: bool = False) -> str | None:
+def user_line(error: BaseException) -> str | None:
     """Return the last line of the user's code in a traceback: model.py:31 (`x = x[mask]`); None if there is none.
 
-    With `library`, name the last line of a library too, if the error was raised there.
+    The last line of a library is named too, if the error was raised there.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not frames:
@@ -47,7 +47,7 @@ def user_line(error: BaseException, *, library: bool = False) -> str | None:
         f"{name_line(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
         for frame in ((own or frames)[-1], frames[-1])
     )
-    return user if not library or user == last else f"{last}, called from {user}"
+    return user if user == last else f"{last}, called from {user}"
 
 
 def name_line(filename: str, number: int) -> tuple[str, bool]:

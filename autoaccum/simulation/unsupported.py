@@ -59,7 +59,7 @@ def as_workload_error(error: BaseException, doing: str, *, lost: str | None = No
             message, hint = description
             if hint == _NO_VALUES and lost is not None:
                 hint = f"{lost or 'its value was not computed'}: {_ELSEWHERE}"
-            line = user_line(error, library=True)
+            line = user_line(error)
             location = f", at {line}" if line else ""
             return WorkloadError(f"{doing}: {message}{location}", hint=hint)
     return None

@@ -147,7 +147,7 @@ class Objective:
         if self.criterion is not None:
             return torch.zeros(batch_size(batch)), inputs_and_targets(unwrap_batch(batch))[1]
         assert isinstance(self.loss, CoupledLoss)
-        return batch if _may_read(self.loss.loss, 1) else torch.zeros(batch_size(batch))
+        return batch if _may_read_batch(self.loss.loss) else torch.zeros(batch_size(batch))
 
     def weight(self, batch: Any) -> Weights:
         """Return the number that the mean over `batch` divides by, or one number for each term of the loss.
@@ -283,12 +283,12 @@ def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
     return {name: weights[name] for name in names}
 
 
-def _may_read(function: Any, position: int) -> bool:
-    """Return whether `function` may read its argument at this position: a function that never names it does not."""
+def _may_read_batch(function: Any) -> bool:
+    """Return whether a coupled loss may read its second argument: a function that never names it does not."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_argcount <= position or inspect.ismethod(function) or "locals" in code.co_names:
+    if code is None or code.co_argcount < 2 or inspect.ismethod(function) or "locals" in code.co_names:
         return True
-    name = code.co_varnames[position]
+    name = code.co_varnames[1]
     arguments = [instruction.argval for instruction in dis.get_instructions(code)]
     return name in code.co_cellvars or any(
         name in (argument if isinstance(argument, tuple) else (argument,)) for argument in arguments
