@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from command_line import autoaccum, environment, wait_for
+from command_line import Command, autoaccum, environment, wait_for
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZES = ("--batch-size={micro_batch}", "--accum={iter_size}")
@@ -72,8 +72,8 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
         ("not_there.py", 2, ["not_there.py", "the command left with exit status 2"]),
     ],
 )
-def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, said: list[str]) -> None:
-    done = autoaccum(SCRIPTS, *plan_words(script))
+def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, said: list[str], command: Command) -> None:
+    done = command(SCRIPTS, *plan_words(script))
     assert done.returncode == code, done.stderr
     assert [text for text in said if text not in done.stderr] == []
     assert "autoaccum/devices" not in done.stderr
@@ -86,29 +86,28 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
             "no-such-program",
             "`no-such-program` cannot be run (No such file or directory): the first word after -- must",
         ),
-        ("gan.py", "gan.py is a script, and no program: write python gan.py"),
-        ("--trial-limit=9 python gan.py", "--trial-limit stands after --, and so belongs to your command: move it"),
+        ("right.py", "right.py is a script, and no program: write python right.py"),
+        ("--trial-limit=9 python right.py", "--trial-limit stands after --, and so belongs to your command: move it"),
         (
-            "env PYTHONPATH=. python gan.py",
+            "env PYTHONPATH=. python right.py",
             "the command sets PYTHONPATH to '.', by which autoaccum enters its processes",
         ),
     ],
 )
-def test_a_command_that_is_no_program_is_told(words: str, told: str) -> None:
-    done = autoaccum(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", *words.split(), "{micro_batch}")
+def test_a_command_that_is_no_program_is_told(words: str, told: str, command: Command) -> None:
+    done = command(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", *words.split(), "{micro_batch}")
     assert done.returncode == 2
     assert told in " ".join(done.stderr.split())
 
 
-def test_a_script_that_stays_on_the_cpu_is_told_on_a_simulated_card() -> None:
-    done = autoaccum(
-        SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", sys.executable, "gan.py", "--batchSize={micro_batch}"
-    )
+def test_a_script_that_stays_on_the_cpu_is_told_on_a_simulated_card(command: Command) -> None:
+    words = [sys.executable, "right.py", "--device=cpu", "--batch-size={micro_batch}"]
+    done = command(SCRIPTS, "plan", "--gpu", "rtx3090", "-q", "--", *words)
     assert done.returncode == 2, done.stderr
     assert "the script puts nothing on the simulated rtx3090: let it train on cuda" in done.stderr
 
 
-def test_the_hook_enters_another_environment_and_runs_its_own_sitecustomize(tmp_path: Path) -> None:
+def test_the_hook_enters_another_environment_and_runs_its_own_sitecustomize(tmp_path: Path, command: Command) -> None:
     """An environment that has torch and not autoaccum, as behind `uv run`."""
     venv.create(tmp_path / "env", with_pip=False)
     (packages,) = (tmp_path / "env").glob("lib/*/site-packages")
@@ -127,13 +126,7 @@ def test_the_hook_enters_another_environment_and_runs_its_own_sitecustomize(tmp_
     )
     words = ["plan", "--gpu", "rtx3090", "--max-micro-batch", "4", "--json", "--"]
     python = str(tmp_path / "env" / "bin" / "python")
-    done = autoaccum(
-        tmp_path,
-        *words,
-        python,
-        "train.py",
-        "{micro_batch}",
-        PYTHONPATH=os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)]),
-    )
+    paths = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])
+    done = command(tmp_path, *words, python, "train.py", "{micro_batch}", PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert '"micro_batch": 4' in done.stdout

@@ -49,15 +49,9 @@ class Trainer:
                 self.optimizer.zero_grad()
         print(f"[rank {self.rank}] Epoch {epoch} | Batchsize: {len(source)} | Steps: {len(self.train_data)} | loss {loss.item():.3f}")
 
-    def _save_checkpoint(self, epoch):
-        torch.save({"model": self.model.module.state_dict(), "epoch": epoch}, self.args.checkpoint)
-        print(f"Epoch {epoch} | Training checkpoint saved at {self.args.checkpoint}")
-
     def train(self):
         for epoch in range(self.args.total_epochs):
             self._run_epoch(epoch)
-            if self.rank == 0 and epoch % self.args.save_every == 0:
-                self._save_checkpoint(epoch)
 
 
 def main(args):
@@ -74,9 +68,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="simple distributed training job")
     parser.add_argument("--total-epochs", default=2, type=int)
-    parser.add_argument("--save-every", default=1, type=int)
     parser.add_argument("--batch-size", default=8, type=int, help="on each device")
     parser.add_argument("--accum-steps", default=1, type=int)
     parser.add_argument("--width", default=512, type=int)
-    parser.add_argument("--checkpoint", default="checkpoint.pt")
     main(parser.parse_args())

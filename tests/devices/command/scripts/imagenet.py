@@ -1,50 +1,35 @@
 import argparse
-import os
-import random
-import shutil
 import time
-from enum import Enum
 
 import torch
 import torch.nn as nn
-import torch.backends.cudnn as cudnn
 import torch.optim
 import torch.utils.data
 from torch.optim.lr_scheduler import StepLR
 
 parser = argparse.ArgumentParser(description='PyTorch image classification')
-parser.add_argument('data', metavar='DIR', nargs='?', default='fake', help='path to the dataset (fake: random images)')
 parser.add_argument('-a', '--width', default=16, type=int, help='channels of the first stage')
 parser.add_argument('-j', '--workers', default=2, type=int, metavar='N', help='number of data loading workers')
 parser.add_argument('--epochs', default=2, type=int, metavar='N')
-parser.add_argument('--start-epoch', default=0, type=int, metavar='N')
 parser.add_argument('-b', '--batch-size', default=16, type=int, metavar='N')
 parser.add_argument('--accum', default=1, type=int, metavar='N', help='batches per update (default: 1)')
 parser.add_argument('--lr', '--learning-rate', default=0.1, type=float, metavar='LR', dest='lr')
 parser.add_argument('--momentum', default=0.9, type=float, metavar='M')
 parser.add_argument('--wd', '--weight-decay', default=1e-4, type=float, metavar='W', dest='weight_decay')
 parser.add_argument('-p', '--print-freq', default=2, type=int, metavar='N')
-parser.add_argument('--resume', default='', type=str, metavar='PATH')
-parser.add_argument('-e', '--evaluate', dest='evaluate', action='store_true')
-parser.add_argument('--seed', default=None, type=int)
-parser.add_argument('--gpu', default=None, type=int, help='GPU id to use')
-parser.add_argument('--device', default=None, type=str, help='cpu, cuda (default: cuda if available)')
 parser.add_argument('--images', default=192, type=int, help='images in the fake dataset')
 parser.add_argument('--size', default=64, type=int, help='height and width of the fake images')
-parser.add_argument('--logdir', default='', type=str, help='write events for TensorBoard there')
-
-best_acc1 = 0
 
 
 class FakeData(torch.utils.data.Dataset):
-    def __init__(self, size, shape, classes, offset=0):
-        self.size, self.shape, self.classes, self.offset = size, shape, classes, offset
+    def __init__(self, size, shape, classes):
+        self.size, self.shape, self.classes = size, shape, classes
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index + self.offset)
+        generator = torch.Generator().manual_seed(index)
         return torch.randn(self.shape, generator=generator), index % self.classes
 
 
@@ -97,20 +82,11 @@ class ResNet(nn.Module):
 
 def main():
     args = parser.parse_args()
-    if args.seed is not None:
-        random.seed(args.seed)
-        torch.manual_seed(args.seed)
-        cudnn.deterministic = True
-        cudnn.benchmark = False
-
-    global best_acc1
-    if args.device is None:
-        args.device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    device = torch.device(args.device if args.gpu is None else f'cuda:{args.gpu}')
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     print("=> using", device)
 
     model = ResNet(width=args.width)
-    if device.type == 'cuda' and args.gpu is None:
+    if device.type == 'cuda':
         model = torch.nn.DataParallel(model).cuda()
     else:
         model = model.to(device)
@@ -118,56 +94,19 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
 
-    if args.resume:
-        if os.path.isfile(args.resume):
-            checkpoint = torch.load(args.resume, map_location=device, weights_only=True)
-            args.start_epoch = checkpoint['epoch']
-            best_acc1 = checkpoint['best_acc1']
-            model.load_state_dict(checkpoint['state_dict'])
-            optimizer.load_state_dict(checkpoint['optimizer'])
-            scheduler.load_state_dict(checkpoint['scheduler'])
-            print(f"=> loaded checkpoint '{args.resume}' (epoch {checkpoint['epoch']})")
-        else:
-            print(f"=> no checkpoint found at '{args.resume}'")
-
-    if args.data != 'fake':
-        raise SystemExit("only the fake dataset here")
     print("=> Dummy data is used!")
     shape = (3, args.size, args.size)
     train_dataset = FakeData(args.images, shape, 10)
-    val_dataset = FakeData(args.images // 4, shape, 10, offset=args.images)
     loading = dict(num_workers=args.workers, pin_memory=device.type == 'cuda')
     train_loader = torch.utils.data.DataLoader(
         train_dataset, batch_size=args.batch_size, shuffle=True, drop_last=True, **loading)
-    val_loader = torch.utils.data.DataLoader(val_dataset, batch_size=args.batch_size, shuffle=False, **loading)
 
-    writer = None
-    if args.logdir:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(args.logdir)
-
-    if args.evaluate:
-        validate(val_loader, model, criterion, device, args)
-        return
-
-    for epoch in range(args.start_epoch, args.epochs):
-        train(train_loader, model, criterion, optimizer, epoch, device, args, writer)
-        acc1 = validate(val_loader, model, criterion, device, args)
+    for epoch in range(args.epochs):
+        train(train_loader, model, criterion, optimizer, epoch, device, args)
         scheduler.step()
-        is_best = acc1 > best_acc1
-        best_acc1 = max(acc1, best_acc1)
-        save_checkpoint({
-            'epoch': epoch + 1,
-            'state_dict': model.state_dict(),
-            'best_acc1': best_acc1,
-            'optimizer': optimizer.state_dict(),
-            'scheduler': scheduler.state_dict(),
-        }, is_best)
-    if writer is not None:
-        writer.close()
 
 
-def train(train_loader, model, criterion, optimizer, epoch, device, args, writer):
+def train(train_loader, model, criterion, optimizer, epoch, device, args):
     batch_time = AverageMeter('Time', ':6.3f')
     data_time = AverageMeter('Data', ':6.3f')
     losses = AverageMeter('Loss', ':.4e')
@@ -199,43 +138,12 @@ def train(train_loader, model, criterion, optimizer, epoch, device, args, writer
         end = time.time()
         if i % args.print_freq == 0:
             progress.display(i + 1)
-            if writer is not None:
-                writer.add_scalar('train/loss', loss, epoch * len(train_loader) + i)
-
-
-def validate(val_loader, model, criterion, device, args):
-    losses = AverageMeter('Loss', ':.4e')
-    top1 = AverageMeter('Acc@1', ':6.2f')
-    top5 = AverageMeter('Acc@5', ':6.2f')
-    progress = ProgressMeter(len(val_loader), [losses, top1, top5], 'Test: ')
-    model.eval()
-    with torch.no_grad():
-        for images, target in val_loader:
-            images, target = images.to(device, non_blocking=True), target.to(device, non_blocking=True)
-            output = model(images)
-            acc1, acc5 = accuracy(output, target, topk=(1, 5))
-            losses.update(criterion(output, target).item(), images.size(0))
-            top1.update(acc1[0].item(), images.size(0))
-            top5.update(acc5[0].item(), images.size(0))
-    progress.display_summary()
-    return top1.avg
-
-
-def save_checkpoint(state, is_best, filename='checkpoint.pth.tar'):
-    torch.save(state, filename)
-    if is_best:
-        shutil.copyfile(filename, 'model_best.pth.tar')
-
-
-class Summary(Enum):
-    NONE = 0
-    AVERAGE = 1
 
 
 class AverageMeter:
     """Computes and stores the average and current value"""
-    def __init__(self, name, fmt=':f', summary_type=Summary.AVERAGE):
-        self.name, self.fmt, self.summary_type = name, fmt, summary_type
+    def __init__(self, name, fmt=':f'):
+        self.name, self.fmt = name, fmt
         self.val = self.avg = self.sum = self.count = 0
 
     def update(self, val, n=1):
@@ -256,9 +164,6 @@ class ProgressMeter:
 
     def display(self, batch):
         print('\t'.join([self.prefix + self.batch_fmt.format(batch)] + [str(meter) for meter in self.meters]))
-
-    def display_summary(self):
-        print(' *', ' '.join(f"{meter.name} {meter.avg:.3f}" for meter in self.meters))
 
 
 def accuracy(output, target, topk=(1,)):

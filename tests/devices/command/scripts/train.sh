@@ -5,5 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 echo "training on $(hostname)"
-python right.py --epochs 2 "$@"
+python -m module "$@"
 echo "done"

@@ -1,8 +1,7 @@
 """
-Trains a GPT, on one device or with DDP:
+Trains a GPT:
 
 $ python train.py config/tiny.py --batch_size=4 --gradient_accumulation_steps=2
-$ torchrun --standalone --nproc_per_node=2 train.py config/tiny.py
 """
 import os
 import time
@@ -11,8 +10,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.distributed import init_process_group, destroy_process_group
 
 from model import GPTConfig, GPT
 
@@ -22,12 +19,9 @@ out_dir = 'out'
 eval_interval = 2000
 log_interval = 1
 eval_iters = 200
-eval_only = False
-always_save_checkpoint = True
-init_from = 'scratch' # or 'resume'
 # data
 dataset = 'random'
-gradient_accumulation_steps = 5 * 8 # micro-batches per update, over all ranks
+gradient_accumulation_steps = 5 * 8 # micro-batches per update
 batch_size = 12 # the micro-batch
 block_size = 1024
 # model
@@ -50,39 +44,19 @@ warmup_iters = 2000
 lr_decay_iters = 600000
 min_lr = 6e-5
 # system
-backend = 'nccl' if torch.cuda.is_available() else 'gloo'
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 dtype = 'bfloat16' if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else 'float32' # or 'float16'
 compile = True
 # -----------------------------------------------------------------------------
 config_keys = [k for k, v in globals().items() if not k.startswith('_') and isinstance(v, (int, float, bool, str))]
 exec(open('configurator.py').read()) # overrides from the command line or a config file
-config = {k: globals()[k] for k in config_keys}
 # -----------------------------------------------------------------------------
 
-ddp = int(os.environ.get('RANK', -1)) != -1
-if ddp:
-    init_process_group(backend=backend)
-    ddp_rank = int(os.environ['RANK'])
-    ddp_local_rank = int(os.environ['LOCAL_RANK'])
-    ddp_world_size = int(os.environ['WORLD_SIZE'])
-    if 'cuda' in device:
-        device = f'cuda:{ddp_local_rank}'
-        torch.cuda.set_device(device)
-    master_process = ddp_rank == 0
-    seed_offset = ddp_rank
-    assert gradient_accumulation_steps % ddp_world_size == 0
-    gradient_accumulation_steps //= ddp_world_size
-else:
-    master_process = True
-    seed_offset = 0
-    ddp_world_size = 1
-tokens_per_iter = gradient_accumulation_steps * ddp_world_size * batch_size * block_size
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 print(f"tokens per iteration will be: {tokens_per_iter:,}")
 
-if master_process:
-    os.makedirs(out_dir, exist_ok=True)
-torch.manual_seed(1337 + seed_offset)
+os.makedirs(out_dir, exist_ok=True)
+torch.manual_seed(1337)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 device_type = 'cuda' if 'cuda' in device else 'cpu'
@@ -94,14 +68,11 @@ else:
 
 # the tokens: made once, then read through a memmap
 data_dir = os.path.join('data', dataset)
-if master_process:
-    os.makedirs(data_dir, exist_ok=True)
-    for split, seed in (('train', 0), ('val', 1)):
-        if not os.path.exists(os.path.join(data_dir, f'{split}.bin')):
-            tokens = np.random.default_rng(seed).integers(0, vocab_size, 100_000)
-            tokens.astype(np.uint16).tofile(os.path.join(data_dir, f'{split}.bin'))
-if ddp:
-    torch.distributed.barrier()
+os.makedirs(data_dir, exist_ok=True)
+for split, seed in (('train', 0), ('val', 1)):
+    if not os.path.exists(os.path.join(data_dir, f'{split}.bin')):
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, 100_000)
+        tokens.astype(np.uint16).tofile(os.path.join(data_dir, f'{split}.bin'))
 
 def get_batch(split):
     # a new memmap for every batch, so that it does not keep the pages
@@ -116,33 +87,20 @@ def get_batch(split):
     return x, y
 
 iter_num = 0
-best_val_loss = 1e9
 
 model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size,
                   bias=bias, vocab_size=vocab_size, dropout=dropout)
 model = GPT(GPTConfig(**model_args))
-if init_from == 'resume':
-    print(f"Resuming training from {out_dir}")
-    checkpoint = torch.load(os.path.join(out_dir, 'ckpt.pt'), map_location=device)
-    model.load_state_dict(checkpoint['model'])
-    iter_num = checkpoint['iter_num']
-    best_val_loss = checkpoint['best_val_loss']
 model.to(device)
 
 # a no-op unless float16
 scaler = torch.amp.GradScaler(device_type, enabled=(dtype == 'float16'))
 
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
-if init_from == 'resume':
-    optimizer.load_state_dict(checkpoint['optimizer'])
-checkpoint = None
 
 if compile:
     print("compiling the model... (takes a ~minute)")
     model = torch.compile(model)
-
-if ddp:
-    model = DDP(model, device_ids=[ddp_local_rank] if device_type == 'cuda' else None)
 
 @torch.no_grad()
 def estimate_loss():
@@ -169,37 +127,17 @@ def get_lr(it):
 
 X, Y = get_batch('train') # the first batch
 t0 = time.time()
-local_iter_num = 0
-raw_model = model.module if ddp else model
 while True:
 
     lr = get_lr(iter_num) if decay_lr else learning_rate
     for param_group in optimizer.param_groups:
         param_group['lr'] = lr
 
-    if iter_num % eval_interval == 0 and master_process:
+    if iter_num % eval_interval == 0:
         losses = estimate_loss()
         print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if losses['val'] < best_val_loss or always_save_checkpoint:
-            best_val_loss = losses['val']
-            if iter_num > 0:
-                checkpoint = {
-                    'model': raw_model.state_dict(),
-                    'optimizer': optimizer.state_dict(),
-                    'model_args': model_args,
-                    'iter_num': iter_num,
-                    'best_val_loss': best_val_loss,
-                    'config': config,
-                }
-                print(f"saving checkpoint to {out_dir}")
-                torch.save(checkpoint, os.path.join(out_dir, 'ckpt.pt'))
-    if iter_num == 0 and eval_only:
-        break
 
     for micro_step in range(gradient_accumulation_steps):
-        if ddp:
-            # gradients are synchronized after the last micro-batch only
-            model.require_backward_grad_sync = (micro_step == gradient_accumulation_steps - 1)
         with ctx:
             logits, loss = model(X, Y)
             loss = loss / gradient_accumulation_steps
@@ -215,13 +153,9 @@ while True:
     t1 = time.time()
     dt = t1 - t0
     t0 = t1
-    if iter_num % log_interval == 0 and master_process:
+    if iter_num % log_interval == 0:
         lossf = loss.item() * gradient_accumulation_steps
         print(f"iter {iter_num}: loss {lossf:.4f}, time {dt*1000:.2f}ms")
     iter_num += 1
-    local_iter_num += 1
     if iter_num > max_iters:
         break
-
-if ddp:
-    destroy_process_group()
