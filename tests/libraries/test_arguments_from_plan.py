@@ -20,16 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import environment
-from factories import make_token_budget
+from factories import make_plan, make_token_budget
 from quiet_frameworks import forget_accelerate, quiet_trainer
 from tiny_transformers import WORDS, llama
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import autoaccum
-from autoaccum import Plan, Workload
+from autoaccum import Plan
 from autoaccum.integrations.arguments_from_plan import arguments_for
 from autoaccum.reporting.plan_report import code_lines
+from autoaccum.spec import DeviceFacts
 
 TARGET, MICRO_BATCH = 12, 4
 RUNS = Path(__file__).parents[1] / "shared" / "framework_runs.py"
@@ -132,15 +132,10 @@ def watched(model: nn.Module) -> tuple[Updates, torch.optim.Optimizer]:
     return updates, optimizer
 
 
-def make_plan(precision: str, **options: Any) -> Plan:
-    workload = Workload(model=Net, batch=numbers, loss=lambda model, batch: model(**batch)["loss"])
-    options |= {"device": "cpu", "memory": "200MiB", "precision": precision, "equal": True}
-    return autoaccum.plan(workload, target_batch=TARGET, max_micro_batch=MICRO_BATCH, **options)
-
-
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(params=["fp32", "bf16"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    return make_plan(request.param)
+    workload, on_cpu = {"precision": request.param}, DeviceFacts(kind="cpu")
+    return make_plan(TARGET, MICRO_BATCH, equal=True, workload=workload, device=on_cpu)
 
 
 def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], folder: Path, **given: Any) -> Updates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from state_digests import state_digest
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 import autoaccum
 from autoaccum import Accumulator
+
+IMPORTED = ("diffusers.models.unets.unet_2d", "diffusers.schedulers.scheduling_ddpm")
 
 
 def unet() -> Any:
@@ -48,6 +51,7 @@ def denoising(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_unet_is_planned_and_trained() -> None:
     model = unet()
     optimizer = torch.optim.AdamW(model.parameters())

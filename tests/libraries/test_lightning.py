@@ -20,7 +20,7 @@ import autoaccum
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.loading import workload_of
 
-IMPORTED = ("pytorch_lightning",)
+IMPORTED = ("lightning.pytorch", "pytorch_lightning")
 WORDS = 20
 
 
@@ -92,6 +92,7 @@ def make_trainer(folder: Path, **settings: Any) -> Any:
     return quiet_trainer(pl, folder, **{"max_epochs": 2, **settings})
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> None:
     module, data = Net(), Sentences()
     averaging = pl.callbacks.EMAWeightAveraging()

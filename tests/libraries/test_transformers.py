@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import Command
 from state_digests import state_digest
 from tiny_transformers import WORDS, bert, llama
 from torch import Tensor, nn
@@ -17,7 +14,8 @@ from torch import Tensor, nn
 import autoaccum
 from autoaccum import Accumulator, Workload
 
-IMPORTED = ("transformers.models.bert.modeling_bert",)
+pytestmark = pytest.mark.usefixtures("warm_children")
+IMPORTED = ("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama", "peft")
 
 
 def adapted() -> Any:
@@ -91,35 +89,3 @@ def test_a_teacher_that_the_loss_names_is_in_float64_for_a_while(monkeypatch: py
     assert (found.equivalent, found.precision) == (True, "fp64")
     assert all(torch.equal(tensor, before[name]) for name, tensor in TEACHER.state_dict().items())
     assert next(TEACHER.parameters()).dtype == WEIGHTS.dtype == torch.float32
-
-
-FILE = """
-import torch
-from transformers import BertConfig, BertForSequenceClassification
-
-def model():
-    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=32, max_position_embeddings=16)
-    return BertForSequenceClassification(config)
-
-def batch(size):
-    return {"input_ids": torch.randint(0, 50, (size, 8)), "labels": torch.arange(size) % 2}
-
-def loss(model, batch):
-    return model(**batch).loss
-
-dataset = [{"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(index % 2)} for index in range(16)]
-"""
-
-
-def test_a_file_is_planned_and_trained_by_the_commands(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "model.py").write_text(FILE)
-    commands = (
-        "plan model.py --target-batch 4 --max-micro-batch 2 --memory 512MiB --device cpu -o plan.json",
-        "fit model.py --target-batch 4 --plan plan.json --steps 2 --device cpu --run-dir run --json",
-    )
-    for words in commands:
-        done = command(tmp_path, *words.split())
-        assert done.returncode == 0, done.stderr
-        assert "Python attributes" not in done.stderr
-    assert json.loads(done.stdout)["updates"] == 2

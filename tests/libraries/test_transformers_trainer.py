@@ -27,7 +27,9 @@ from autoaccum.integrations.transformers import AccumulatorTrainer
 from autoaccum.integrations.transformers_workload import free_card
 from autoaccum.simulation.tracing.placement import REPLACED_BY
 from autoaccum.sources.loading import workload_of
+from autoaccum.spec import DeviceFacts
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "per_device_eval_batch_size": 8}
@@ -110,7 +112,6 @@ def test_batches_loss_and_optimizer_are_the_trainers_own(tmp_path: Path) -> None
         assert group == {name: value for name, value in expected.items() if name != "params"}
 
 
-@pytest.mark.usefixtures("warm_children")
 def test_a_plan_for_a_card_holds_the_predictions_that_an_evaluation_collects(tmp_path: Path) -> None:
     passes = 2000
     further = {"eval_dataset": Texts(passes * 8), "compute_metrics": metrics}
@@ -285,16 +286,7 @@ print(json.dumps(found))
 
 def test_the_arguments_of_a_plan_count_tokens_on_all_ranks(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     """In micro-batches of 3, of which each rank gets as many: of 32 samples the first four are taken twice."""
-    plan = autoaccum.plan(
-        model=nn.Linear(3, 1),
-        batch=lambda size: torch.randn(size, 3),
-        loss=lambda model, batch: model(batch).square().mean(),
-        target_batch=12,
-        max_micro_batch=4,
-        equal=True,
-        world_size=2,
-        device="cpu",
-    )
+    plan = make_plan(12, 4, equal=True, world_size=2, workload={"precision": "fp32"}, device=DeviceFacts(kind="cpu"))
     plan.save(tmp_path / "plan.json")
     for printed in run_on_ranks(COUNTING, tmp_path, warm_ranks):
         assert json.loads(printed.splitlines()[-1]) == [[[12, 12, 6], [1, 1, 1]], [[12, 12, 12], [1, 1, 1]]]

@@ -12,6 +12,7 @@ from autoaccum.devices.installed_torch import read_torch_release
 from autoaccum.simulation.releases import holds
 from autoaccum.units import KIB
 
+IMPORTED = ("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama")
 # Of cuBLAS, as PyTorch gives it: up to 2.14, the thread of forward passes and autograd's keep their own.
 WORKSPACES = 8_519_680 * (1 if holds("workspace_of_each_product", read_torch_release()) else 2)
 TILE = (18 + 17 + 16 + 15) * 32_768 * 2
