@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from on_ranks import on_ranks
 from torch import nn
 
 from autoaccum import Accumulator, fit, plan, verify
@@ -34,18 +33,6 @@ def one_rank(tmp_path: Path) -> object:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def verify_here() -> str:
-    pair = torch.randn(4, 4), torch.randn(4, 2)
-    with pytest.raises(UsageError) as refused:
-        verify(model=nn.Linear(4, 2), batch=pair, loss=nn.MSELoss(), target_batch=4)
-    return str(refused.value)
-
-
-def test_verify_keeps_to_one_rank() -> None:
-    for refused in on_ranks(2, verify_here):
-        assert refused.endswith("start it once, without torchrun: --world-size 2 starts two ranks itself")
 
 
 def sharded(net: nn.Module) -> nn.Module:

@@ -83,6 +83,7 @@ def test_the_gradient_equals_that_of_the_full_batch() -> None:
         assert float((one - other).detach().abs().max()) <= 1e-10 * largest
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_is_planned_and_verified() -> None:
     workload = Workload(**DETECTION)
     plan = autoaccum.plan(workload, target_batch=10, max_micro_batch=4, device="cpu")

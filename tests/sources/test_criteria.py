@@ -38,10 +38,6 @@ def rand(*shape: int) -> Tensor:
     return torch.rand(*shape, dtype=torch.float64) * 0.8 + 0.1
 
 
-def signs(*shape: int) -> Tensor:
-    return torch.randint(0, 2, shape).double() * 2 - 1
-
-
 def classes(*shape: int, ignored: int | None = None) -> Tensor:
     targets = torch.randint(0, CLASSES, shape)
     if ignored is not None:
@@ -54,12 +50,6 @@ def log_probabilities(*shape: int) -> Tensor:
     return randn(*shape).log_softmax(1)
 
 
-def multilabel(count: int) -> Tensor:
-    targets = torch.stack([torch.randperm(CLASSES) for _ in range(count)])
-    targets[torch.arange(count), torch.arange(count) % 4 + 1] = -1
-    return targets
-
-
 CLASS_WEIGHTS = torch.tensor([0.3, 2.0, 1.0, 0.1, 4.0], dtype=torch.float64)
 F = functional
 
@@ -69,16 +59,8 @@ def labelled(*shape: int, ignored: int | None = -100) -> Builder:
     return lambda n: (randn(n, CLASSES, *shape), classes(n, *shape, ignored=ignored))
 
 
-def paired(*shape: int) -> Builder:
-    return lambda n: (randn(n, *shape), randn(n, *shape))
-
-
 def multilabelled(n: int) -> Any:
     return randn(n, CLASSES), rand(n, CLASSES)
-
-
-def divergent(n: int) -> Any:
-    return log_probabilities(n, CLASSES), rand(n, CLASSES)
 
 
 CASES: dict[str, tuple[Any, Builder]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from autoaccum import AccumulationWarning, Accumulator, Workload
+from autoaccum import Accumulator, Workload
 from autoaccum.errors import WorkloadError
 from autoaccum.sources.model_loss import ModelLoss
 from autoaccum.sources.objective import resolve_objective
@@ -95,43 +94,8 @@ def test_refuses_a_model_or_batch_without_a_loss(form: str, data: Any, message: 
     assert "loss(model, batch)" in (seen.value.hint or "")
 
 
-def token_loss(model: nn.Module, data: Any) -> Tensor:
-    return F.cross_entropy(model(data["x"]).flatten(0, 1), data["labels"].flatten())
-
-
 def tokens(counts: list[int], ignored: int = -100) -> dict[str, Tensor]:
     labels = torch.full((len(counts), 6), ignored)
     for row, count in zip(labels, counts, strict=True):
         row[:count] = 1
     return {"x": torch.randn(len(counts), 6, 4), "labels": labels}
-
-
-def warned(loss: Any, data: Any, **options: Any) -> list[str]:
-    model = nn.Linear(4, 5)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), loss, micro_batch=2, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AccumulationWarning)
-        accumulator.step(data)
-        accumulator.step(data)
-    return [str(warning.message) for warning in caught]
-
-
-def test_an_accumulator_warns_once_of_ignored_labels() -> None:
-    (said,) = warned(token_loss, tokens([6, 2, 3, 1]))
-    code = 'def weight(batch): return (batch["labels"] != -100).sum()'
-    assert said.startswith("the weighting does not match the loss")
-    assert said.endswith(f"the right weight is probably: {code}")
-
-
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [
-        (tokens([3, 3, 3, 3]), {}),
-        (tokens([6, 2, 3, 1], ignored=0), {}),
-        (tokens([6, 2]), {}),
-        (tokens([6, 2, 3, 1]), {"weight": lambda given: (given["labels"] != -100).sum()}),
-    ],
-    ids=["even", "another marker", "one part", "a weight"],
-)
-def test_does_not_warn_without_ignored_labels(data: Any, options: dict[str, Any]) -> None:
-    assert warned(token_loss, data, **options) == []

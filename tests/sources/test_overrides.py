@@ -162,6 +162,7 @@ def test_a_file_of_a_package_is_loaded_with_its_overrides(tmp_path: Path) -> Non
         assert len(next(workload.build_model().parameters())) == width
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_all_that_a_plan_leaves_has_its_overrides_and_unknown_ones_are_refused(file: Path) -> None:
     arguments = ("plan", str(file), "--target-batch", "4", "--gpu", "1GiB", "--json", "-q")
     written, step = file.with_name("written.py"), file.with_name("step.py")

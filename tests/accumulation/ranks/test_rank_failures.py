@@ -181,15 +181,18 @@ def differ(what: str) -> Any:
     return accumulator.micro_batch, model.weight.sum().item()
 
 
+def differ_in_each() -> list[Any]:
+    return [differ(what) for what in ("nothing", "models", "later")]
+
+
 def test_ranks_begin_alike() -> None:
-    first, second = on_ranks(2, differ, "nothing")
-    assert first == second
-    assert first[0] == 3
-    first, second = on_ranks(2, differ, "models")
+    nothing, models, later = zip(*on_ranks(2, differ_in_each), strict=True)
+    assert nothing[0] == nothing[1]
+    assert nothing[0][0] == 3
+    first, second = models
     assert first.startswith("the models of rank 0 and rank 1 differ: only one has ('weight', (8, 6), 'torch.float32')")
     assert second.startswith("the models of rank 1 and rank 0 differ: only one has ('weight', (9, 6), 'torch.float32')")
-    for text in on_ranks(2, differ, "later"):
-        assert text == "micro_batch differs between ranks: (4, 3): set the same on all"
+    assert later == ("micro_batch differs between ranks: (4, 3): set the same on all",) * 2
 
 
 class Scheduler(torch.optim.lr_scheduler.LambdaLR):

@@ -72,27 +72,29 @@ def lower_precision(policy: dict[str, Any], options: dict[str, Any]) -> Any:
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "tolerance"),
-    [
-        (BF16, {"grad_sync": "last"}, 0.01),
-        ({}, {"precision": "bf16", "grad_sync": "last"}, 0.01),
-        ({}, {"precision": "fp16"}, 0.003),
-        ({}, {"dtype": torch.bfloat16, "lr": 64.0}, 0.01),
-    ],
-    ids=["policy", "autocast", "scaler", "bf16 parameters"],
-)
-def test_lower_precision_is_that_of_one_process_to_rounding(
-    policy: dict[str, Any], options: dict[str, Any], tolerance: float
-) -> None:
-    exact, norm, _, _ = lower_precision({}, {"lr": options.get("lr", 1.0)})
-    for found, norm_here, updated, scale in on_ranks(2, lower_precision, policy, options):
-        assert updated
-        assert scale in (None, 65536.0)
-        assert norm_here == pytest.approx(norm, rel=tolerance)
+LOWER: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "policy": (BF16, {"grad_sync": "last"}, 0.01),
+    "autocast": ({}, {"precision": "bf16", "grad_sync": "last"}, 0.01),
+    "scaler": ({}, {"precision": "fp16"}, 0.003),
+    "bf16 parameters": ({}, {"dtype": torch.bfloat16, "lr": 64.0}, 0.01),
+}
+
+
+def all_lower_precisions() -> dict[str, Any]:
+    return {name: lower_precision(policy, {**options}) for name, (policy, options, _) in LOWER.items()}
+
+
+def test_lower_precision_is_that_of_one_process_to_rounding() -> None:
+    ranks = on_ranks(2, all_lower_precisions)
+    for name, (_, options, tolerance) in LOWER.items():
+        exact, norm, _, _ = lower_precision({}, {"lr": options.get("lr", 1.0)})
         largest = max(float(one.abs().max()) for one in exact)
-        for one, two in zip(exact, found, strict=True):
-            assert float((one - two).abs().max()) < tolerance * largest
+        for found, norm_here, updated, scale in (rank[name] for rank in ranks):
+            assert updated, name
+            assert scale in (None, 65536.0)
+            assert norm_here == pytest.approx(norm, rel=tolerance), name
+            for one, two in zip(exact, found, strict=True):
+                assert float((one - two).abs().max()) < tolerance * largest, name
 
 
 def overflow() -> Any:
@@ -142,9 +144,14 @@ def batchnorm_and_settings(grad_sync: GradSync) -> Any:
     return tracked, before == settings(model), len(before)
 
 
-@pytest.mark.parametrize("grad_sync", ["each", "last"])
-def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(grad_sync: GradSync) -> None:
-    assert on_ranks(2, batchnorm_and_settings, grad_sync) == [([0, 1], True, 3), ([0, 3], True, 3)]
+def batchnorm_and_settings_of_each() -> list[Any]:
+    return [batchnorm_and_settings("each"), batchnorm_and_settings("last")]
+
+
+def test_what_does_not_count_leaves_buffers_and_settings_as_they_are() -> None:
+    first, second = on_ranks(2, batchnorm_and_settings_of_each)
+    assert first == [([0, 1], True, 3)] * 2
+    assert second == [([0, 3], True, 3)] * 2
 
 
 def running_statistics(rank_samples: list[int] | None = None) -> Any:
@@ -159,11 +166,14 @@ def running_statistics(rank_samples: list[int] | None = None) -> Any:
     return [*model.norm.buffers()]
 
 
-@pytest.mark.parametrize("rank_samples", [[2, 5], [0, 7]], ids=str)
-def test_running_statistics_are_those_of_one_process(rank_samples: list[int]) -> None:
+def running_statistics_of_shares() -> list[Any]:
+    return [running_statistics(rank_samples) for rank_samples in ([2, 5], [0, 7])]
+
+
+def test_running_statistics_are_those_of_one_process() -> None:
     alone = running_statistics()
-    for found in on_ranks(2, running_statistics, rank_samples):
-        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    for found in on_ranks(2, running_statistics_of_shares):
+        torch.testing.assert_close(found, [alone, alone], rtol=1e-12, atol=1e-12)
 
 
 def refusals() -> list[str]:

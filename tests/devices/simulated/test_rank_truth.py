@@ -35,7 +35,6 @@ class Case:
         shards: The ranks that one model is divided among.
         whole: Shapes of which each rank holds all; they are trained, too.
         fixed: Shapes that are sharded and not trained.
-        moments: Tensors in the optimizer for each parameter.
     """
 
     workload: str = "plain"
@@ -49,13 +48,12 @@ class Case:
     whole: Shapes = ()
     fixed: Shapes = ()
     itemsize: int = 4
-    moments: int = 2
 
     @property
     def expected(self) -> dict[str, int]:
         """The bytes of parameters with buffers, of gradients, and of the optimizer's state."""
         trained = largest_shard(self.sharded, self.shards) + largest_shard(self.whole, 1)
-        bytes_of = {"gradients": trained, "optimizer_state": self.moments * trained}
+        bytes_of = {"gradients": trained, "optimizer_state": 2 * trained}
         bytes_of["parameters"] = trained + largest_shard(self.fixed, self.shards) + BUFFERS
         return {name: self.itemsize * count for name, count in bytes_of.items()}
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from autoaccum import Workload
 
@@ -32,12 +31,11 @@ class Net(nn.Module):
 
     places: Tensor
 
-    def __init__(self, *, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.register_buffer("places", torch.zeros(LENGTH, WIDTH))
-        self.checkpointed = checkpointed
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -45,7 +43,7 @@ class Net(nn.Module):
         """Logits."""
         x = self.tokens(ids) + self.places
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = block(x)
         logits: Tensor = self.head(x.to(self.head.weight.dtype))
         return logits
 
@@ -56,12 +54,6 @@ def frozen_net() -> Net:
     net.tokens.requires_grad_(False)
     net.head.requires_grad_(False)
     return net
-
-
-def net_on_meta() -> Net:
-    """A net without memory."""
-    with torch.device("meta"):
-        return Net()
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
@@ -81,38 +73,22 @@ def shard(model: Any, mesh: Any, **options: Any) -> None:
     fully_shard(model, mesh=mesh, **options)
 
 
-def shard_in_bf16(reduce_dtype: torch.dtype) -> Any:
-    """Return a `parallelize` that computes in bf16, and sums gradients in `reduce_dtype`."""
-    return partial(shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
-
-
 def shard_blocks(model: Any, mesh: Any) -> None:
     """Shard the blocks alone: each rank holds the whole embedding and head."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
 
 
-def shard_and_fill(model: nn.Module, mesh: Any) -> None:
-    """Take memory for a model that has none."""
-    shard(model, mesh)
-    model.to_empty(device=mesh.device_type)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-
-
 make = partial(Workload, model=Net, batch=batch, loss=loss, optimizer=torch.optim.AdamW)
 plain = make()
 tied = make(model=partial(Net, tied=True))
-checkpointed = make(model=partial(Net, checkpointed=True))
 frozen = make(model=frozen_net)
-momentum = make(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
 half = make(model=lambda: Net().bfloat16(), accumulate_in="parameters")
-bf16_and_fp32 = make(parallelize=shard_in_bf16(torch.float32))
-bf16 = make(parallelize=shard_in_bf16(torch.bfloat16))
+mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+bf16_and_fp32 = make(parallelize=partial(shard, mp_policy=mixed))
 kept = make(parallelize=partial(shard, reshard_after_forward=False))
 resharded_to_two = make(parallelize=partial(shard, reshard_after_forward=2))
 blocks_alone = make(
     parallelize=shard_blocks,
     optimizer=partial(torch.optim.AdamW, foreach=False),  # Lists of both kinds are refused.
 )
-on_meta = make(model=net_on_meta, parallelize=shard_and_fill)
