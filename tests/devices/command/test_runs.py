@@ -15,12 +15,12 @@ from command_line import Command, autoaccum, environment, wait_for
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZES = ("--batch-size={micro_batch}", "--accum={iter_size}")
+ON_CPU = ("--device", "cpu", "--memory", "200MiB")
 
 
 def plan_words(script: str, *flags: str) -> list[str]:
-    """The words that plan a script on the CPU."""
-    words = ["plan", "--target-batch", "8", "--device", "cpu", "--memory", "200MiB", "-q", *flags]
-    return [*words, "--", sys.executable, script, *SIZES]
+    """The words that plan a script."""
+    return ["plan", "--target-batch", "8", "-q", *flags, "--", sys.executable, script, *SIZES]
 
 
 def is_alive(pid: int) -> bool:
@@ -43,7 +43,7 @@ def wait_until_gone(pids: list[int], folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_and_no_file_is_left_when_planning_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    words = [sys.executable, "-m", "autoaccum", *plan_words("hangs.py"), f"--pids={file}"]
+    words = [sys.executable, "-m", "autoaccum", *plan_words("hangs.py", *ON_CPU), f"--pids={file}"]
     process = subprocess.Popen(words, cwd=SCRIPTS, env=environment(TMPDIR=str(tmp_path)))
     wait_for(file)
     pids = [int(pid) for pid in file.read_text().split()]
@@ -56,7 +56,9 @@ def test_no_process_and_no_file_is_left_when_planning_is_ended(number: signal.Si
 
 def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    done = autoaccum(SCRIPTS, *plan_words("hangs.py", "--trial-limit", "15"), f"--pids={pids}", TMPDIR=str(tmp_path))
+    done = autoaccum(
+        SCRIPTS, *plan_words("hangs.py", *ON_CPU, "--trial-limit", "15"), f"--pids={pids}", TMPDIR=str(tmp_path)
+    )
     assert done.returncode == 3
     assert "took longer than the limit on time, and was ended (it made 2 updates)" in done.stderr
     wait_until_gone([int(pid) for pid in pids.read_text().split()], tmp_path)
@@ -73,7 +75,9 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     ],
 )
 def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, said: list[str], command: Command) -> None:
-    done = command(SCRIPTS, *plan_words(script))
+    # On a simulated card a script is a copy of a process, and Python itself says that there is no such file.
+    where = ON_CPU if script == "not_there.py" else ("--gpu", "rtx3090")
+    done = command(SCRIPTS, *plan_words(script, *where))
     assert done.returncode == code, done.stderr
     assert [text for text in said if text not in done.stderr] == []
     assert "autoaccum/devices" not in done.stderr

@@ -9,6 +9,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--accum", type=int, default=1)
 args = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Samples(Dataset):
@@ -47,7 +48,7 @@ class Trainer:
                 self.optimizer.zero_grad()
 
     def training_step(self, batch):
-        x, y = batch
+        x, y = (each.to(device) for each in batch)
         loss = nn.functional.cross_entropy(self.model(x), y)
         print(f"step {self.step} loss {loss.item():.3f}")
         (loss / args.accum).backward()
@@ -56,7 +57,8 @@ class Trainer:
 def main():
     torch.manual_seed(0)
     loader = DataLoader(Samples(bad=2 * args.batch_size), batch_size=args.batch_size, num_workers=1)
-    Trainer(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), loader).fit()
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    Trainer(model.to(device), loader).fit()
 
 
 if __name__ == "__main__":
