@@ -28,57 +28,39 @@ class TextClassifier(nn.Module):
 
 def training_function(args):
     accelerator = Accelerator(
-        cpu=args.cpu, mixed_precision=args.mixed_precision,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        cpu=args.cpu, gradient_accumulation_steps=args.gradient_accumulation_steps,
     )
     set_seed(args.seed)
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randint(1000, (args.samples, 64), generator=generator),
                             torch.randint(2, (args.samples,), generator=generator))
     train_dataloader = DataLoader(dataset, shuffle=True, batch_size=args.batch_size)
-    eval_dataloader = DataLoader(TensorDataset(*dataset[:64]), batch_size=args.batch_size)
     model = TextClassifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, lr_scheduler
     )
 
-    for epoch in range(args.num_epochs):
-        model.train()
-        for input_ids, labels in train_dataloader:
-            with accelerator.accumulate(model):
-                loss, _ = model(input_ids, labels)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
-
-        model.eval()
-        correct = total = 0
-        for input_ids, labels in eval_dataloader:
-            with torch.no_grad():
-                _, logits = model(input_ids, labels)
-            predictions, references = accelerator.gather_for_metrics((logits.argmax(-1), labels))
-            correct += (predictions == references).sum().item()
-            total += len(references)
-        accelerator.print(f"epoch {epoch}: accuracy {correct / total:.3f}")
-    if args.output_dir:
-        accelerator.save_state(args.output_dir)
+    model.train()
+    for input_ids, labels in train_dataloader:
+        with accelerator.accumulate(model):
+            loss, _ = model(input_ids, labels)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mixed_precision", default=None, choices=["no", "fp16", "bf16"])
     parser.add_argument("--cpu", action="store_true", help="If passed, will train on the CPU.")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--num_epochs", type=int, default=1)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--output_dir", default="")
     training_function(parser.parse_args())
 
 

@@ -49,12 +49,8 @@ def main():
         model=model,
         args=training_args,
         train_dataset=RandomTokens(data_args.samples, model_args.block_size, config.vocab_size),
-        eval_dataset=RandomTokens(8, model_args.block_size, config.vocab_size),
     )
-    result = trainer.train()
-    trainer.save_model()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
+    trainer.train()
 
 
 if __name__ == "__main__":
