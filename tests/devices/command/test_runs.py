@@ -75,8 +75,8 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     ],
 )
 def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, said: list[str], command: Command) -> None:
-    # On a simulated card a script is a copy of a process, and Python itself says that there is no such file.
-    where = ON_CPU if script == "not_there.py" else ("--gpu", "rtx3090")
+    # On a simulated card a script is a copy of a process: Python itself says that there is no such file.
+    where = ON_CPU if script in ("not_there.py", "no_optimizer.py") else ("--gpu", "rtx3090")
     done = command(SCRIPTS, *plan_words(script, *where))
     assert done.returncode == code, done.stderr
     assert [text for text in said if text not in done.stderr] == []
