@@ -21,7 +21,8 @@ These arguments mean the same in every function that takes them:
   not rows of tensors; needs `size`.
 - `size`: `size(batch)`: returns the number of samples.
 - `reduction`: `mean` (when None) or `sum`.
-- `on_event`: called with each event of the function's events module; when None, progress is shown in a notebook.
+- `on_event`: called with each event of the function's events module; when None, all but `guard` show their progress
+  in a notebook.
 - `on_output`: called with each line that the workload prints; when None, these go to stderr.
 - `options`: fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
 
@@ -165,7 +166,8 @@ def plan(
     )
     make = make_plan if solve is None else solve_plan
     with preserve_rng_state():  # Rich draws a random number when it is imported.
-        from autoaccum.reporting.progress import PlanProgress, drawn_in_notebook
+        from autoaccum.reporting.console import drawn_in_notebook
+        from autoaccum.reporting.progress import PlanProgress
     with drawn_in_notebook(PlanProgress, on_event) as listen:
         return make(source, request, live=live, on_event=listen, on_output=on_output)
 
@@ -235,7 +237,8 @@ def compare(
         options=options,
     )
     with preserve_rng_state():
-        from autoaccum.reporting.progress import PlanProgress, drawn_in_notebook
+        from autoaccum.reporting.console import drawn_in_notebook
+        from autoaccum.reporting.progress import PlanProgress
     with drawn_in_notebook(PlanProgress, on_event) as listen:
         rows = on_row or (listen if on_event is None else None)
         return compare_plans(workload, request, on_row=rows, on_event=listen, on_output=on_output)
@@ -297,11 +300,10 @@ def verify(
 
     asked, live = Options.of("verify", {"device": "cpu", **options}), {name: given[name] for name in _LIVE}
     source, asked = read_command(workload, asked, verb="verify", live={**live, "accumulate": accumulate})
-    is_command = isinstance(source, CommandSource)
     with preserve_rng_state():
-        from autoaccum.reporting.progress import drawn_in_notebook
-        from autoaccum.reporting.verify_report import VerificationProgress, first_line
-    with drawn_in_notebook(VerificationProgress, on_event, first_line(is_command)) as listen:
+        from autoaccum.reporting.console import drawn_in_notebook
+        from autoaccum.reporting.verify_report import OPENINGS, VerificationProgress
+    with drawn_in_notebook(VerificationProgress, on_event, OPENINGS[isinstance(source, CommandSource)]) as listen:
         sizes: dict[str, Any] = {"target_batch": target_batch, "micro_batch": micro_batch}
         if isinstance(source, CommandSource):
             from autoaccum.verification.command_check import verify_command
@@ -350,7 +352,6 @@ def guard(
         LockFileError: The lock cannot be read; it is left unchanged.
         MissingLockError, NotMeasuredError: No case is known, or the revision cannot be checked out.
     """
-    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.guarding.cases import Case, read_reference
     from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard as run_guard
@@ -369,21 +370,17 @@ def guard(
         )
         for card in cards
     ]
-    with preserve_rng_state():
-        from autoaccum.reporting.guard_report import GuardProgress
-        from autoaccum.reporting.progress import drawn_in_notebook
-    with drawn_in_notebook(GuardProgress, on_event) as listen:
-        return run_guard(
-            cases,
-            find_folder(Path.cwd()),
-            update=update,
-            baseline=baseline,
-            tolerance=parse_tolerance(tolerance),
-            time_limit=time_limit,
-            force=force,
-            on_event=listen,
-            on_output=on_output,
-        )
+    return run_guard(
+        cases,
+        find_folder(Path.cwd()),
+        update=update,
+        baseline=baseline,
+        tolerance=parse_tolerance(tolerance),
+        time_limit=time_limit,
+        force=force,
+        on_event=on_event,
+        on_output=on_output,
+    )
 
 
 def fit(

@@ -62,7 +62,7 @@ def command(workload: Any, **asked: Any) -> None:
       3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
-    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, first_line, verification_blocks
+    from autoaccum.reporting.verify_report import OPENINGS, VerificationProgress, difference_line, verification_blocks
     from autoaccum.verification.verification_result import Diagnosing
 
     outputs = Outputs(asked, workload)
@@ -82,7 +82,7 @@ def command(workload: Any, **asked: Any) -> None:
         stdout_kept() as own_stdout,
         VerificationProgress(make_console(stderr=True), quiet=outputs.quiet) as progress,
     ):
-        progress.show(first_line(not isinstance(workload, str)))
+        progress.show(OPENINGS[not isinstance(workload, str)])
         result = verify(workload, on_event=listen, **asked)
     blocks = partial(verification_blocks, result, again=running_words(without=OUTPUT_FLAGS))
     made_of = (result.workload, result.environment)

@@ -24,35 +24,28 @@ class CardProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answers:
-    """What NVML answered; None where it did not.
+class CardAnswers:
+    """What NVML answered on one card; None where it did not.
 
     Attributes:
         driver: The driver's version.
+        processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
+            divided into MIG slices, of which NVML lists the processes of all.
         missing: The reason why there is nothing from NVML, in its own words; None if there is.
     """
 
     driver: str | None = None
+    processes: tuple[CardProcess, ...] | None = None
     missing: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardAnswers(_Answers):
-    """What NVML answered on one card.
+class MachineAnswers:
+    """As `CardAnswers`, on the machine: name and bytes of each of its `cards`, visible to CUDA or not."""
 
-    Attributes:
-        processes: All processes with a context; pids are the machine's, not a container's. None for a card that is
-            divided into MIG slices, of which NVML lists the processes of all.
-    """
-
-    processes: tuple[CardProcess, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineAnswers(_Answers):
-    """What NVML answered on the machine: name and bytes of each of its `cards`, visible to CUDA or not."""
-
+    driver: str | None = None
     cards: tuple[tuple[str | None, int | None], ...] = ()
+    missing: str | None = None
 
 
 _Kind = TypeVar("_Kind", CardAnswers, MachineAnswers)

@@ -34,7 +34,7 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import ModuleLines, measure
+from autoaccum.guarding.measuring import measure
 from autoaccum.guarding.project import LOCK_NAME, checked_out, find_folder, place_within, select_cases
 from autoaccum.guarding.verdict import compare
 from autoaccum.messages import message
@@ -184,7 +184,7 @@ class _GuardRun:
 
     def _measure(
         self, case: Case, paths: ImportPaths, locked: Measurement | None = None
-    ) -> tuple[Measurement, ModuleLines]:
+    ) -> tuple[Measurement, Mapping[str, str]]:
         if self.deadline.is_over:
             raise NotMeasuredError("the time limit was reached before it was measured", hint="allow more time")
         limit = self.deadline.left_seconds

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
@@ -23,8 +22,6 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.token_budget import trial_parts
 from autoaccum.sources.command import read_command
 from autoaccum.units import precise_bytes
-
-ModuleLines: TypeAlias = "Mapping[str, str]"
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -44,7 +41,7 @@ def measure(
     locked: Measurement | None = None,
     time_limit: float | None = None,
     on_output: Callable[[str], None] | None = None,
-) -> tuple[Measurement, ModuleLines]:
+) -> tuple[Measurement, Mapping[str, str]]:
     """Measure the memory of a schedule, and search for the largest micro-batch that fits, as a plan does.
 
     Args:
@@ -93,7 +90,7 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
 
 def measure_simulated(
     setup: PlanSetup, request: PlanRequest, micro_batches: tuple[int, ...] | None, locked: Measurement | None = None
-) -> tuple[Measurement, ModuleLines]:
+) -> tuple[Measurement, Mapping[str, str]]:
     """Trace the workload, search for the largest size, and explain the memory of a schedule; None: of the planned one.
 
     Of a workload that counts tokens, also measure the budget that is `locked`, or else the planned one.

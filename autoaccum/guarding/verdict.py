@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from autoaccum.checks import join_words
 from autoaccum.devices.explanation import Holding
@@ -20,6 +19,7 @@ from autoaccum.simulation.trace_records import CATEGORIES, Category
 from autoaccum.sources.module_names import compact_names, mask_numbers
 from autoaccum.units import MemorySize
 
+_Lines: TypeAlias = "Mapping[str, str] | None"
 _ROUNDING: Final = 1e-9
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _PERSISTENT: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
@@ -30,13 +30,7 @@ _MOST: Final = 3
 
 
 def compare(
-    case: Case,
-    before: Measurement,
-    now: Measurement,
-    tolerance: MemorySize,
-    *,
-    command: str = "",
-    lines: Mapping[str, str] | None = None,
+    case: Case, before: Measurement, now: Measurement, tolerance: MemorySize, *, command: str = "", lines: _Lines = None
 ) -> Verdict:
     """Compare what a case takes now with a lock or another revision, and return the verdict.
 
@@ -55,7 +49,7 @@ def compare(
     reasons = tuple(_find_reasons(before, now, tolerance))
     changes = [size - before.sizes[name] for name, size in now.sizes.items()]
     sign = 1 if reasons or next(filter(None, changes), 0) >= 0 else -1
-    growths = find_growths(before, now, sign, lines or {})
+    growths = find_growths(before, now, sign, lines)
     explanation = tuple(_explain(case, before, now, growths, sign))
     verdict = dataclasses.replace(verdict, growths=growths, explanation=explanation)
     if not reasons:
@@ -144,9 +138,7 @@ _Changes = Sequence[tuple[Holding, int]]
 """What is held before, each with -1, and what is held now, each with 1."""
 
 
-def find_growths(
-    before: Measurement, now: Measurement, sign: int = 1, lines: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Growth, ...]:
+def find_growths(before: Measurement, now: Measurement, sign: int = 1, lines: _Lines = None) -> tuple[Growth, ...]:
     """Return what grew and shrank; all of it adds up to the growth of the peak.
 
     What grew comes first, or by a `sign` of -1 what shrank. A module with another name is another module.
@@ -155,7 +147,7 @@ def find_growths(
     for side, measured in ((-1, before), (1, now)):
         for holding in measured.holdings:
             changes[holding.category].append((holding, side))
-    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category], lines)]
+    growths = [growth for category in CATEGORIES for growth in _by_module(changes[category], lines or {})]
     unused = (now.peak_bytes - now.held_bytes) - (before.peak_bytes - before.held_bytes)
     growths.append(Growth(category="unused", module="", bytes=unused))
     return tuple(sorted((growth for growth in growths if growth.bytes), key=lambda growth: -sign * growth.bytes))

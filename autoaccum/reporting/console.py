@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeAlias
@@ -113,6 +114,18 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options
     if console.width < 1:  # COLUMNS=0: rich would print nothing at all.
         console.width = _USUAL_WIDTH
     return console
+
+
+@contextmanager
+def drawn_in_notebook(kind: Callable[[PlainConsole], Any], on_event: Any, first: str = "loading ...") -> Iterator[Any]:
+    """Yield `on_event`; if it is None, in a notebook a listener that draws there what the command does, else None."""
+    console = make_console(stderr=True)
+    if on_event is not None or not isinstance(console, NotebookConsole):
+        yield on_event
+        return
+    with kind(console) as progress:
+        progress.show(first)
+        yield progress.notify
 
 
 def print_error(console: Console, error: AutoaccumError) -> None:
@@ -240,21 +253,6 @@ def one_line(text: str) -> str:
     'a name \\x1b[31mred'
     """
     return "".join(letter if letter.isprintable() else " " for letter in _escaped(text))
-
-
-def shorten(text: str, width: int) -> str:
-    """Leave out words in the middle of a text that is longer than `width`.
-
-    >>> shorten("python train.py --batch-size={micro_batch} --epochs 3 --lr 1e-4", 40)
-    'python train.py ... --lr 1e-4'
-    """
-    words = text.split(" ")
-    if len(text) <= width:
-        return text
-    while len(words) > 2 and len(" ".join(words)) + 4 > width:
-        del words[len(words) // 2]
-    words.insert((len(words) + 1) // 2, "...")
-    return " ".join(words)
 
 
 def _escaped(text: str) -> str:

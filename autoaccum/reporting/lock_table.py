@@ -45,19 +45,16 @@ def lock_table(entries: Mapping[Case, Measurement]) -> str:
 def _labels(names: Iterable[str]) -> Iterator[str]:
     """Yield the names of cases for cells, of a command its script, options, and what other runs of the script lack."""
     cases = [f" {name}".partition(" -- ") for name in names]
-    for options, dashes, command in cases:
-        if not dashes:
-            yield options.strip()
-            continue
-        script = _script(command)
+    for options, _, command in cases:
+        script, words = _script(command), command.split(" ")
         alike = [set(other.split(" ")) for _, _, other in cases if _script(other) == script]
-        common, words = set.intersection(*alike) - {script}, command.split(" ")
+        common = set.intersection(*alike) - {script}
         kept = [
             word
             for word, value in zip(words, [*words[1:], script], strict=True)
             if word not in common or (word.startswith("-") and value not in {*common, script})
         ]
-        yield f"{' '.join(kept)}{options}"
+        yield f"{' '.join(kept)}{options}".strip()
 
 
 def _script(command: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +30,7 @@ from autoaccum.planning.plan_messages import peak_bytes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_trials import format_savers
 from autoaccum.reporting.comparison_table import row_line
-from autoaccum.reporting.console import (
-    NotebookConsole,
-    PlainConsole,
-    Table,
-    clean,
-    make_console,
-    one_line,
-    print_labelled,
-    shorten,
-)
+from autoaccum.reporting.console import NotebookConsole, PlainConsole, Table, clean, one_line, print_labelled
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -149,7 +140,8 @@ class Progress:
         while not ended.wait(LINE_SECONDS):
             seconds += LINE_SECONDS
             if line := self._lasting:
-                self._print(Text(shorten(line, _LOG_WIDTH)).append(f" {seconds:.0f} s", "dim"))
+                line = textwrap.shorten(line, _LOG_WIDTH, placeholder=" ...")
+                self._print(Text(line).append(f" {seconds:.0f} s", "dim"))
 
     def _print(self, text: Text) -> None:
         self._guarded(self.console.print, text, soft_wrap=True)
@@ -159,18 +151,6 @@ class Progress:
             draw(*arguments, **options)
         except OSError:  # A closed pipe or terminal.
             self.console.quiet = True
-
-
-@contextmanager
-def drawn_in_notebook(kind: Callable[[PlainConsole], Any], on_event: Any, first: str = "loading ...") -> Iterator[Any]:
-    """Yield `on_event`; if it is None, in a notebook a listener that draws there what the command does, else None."""
-    console = make_console(stderr=True)
-    if on_event is not None or not isinstance(console, NotebookConsole):
-        yield on_event
-        return
-    with kind(console) as progress:
-        progress.show(first)
-        yield progress.notify
 
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}

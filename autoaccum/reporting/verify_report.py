@@ -186,9 +186,8 @@ def _tolerance(tolerance: float) -> str:
     return "exact" if tolerance == 0 else f"{tolerance:.1e}"
 
 
-def first_line(is_command: bool) -> str:
-    """Return what a verification does first."""
-    return "running the command to its first update ..." if is_command else "loading ..."
+OPENINGS = ("loading ...", "running the command to its first update ...")
+"""What is done first of a workload, and of a command."""
 
 
 class VerificationProgress(Progress):

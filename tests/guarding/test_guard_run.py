@@ -33,7 +33,6 @@ from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Event, Measurement, Report, Verdict
 from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import ModuleLines
 from autoaccum.messages import Message, message
 from autoaccum.units import GIB
 
@@ -68,7 +67,7 @@ class Bench:
 
     def _measure(
         self, case: Case, paths: ImportPaths, *, locked: Measurement | None, **how: Any
-    ) -> tuple[Measurement, ModuleLines]:
+    ) -> tuple[Measurement, Mapping[str, str]]:
         self.asked.append((case.workload, None if locked is None else locked.micro_batches))
         source = self.found if paths.original is None else self.before
         answer = source.get(case.workload, a_measurement())
