@@ -37,10 +37,12 @@ class AutoaccumError(Exception):
     Attributes:
         code: The name of the class in small letters and without `Error`, such as `does_not_fit`, for programs.
         exit_code: The exit code of a command that it ends.
+        most_samples: The largest micro-batch to try instead, where a training has too little data for this one.
     """
 
     code = "autoaccum"
     exit_code = 3
+    most_samples: int | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

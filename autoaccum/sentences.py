@@ -408,6 +408,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     # Plans.
     "command_catches_oom": "at micro-batch {size} the script ran out of memory, caught the error, and continued with "
     "batches of {rows}, which changes its effective batch",
+    "data_ends": "the script has too little data for micro-batches of {size}: the search went no higher than {largest}",
     "command_updates_differ": lambda passes, iter_size: (
         f"the script's updates had {', '.join(map(str, passes))} backward passes, not {iter_size} each: do not carry "
         "what is left over at the end of an epoch into the next update (zero_grad()), and divide the loss of a short "

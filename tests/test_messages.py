@@ -54,6 +54,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "draws_not_replayed": [{"error": "aten.rand draws where aten.randn drew in the recorded run"}],
     "search_failed": [{"error": "the loss raised ValueError"}],
     "command_catches_oom": [{"size": 32, "rows": 16}],
+    "data_ends": [{"size": 480, "largest": 240}],
     "command_updates_differ": [{"passes": [4, 4, 6], "iter_size": 4}],
     "command_batchnorm": [{"layers": ["1", "4"]}],
     "command_scaled": [

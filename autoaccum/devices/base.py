@@ -56,6 +56,7 @@ class Trial:
         timed_out: Whether it was ended because it took too long.
         host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
             there is none, or on the CPU, where the peak has it.
+        most_samples: The largest micro-batch to try instead, of an `error` for lack of data.
     """
 
     parts: tuple[int, ...]
@@ -73,6 +74,7 @@ class Trial:
     timed_out: bool = False
     host_bytes: int | None = None
     lengths: tuple[int, ...] = ()
+    most_samples: int | None = None
 
     @property
     def micro_batch(self) -> int:

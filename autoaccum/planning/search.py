@@ -151,6 +151,7 @@ class _Search:
     tried_fresh: set[int] = field(default_factory=set)
     refuted: int | None = None
     stop: SearchStopped | None = None
+    notes: list[Message] = field(default_factory=list)
 
     def find_largest(self) -> SearchResult:
         """Return the result of `search`."""
@@ -174,6 +175,8 @@ class _Search:
             if confirmed is not None and uncertain is None:
                 return self.result(size, confirmed, refuted)
             final = self.run(size, fresh=True, unlimited=True)
+            if final.outcome == "error":
+                continue
             if not self.fits(final):
                 refuted.append(refuted_by(final, largest, predicted=self.needs.predicted))
                 self.refute(final)
@@ -196,14 +199,15 @@ class _Search:
             capped=capped,
             trials=tuple(self.trials),
             warnings=tuple(warnings),
+            notes=tuple(self.notes),
             stopped=None if stop is None or capped else stop.stop,
         )
 
     def narrow_down(self) -> None:
         """Run trials until no size is left between the largest that ran and the first that failed."""
-        sizes, widening = self.sizes, 1.0
+        widening = 1.0
         while True:
-            low, high = self.bracket
+            sizes, (low, high) = self.sizes, self.bracket
             estimate = (self.forecast.estimate(self.peaks) if self.forecast else None) or self.estimate()
             if low + 1 == high:
                 if not self.may_be_leftovers(estimate):
@@ -245,10 +249,17 @@ class _Search:
         return self.keep(trial)
 
     def keep(self, trial: Trial) -> Trial:
-        """Keep a trial; raise if it ended by an error, or by an uncertain out-of-memory error of the smallest size."""
+        """Keep a trial; raise if it ended by an error, or by an uncertain out-of-memory error of the smallest size.
+
+        If it has too little data for its size, larger sizes than it may suffice for are left out instead.
+        """
         self.trials.append(trial)
         if trial.outcome == "error":
-            raise trial_error(trial, of_command=self.needs.of_command)
+            most = trial.most_samples or 0
+            if most < self.sizes[0]:
+                raise trial_error(trial, of_command=self.needs.of_command)
+            self.sizes, self.refuted = self.sizes[: bisect_right(self.sizes, most)], most + 1
+            self.notes = [message("data_ends", size=trial.micro_batch, largest=self.sizes[-1])]
         if not trial.ran and not trial.is_definite_oom and trial.micro_batch <= self.sizes[0]:
             raise uncertain_oom_error(trial, self.needs)
         return trial
@@ -278,7 +289,8 @@ class _Search:
     def first_fail(self) -> int | None:
         """The smallest size above `largest_fit` that failed; None when none did."""
         largest = self.largest_fit
-        failed = (t.micro_batch for t in self.decisive if not self.fits(t) and t.micro_batch > largest)
+        ended = (t for t in self.decisive if t.outcome != "error" and not self.fits(t))
+        failed = (t.micro_batch for t in ended if largest < t.micro_batch <= self.sizes[-1])
         return min(failed, default=None)
 
     @property

@@ -323,6 +323,20 @@ def test_an_uncertain_failure_alone_proves_nothing(from_size: int) -> None:
         search(uncertain_trials(from_size, later="oom"), range(1, 65), limit_bytes=LIMIT)
 
 
+@pytest.mark.parametrize("is_seen_late", [False, True])
+@pytest.mark.parametrize("ceiling", [9, 70, 10**6])
+def test_sizes_that_the_data_has_too_little_for_are_left_out(ceiling: int, is_seen_late: bool) -> None:
+    def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
+        if size > 70 and (fresh or not is_seen_late):
+            return Trial(parts=(size,), outcome="error", fault="user", most_samples=max(size // 2, 70))
+        fits = size <= ceiling
+        return Trial(parts=(size,), outcome="ok" if fits else "oom", peak_reserved_bytes=size, fresh=fresh)
+
+    result = search(trial, range(1, 1001), limit_bytes=LIMIT if ceiling > 70 else ceiling)
+    assert (result.size, result.trial.fresh) == (min(ceiling, 70), True)
+    assert [note.facts["largest"] for note in result.notes][-1:] == [70] * (ceiling >= 70)
+
+
 @pytest.mark.parametrize(("fault", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError)])
 @pytest.mark.parametrize("at", [1, 8])
 def test_an_error_stops_at_once(fault: Literal["user", "measurement"], error: type[AutoaccumError], at: int) -> None:

@@ -94,14 +94,12 @@ class CommandDevice(Device):
         with closing(run):
             trial, report = run.finish(self.name, crashes_for_memory=self._index is None)
         if not trial.ran or report is None:
-            return trial, report
+            return self._observations.judge(trial, report), report
         if (rows := self._observations.rows_after_oom(report)) is not None:
             self.findings = (message("command_catches_oom", size=parts[0], rows=rows),)
             text = f"it ran out of memory, caught that, and went on with {rows} rows"
             trial = dataclasses.replace(trial, outcome="oom", message=text)
-        elif (error := self._observations.check(parts, report)) is not None:
-            trial = dataclasses.replace(trial, outcome="error", message=str(error), fault="user")
-        else:
+        elif (trial := self._observations.judge(trial, report)).ran:
             self.findings = self._observations.warnings(parts, report) or self.findings
         return trial, report
 

@@ -184,7 +184,9 @@ def check_ran(trial: Trial, report: ProcessReport | None, owner: str) -> Process
     if trial.ran and report is not None:
         return report
     failure = Failure(outcome=trial.outcome, message=trial.message or "", traceback=trial.traceback, fault=trial.fault)
-    raise failure_error(failure, owner)
+    error = failure_error(failure, owner)
+    error.most_samples = trial.most_samples
+    raise error
 
 
 def _measured(trial: Trial, end: CommandEnd) -> Trial:
@@ -204,6 +206,7 @@ class Observations:
     def __init__(self, settings: TrialSettings) -> None:
         assert isinstance(settings.source, CommandSource)
         self.source, self._world_size = settings.source, settings.options.world_size
+        self._target, self._accumulates = settings.rank_samples, False
         self._first: tuple[int, list[int]] | None = None
         """The micro-batch of the first run, and the lengths of all dimensions of its first batch."""
         self._place: int | None = None
@@ -222,9 +225,9 @@ class Observations:
         """Return why a run of these parts was not what the command was told; None if it was.
 
         The samples are the first dimension of the first batch that differs between runs of two micro-batches: it grows
-        with the micro-batch, and is there in the last update, too. Backward passes per update are a multiple of the
+        with the micro-batch, and is there after the first update, too. Backward passes per update are a multiple of the
         micro-batches of an update, at least in one update: at the end of an epoch, what is left over makes a short one,
-        or goes into the next.
+        or goes into the next. A script that did so at one size, and no more at another, has too little data for that.
         """
         size, iter_size = max(parts), len(parts)
         if report.world_size != self._world_size:
@@ -235,7 +238,15 @@ class Observations:
         backwards = report.backwards[0] if report.backwards else 0
         if self.source.takes_iter_size and backwards and all(count % iter_size for count in report.backwards):
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
-            option = self.iter_option
+            option, most = self.iter_option, max(report.backwards)
+            if self._accumulates and most < iter_size:
+                error = WorkloadError(
+                    f"the script makes one update per {passes}, not per {iter_size} of {size} samples: an epoch has no"
+                    " more",
+                    hint="give it more data, or take a smaller --target-batch",
+                )
+                error.most_samples = self._most_samples(parts, size, most, iter_size)
+                return error
             if backwards * self._world_size == iter_size > backwards:
                 why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
             else:
@@ -243,32 +254,72 @@ class Observations:
             return WorkloadError(
                 f"the script makes one update per {passes}, not per {iter_size}: it {why}", hint=way_out
             )
-        lengths = _lengths(report.first_batch)
+        self._accumulates |= iter_size > 1 and self.source.takes_iter_size and backwards > 0
         if self._first is None:
-            self._first = size, lengths
+            self._first = size, _lengths(report.first_batch)
         before, first = self._first
         if size == before or not first:
             return None
+        given = self._given(size, report)
         if self._place is None:
-            self._place = next(
-                (at for at, pair in enumerate(zip(first, lengths, strict=False)) if len({*pair}) > 1), None
-            )
-            if self._place is None:
-                return WorkloadError(
-                    f"the script's batches have the same shapes at {{micro_batch}} = {before} and {size}:"
-                    f" {self._option(MICRO_BATCH)} is ignored",
-                    hint="write {micro_batch} where the command takes its batch size",
-                )
-        asked, place = first[self._place] * size // before, self._place
-        calls = [lengths, *map(_lengths, report.batches)]
-        first_seen, *seen = [call[place] for call in calls if place < len(call)] or [0]
-        if first_seen != asked or asked not in seen:
-            rows = first_seen if first_seen != asked else max(seen, default=0)
             return WorkloadError(
-                f"at {{micro_batch}} = {size} the script's batches have {rows} rows, not {asked}: its data has no more",
-                hint=f"try no larger size than it trains with (--max-micro-batch {before * rows // first[place]})",
+                f"the script's batches have the same shapes at {{micro_batch}} = {before} and {size}:"
+                f" {self._option(MICRO_BATCH)} is ignored",
+                hint="write {micro_batch} where the command takes its batch size",
             )
-        return None
+        if given[0] == size and size in given[1:]:
+            return None
+        # Data that ends with the second batch has two of half of both.
+        seen = given[0] if given[0] != size else max(given[1:], default=0)
+        most = seen if given[0] != size else (size + seen) // 2
+        rows, asked = (first[self._place] * samples // before for samples in (seen, size))
+        error = WorkloadError(
+            f"at {{micro_batch}} = {size} the script's batches have {rows} rows, not {asked}: its data has no more",
+            hint=f"try no larger size than it trains with (--max-micro-batch {most})",
+        )
+        error.most_samples = most if 0 < most < size else None
+        return error
+
+    def judge(self, trial: Trial, report: ProcessReport | None) -> Trial:
+        """Return a trial as an `error` where the run was not what the command was told.
+
+        One that ended too early may have had too little data for its size.
+        """
+        if report is not None and trial.ran:
+            error = self.check(trial.parts, report)
+            if error is None:
+                return trial
+            failure = Failure(outcome="error", message=str(error), fault="user")
+            return dataclasses.replace(trial.failed(failure), most_samples=error.most_samples)
+        if report is None or report.failure is not None or trial.fault != "measurement" or trial.timed_out:
+            return trial
+        iter_size = len(trial.parts)
+        given, made = self._given(trial.micro_batch, report)[0], report.updates * iter_size or sum(report.backwards)
+        most = self._most_samples(trial.parts, given, made, _ENOUGH_UPDATES * iter_size)
+        return dataclasses.replace(trial, most_samples=most)
+
+    def _given(self, size: int, report: ProcessReport) -> list[int]:
+        """Return the samples of the first batch, and of those after the first update; 0 where that is not known."""
+        calls = [_lengths(report.first_batch), *map(_lengths, report.batches)]
+        before, first = self._first or (size, [])
+        if self._place is None and size != before:
+            pairs = enumerate(zip(first, calls[0], strict=False))
+            self._place = next((at for at, pair in pairs if len({*pair}) > 1), None)
+        place = self._place
+        if place is None:
+            return [0]
+        return [call[place] * before // first[place] for call in calls if place < len(call)] or [0]
+
+    def _most_samples(self, parts: tuple[int, ...], given: int, made: int, needed: int) -> int | None:
+        """Return the size to try after a run of which the data was enough for `made` of the `needed` micro-batches.
+
+        None: no smaller one needs less, since updates of the target batch are what the data is too little for.
+        """
+        size = max(parts)
+        if len(parts) > 1 and sum(parts) >= self._target:
+            return None
+        most = min(given or size, size) * made // needed if made else size // 2
+        return most if 0 < most < size else None
 
     def warnings(self, parts: tuple[int, ...], report: ProcessReport) -> tuple[Message, ...]:
         """Return what a plan should say of a run of these parts that `check` has let pass."""

@@ -42,13 +42,15 @@ class CommandTracer(Tracer):
 
     Args:
         settings: The settings that all trials share.
+        observations: What earlier runs have told.
         card: The card.
         others: Cards that may share the traces.
     """
 
-    def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
-        self._settings, self._card, self._others = settings, card, others
-        self._observations = Observations(settings)
+    def __init__(
+        self, settings: TrialSettings, observations: Observations, card: Card, others: tuple[Card, ...] = ()
+    ) -> None:
+        self._settings, self._observations, self._card, self._others = settings, observations, card, others
         self._running: dict[tuple[tuple[int, ...], str], CommandRun] = {}
         self._known: dict[tuple[int, ...], ProcessReport] = {}
         self._alike = {other.name for other in others}
@@ -114,9 +116,8 @@ class CommandTracer(Tracer):
             owner = f"the simulated {self._card.name}"
             run = self._running.pop((parts, purpose), None) or self._start(parts, purpose, limit_seconds)
             with closing(run):
-                report = check_ran(*run.finish(owner), owner)
-            if (error := self._observations.check(parts, report)) is not None:
-                raise error
+                trial, seen = run.finish(owner)
+            report = check_ran(self._observations.judge(trial, seen), seen, owner)
             self.findings = self._observations.warnings(parts, report) or self.findings
             if report.simulated and report.simulated.trace and not report.simulated.trace.events:
                 hint = "let it train on cuda, by an option of its own such as --device cuda"

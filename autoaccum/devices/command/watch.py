@@ -68,7 +68,7 @@ class Watch:
         self._backwards_of: list[int] = []
         self._calls: list[_Shapes] = []
         self._first_call: _Shapes = ()
-        self._last_calls: tuple[_Shapes, ...] = ()
+        self._later_calls: tuple[_Shapes, ...] = ()
         self._models: dict[int, nn.Module] = {}
         self._optimizer = ""
         self._precision: Any = "fp32"
@@ -120,7 +120,8 @@ class Watch:
         self._updates = updates
         self._note_updates()
         self._backwards_of.append(self._backwards)
-        self._last_calls, self._calls, self._backwards = tuple(self._calls), [], 0
+        self._later_calls += tuple(self._calls) if updates > 1 else ()
+        self._calls, self._backwards = [], 0
         if updates < self._settings.updates:
             if self._card is not None:
                 self._card.mark_update()
@@ -301,7 +302,7 @@ class Watch:
             updates=self._updates,
             backwards=tuple(self._backwards_of) if self._updates else (self._backwards,),
             first_batch=self._first_call,
-            batches=self._last_calls or tuple(self._calls),
+            batches=self._later_calls or tuple(self._calls),
             caught_oom=self._ran_out_of_memory,
             optimizer=self._optimizer,
             precision=self._precision,

@@ -158,11 +158,11 @@ class SimulatedDevice(Predictor):
                 traces = [self.traces.ask(TraceParts, parts, deadline, lengths=lengths)]
             else:
                 traces = self.traces.traces_of(parts, deadline, fresh=fresh)
-        except WorkloadError as error:
-            return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, fault="user")
-        except NotMeasuredError as error:
-            timed_out = deadline.is_over
-            return Trial(parts=parts, outcome="error", message=str(error), fault="measurement", timed_out=timed_out)
+        except (WorkloadError, NotMeasuredError) as error:
+            failed = Trial(parts=parts, outcome="error", message=str(error), most_samples=error.most_samples)
+            if isinstance(error, WorkloadError):
+                return dataclasses.replace(failed, traceback=error.user_traceback, fault="user")
+            return dataclasses.replace(failed, fault="measurement", timed_out=deadline.is_over)
         self.findings = self.traces.findings
         return dataclasses.replace(
             predict_trial(self.replayer, traces, self.limit_bytes),
