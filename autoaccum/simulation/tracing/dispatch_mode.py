@@ -121,8 +121,11 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is DEVICE_QUERY:  # The most frequent call.
             return device_seen_by_cpp(args[0])
+        kwargs = {} if kwargs is None else kwargs
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # Without autograd such operators come whole.
+            with self:
+                return func.decompose(*args, **kwargs)
         with _LOCK:
-            kwargs = {} if kwargs is None else kwargs
             if "device" in kwargs:
                 kwargs = self._with_device(args, kwargs)
             elif not (self._depth or self._has_sparse or self.values.computed):

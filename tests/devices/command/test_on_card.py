@@ -243,6 +243,8 @@ def main():
             plateau.step(loss)
             writer.add_scalar("seconds", start.elapsed_time(end))
             writer.add_scalar("loss", loss)
+            with torch.inference_mode():
+                assert model(torch.randn(4, 64).to("cuda", non_blocking=True)).is_cuda
             right = (model(x).argmax(1) == y).sum().item()
             print(json.dumps({{"right": right}}), f"{{right:4d}}", "%d" % right, right + 1 == 2)
             state = {{"model": model.state_dict(), "scaler": scaler.state_dict(), "average": average.state_dict()}}
