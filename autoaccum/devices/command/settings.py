@@ -120,7 +120,7 @@ class ProcessReport:
         updates: The number of updates it made.
         backwards: The backward passes of each update.
         first_batch: The shapes of the tensors that the first call of an outermost module had.
-        batches: For each such call after the first update, the shapes of its tensors in order.
+        batches: For each such call after the first update, or in the only one, the shapes of its tensors in order.
         peak_reserved_bytes, peak_allocated_bytes, allocator_retries: As of `Trial`.
         caught_oom: Whether it ran out of memory, caught that, and went on.
         message: Why its outcome is `tight`, or not `ok`, though it ran to its end.

@@ -120,7 +120,7 @@ class Watch:
         self._updates = updates
         self._note_updates()
         self._backwards_of.append(self._backwards)
-        self._later_calls += tuple(self._calls) if updates > 1 else ()
+        self._later_calls = (*(self._later_calls if updates > 2 else ()), *self._calls)
         self._calls, self._backwards = [], 0
         if updates < self._settings.updates:
             if self._card is not None:
