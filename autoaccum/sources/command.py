@@ -239,4 +239,4 @@ def _misplaced(flag: str) -> UsageError:
 def _quote(word: str) -> str:
     """Quote a word for a shell, but not for its places."""
     plain = re.sub(r"\{\w+\}", "", word)
-    return word if plain == shlex.quote(plain) or not plain else shlex.quote(word)
+    return word if plain == shlex.quote(plain) or (word and not plain) else shlex.quote(word)

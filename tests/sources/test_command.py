@@ -19,6 +19,7 @@ from autoaccum.sources.command import CommandSource
         ("--nproc={world_size}", "--nproc=2", False),
         ('{"lr": {iter_size}}', '{"lr": 3}', True),
         ("a b", "a b", False),
+        ("", "", False),
     ],
 )
 def test_sizes_are_filled_in(word: str, filled: str, takes: bool) -> None:
