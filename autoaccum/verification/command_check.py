@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,19 @@ class FirstUpdate:
     parts: Mapping[str, list[Tensor]]
     rows: Tensor
     draws: bool
+
+    def named_as(self, other: FirstUpdate) -> FirstUpdate:
+        """Return this update with another's names, if it only called a module within the other's, or around it."""
+        names = dict(zip(self.gradients, other.gradients, strict=False))
+        is_same = len(self.gradients) == len(other.gradients) and all(
+            mine.endswith(name) or name.endswith(mine) for mine, name in names.items()
+        )
+        if not is_same:
+            return self
+        gradients, parts = (
+            {names.get(name, name): each for name, each in found.items()} for found in (self.gradients, self.parts)
+        )
+        return replace(self, gradients=gradients, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -242,7 +255,7 @@ class _CommandCheck:
                     raise NotMeasuredError("the script's first update has no gradient")
                 updates.append(FirstUpdate(**torch.load(run.watch.gradients, weights_only=True)))
         whole, split = updates
-        return UpdatePair(whole, split, len(self._split)), reports
+        return UpdatePair(whole, split.named_as(whole), len(self._split)), reports
 
     def _find_ignored(self, whole: ProcessReport, split: ProcessReport) -> Cause | None:
         """Return the cause where the command does not heed its number of parts."""
