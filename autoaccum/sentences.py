@@ -386,6 +386,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "command_scaled": _scaled,
     "command_divide_once": "divide the loss of each micro-batch once by the number of micro-batches per update if it "
     "is a mean, (loss / n).backward(), and not at all if it is a sum; frameworks that accumulate already divide it",
+    "command_scale_some": "leave how the loss is divided, since all other gradients are right: correct that of "
+    "{tensors:names} alone",
     "command_ignored": "the script's first update has {passes:count backward pass}, not {expected}: {option} is "
     "ignored",
     "command_heed": "let the script take an optimizer step only after that many micro-batches",

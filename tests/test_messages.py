@@ -57,6 +57,7 @@ EXAMPLES: Mapping[str, list[dict[str, Any]]] = {
     "data_ends": [{"size": 480, "largest": 240}],
     "command_updates_differ": [{"passes": [4, 4, 6], "iter_size": 4}],
     "command_batchnorm": [{"layers": ["1", "4"]}],
+    "command_scale_some": [{"tensors": ["head.weight"]}],
     "command_scaled": [
         {"factor": 4.0, "parts": 4, "tensors": []},
         {"factor": 0.25, "parts": 4, "tensors": ["head.weight"]},

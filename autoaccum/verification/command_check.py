@@ -104,9 +104,8 @@ class FirstUpdate:
         )
         if not is_same:
             return self
-        gradients, parts = (
-            {names.get(name, name): each for name, each in found.items()} for found in (self.gradients, self.parts)
-        )
+        gradients = {names[name]: each for name, each in self.gradients.items()}
+        parts = {names.get(name, name): each for name, each in self.parts.items()}
         return replace(self, gradients=gradients, parts=parts)
 
 
@@ -323,7 +322,7 @@ def _explain(pair: UpdatePair) -> Cause | None:
         factor, names = scaled
         where = tuple(names) if len(names) < len(pair.names) else ()
         found = message("command_scaled", factor=factor, parts=pair.count, tensors=list(where))
-        change = message("command_divide_once")
+        change = message("command_scale_some", tensors=list(where)) if where else message("command_divide_once")
     elif (weighted := pair.weighted()) is not None:
         counts, shares = weighted
         mistake = "mean of means" if abs(pair.count * counts - 1) < _SAME_FACTOR else "weights"
