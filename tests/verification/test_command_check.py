@@ -29,8 +29,13 @@ size, accum = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
 data = torch.randn(256, 8).split(size)
 nn.Flatten(0)(torch.zeros(2, 3))  # A module without parameters, as transforms of one sample are.
+class Stacked(torch.optim.Adam):
+    def step(self, closure=None):
+        for group in self.param_groups:  # Each parameter must have a gradient, as for Muon.
+            torch.stack([p.grad.sum() for p in group["params"]])
+        return super().step(closure)
 made, judge = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in (judge, made)]
+optimizers = [Stacked(model.parameters(), 0.1) for model in (judge, made)]
 for update in range(3):
     batches = data[update * accum : (update + 1) * accum]
     judge.zero_grad()

@@ -53,6 +53,7 @@ class GradientWatch:
         self._gradients: dict[int, Tensor | None] = {}
         self._parts: dict[int, list[Tensor]] = {}
         self._held: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._groups: list[dict[str, Any]] = []
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._steps: Counter[int] = Counter()
         self._rows: list[Tensor] = []
@@ -145,10 +146,14 @@ class GradientWatch:
                     self._gradients[id(parameter)] = None if gradient is None else _plain(gradient).cpu().clone()
                 self._held.append((parameter, gradient))
                 parameter.grad = None
+        if not isinstance(optimizer.param_groups, _Unreached):  # By a step that calls that of its base class.
+            self._groups = optimizer.param_groups
+            optimizer.param_groups = _Unreached(self._groups)
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps[id(optimizer)] += 1
+        optimizer.param_groups = self._groups
         for parameter, gradient in self._held:
             parameter.grad = gradient
         self._held.clear()
@@ -196,6 +201,16 @@ class GradientWatch:
             for name, parameter in model.named_parameters():
                 names.setdefault(id(parameter), prefix + name)
         return {key: names.get(key, f"parameter {number}") for number, key in enumerate(self._gradients)}
+
+
+class _Unreached(list[dict[str, Any]]):
+    """Groups of parameters that no loop of an optimizer reaches: some take it that each parameter has a gradient.
+
+    By its index LBFGS finds its only one.
+    """
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
 
 
 def _describe_rows(inputs: Any) -> list[Tensor]:
