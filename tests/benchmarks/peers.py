@@ -7,7 +7,8 @@ Each library gets the same model, target batch and budget of memory, in a proces
 as autoaccum's trials are: RLIMIT_DATA at VmData after a warm-up, plus the budget. Seconds are what a user waits from
 the start of Python until the size is known: until `autoaccum.plan` or `scale_batch_size` returns, or until the first of
 accelerate's attempts, which are training runs, has made its second update. Then a fresh process trains with that size
-under the same limit, as the library's documentation has it; hooks count the samples of each update.
+under the same limit, as the library's documentation has it; hooks count the samples of each update: those of forwards
+whose backward reached the weights.
 """
 
 from __future__ import annotations
@@ -153,16 +154,21 @@ class Peer:
         """Return a model and its optimizer, whose samples are counted from here."""
         model = self.workload.build_model()
         optimizer = self.workload.build_optimizer(model)
-        self.sizes, window = [], list[int]()
+        self.sizes, window, size = [], list[int](), 0
 
-        def count(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            window.append(len(next(iter((*inputs, *named.values())))))
+        def begin(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            nonlocal size
+            size = len(next(iter((*inputs, *named.values()))))
+
+        def count(_: Any) -> None:
+            window.append(size)
 
         def close(*_: Any) -> None:
             self.sizes.append(tuple(window))
             window.clear()
 
-        model.register_forward_pre_hook(count, with_kwargs=True)
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        next(model.parameters()).register_post_accumulate_grad_hook(count)
         optimizer.register_step_post_hook(close)
         return model, optimizer
 
