@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.accumulation.backpropagation import model_device
@@ -79,7 +80,13 @@ def _probe_copy(workload: Workload, built: nn.Module) -> Coupling:
     sizes, objective = [half, half], workload.objective
     batch = take_small_batch(workload, 2 * half)
     counter, device = FlopCounterMode(display=False), model_device(built)
-    with suppress(Exception, SystemExit), counter:  # The experiment below reports the error.
+
+    def end_large(*_: Any) -> None:
+        if counter.get_total_flops() > _MOST_WORK:
+            raise OverflowError
+
+    # The experiment below reports the error.
+    with suppress(Exception, SystemExit), counter, register_module_forward_hook(end_large):
         _Runs(built, objective, sizes, {}).run(split_batch(move_batch(cast_batch(batch, None), device), sizes)[0])
     if counter.get_total_flops() > _MOST_WORK:
         return _TOO_LARGE

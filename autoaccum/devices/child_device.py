@@ -41,6 +41,10 @@ class ChildDevice(Device):
         self._settings = settings
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
+        self._waiting: ChildProcess | None = None
+        """A used child, while a fresh one runs a trial."""
+        self._has_proved = False
+        """Whether a trial ran in a fresh process; on the CPU, the next one usually fails, and is the last."""
         self._held_bytes: int | None = None
         """The memory of a child that has loaded the workload, once one has."""
         self._limit_bytes: int | None = None
@@ -67,7 +71,7 @@ class ChildDevice(Device):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`."""
-        child = self._use_child()
+        child, self._has_proved = self._use_child(), False
         self._start_standby()
         inspection = child.run(Inspect(savers=self._savers), self._settings.job_seconds(limit_seconds))
         self._needs_whole_batch, self._multiple_of = inspection.workload.whole_batch is not None, inspection.multiple_of
@@ -88,8 +92,11 @@ class ChildDevice(Device):
         self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
     ) -> Trial:
         """As `Device.trial`."""
+        is_loaded = self._standby is not None and self._standby.posted is not None
+        if fresh and is_loaded and self._child is not None and self._child.alive and self._child.calls > 1:
+            self._waiting, self._child = self._child, None
         child = self._use_child(fresh=fresh)
-        if not fresh or not self._host_budget_bytes:  # On the CPU, a trial in a fresh process is usually the last.
+        if not self._host_budget_bytes or not (fresh or self._has_proved):
             self._start_standby()
         is_first, whole, limit_bytes = child.calls == 1, self._needs_whole_batch, self.limit_bytes
         request = RunTrial(
@@ -101,6 +108,10 @@ class ChildDevice(Device):
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
         if not trial.ran:
             child.close()
+        self._has_proved |= fresh and trial.ran
+        if self._waiting is not None:
+            child.close()
+            self._child, self._waiting = self._waiting, None
         return dataclasses.replace(trial, lengths=lengths, fresh=is_first or (trial.fresh and not trial.ran))
 
     @contextmanager
@@ -181,9 +192,9 @@ class ChildDevice(Device):
         return 0
 
     def _end_child(self) -> None:
-        worker, self._child = self._child, None
-        if worker is not None:
-            worker.close()
+        children, self._child, self._waiting = (self._child, self._waiting), None, None
+        for child in filter(None, children):
+            child.close()
 
 
 def record_death(parts: tuple[int, ...], death: ChildDied, *, crashes_for_memory: bool = False) -> Trial:

@@ -7,8 +7,9 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, cast
 
@@ -45,6 +46,9 @@ from autoaccum.spec import WorkloadFacts
 _SEEDS = 4
 _DRAWS = torch.Tag.nondeterministic_seeded
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+Forward = Callable[..., tuple[int, bool]]
+"""Runs a forward of a size, and of a seed if not 0: the bytes that stay alive for its backward, and whether random
+numbers decide which."""
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
@@ -81,8 +85,11 @@ def inspect_workload(workload: Workload, rank_samples: int, meter: Meter | None 
             update_bytes = meter.peak_bytes()
             if workload.coupled and rank_samples >= 2 * size:
                 accumulator.step(workload.build_batch(2 * size))
-        workload, least_size, notes = probe_sizes(workload, model, rank_samples, has_drawn=has_drawn)
-        sample_bytes = measure_sample_bytes(workload, model, size) if rank_samples >= 2 * size else None
+        forward = remember_forwards(workload, model)
+        workload, least_size, notes = probe_sizes(workload, model, forward, rank_samples, has_drawn=has_drawn)
+        sample_bytes = (
+            measure_sample_bytes(forward, size, workload.multiple_of or 1) if rank_samples >= 2 * size else None
+        )
     if model_device(model) != run.origin:  # `model()` may return the same object again, where it was made.
         model.to(run.origin)
         workload.objective.move_criterion(run.origin)
@@ -176,28 +183,35 @@ def probe_size(workload: Workload, count: int, rank_samples: int) -> int:
 
 
 def probe_sizes(
-    workload: Workload, model: nn.Module, rank_samples: int, *, has_drawn: bool
+    workload: Workload, model: nn.Module, forward: Forward, rank_samples: int, *, has_drawn: bool
 ) -> tuple[Workload, int, tuple[Message, ...]]:
     """Find which micro-batches a workload can run; `has_drawn`: an update drew random numbers on the host.
+
+    `forward` is of the workload and the model.
 
     Returns:
         The workload, with `multiple_of=2` if that was found; the least size; notes for the plan.
     """
     notes = []
-    if (error := _find_multiple(workload, model, rank_samples)) is not None:
+    if (error := _find_multiple(workload, model, forward, rank_samples)) is not None:
         workload = dataclasses.replace(workload, multiple_of=2)
         notes.append(message("multiple_found", error=first_line(error)))
-    if has_drawn and _varies_with_draws(workload, model, probe_size(workload, SAMPLES, rank_samples)):
+    if has_drawn and _varies_with_draws(forward, probe_size(workload, SAMPLES, rank_samples)):
         notes.append(message("random_memory"))
     return workload, _find_least_size(workload, model, rank_samples), tuple(notes)
 
 
-def _find_multiple(workload: Workload, model: nn.Module, rank_samples: int) -> Exception | None:
+def _find_multiple(workload: Workload, model: nn.Module, forward: Forward, rank_samples: int) -> Exception | None:
     """Return the error of 1 sample if 2 and 4 samples run while 1 and 3 raise; BatchNorm refuses 1, but runs 3.
 
     None if that is not so, or if the workload sets `multiple_of`.
     """
-    if workload.multiple_of is not None or rank_samples < 2 or _try_forward(workload, model, 3) is None:
+    if workload.multiple_of is not None or rank_samples < 2:
+        return None
+    with suppress(Exception):  # A model that cannot be observed can still train.
+        forward(3)
+        return None
+    if _try_forward(workload, model, 3) is None:
         return None
     error = _try_forward(workload, model, 1)
     return error if error is not None and _try_forward(workload, model, 4) is None else None
@@ -230,15 +244,14 @@ def _try_forward(workload: Workload, model: nn.Module, size: int) -> Exception |
     return None
 
 
-def _varies_with_draws(workload: Workload, model: nn.Module, size: int) -> bool:
+def _varies_with_draws(forward: Forward, size: int) -> bool:
     """Return whether forward of `size` samples holds other memory with other random numbers."""
-    batch, held = workload.build_batch(size), set[int]()
+    held = set[int]()
     with suppress(Exception):  # A model that cannot be observed can still train.
         for seed in range(_SEEDS):
-            seed_everything(seed)
-            host, recorder = _host_draws(), DrawRecorder()
-            held.add(_held_bytes(workload, model, batch, recorder))
-            if not recorder.decides and _host_draws() == host:
+            held_bytes, is_decided = forward(size, seed)
+            held.add(held_bytes)
+            if not is_decided:
                 break
     return len(held) > 1
 
@@ -264,15 +277,14 @@ def collect_warnings() -> Iterator[list[Message]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
+def measure_sample_bytes(forward: Forward, size: int, more: int) -> int | None:
     """Return the bytes per sample that stay alive after forward for its backward, without workspaces and gradients.
 
-    It is the difference between batches of `size` samples and of one more (or a multiple), in which constant bytes
-    cancel out. The search uses it as a hint: None if it cannot be measured, for any reason.
+    It is the difference between batches of `size` samples and of some `more`, in which constant bytes cancel out. The
+    search uses it as a hint: None if it cannot be measured, for any reason.
     """
-    more = workload.multiple_of or 1
     try:
-        small, large = (_held_bytes(workload, model, workload.build_batch(samples)) for samples in (size, size + more))
+        (small, _), (large, _) = forward(size), forward(size + more)
     except Exception:  # A model that cannot be observed can still train.
         return None
     return (large - small) // more if large > small else None
@@ -307,15 +319,23 @@ def _host_draws() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def _held_bytes(workload: Workload, model: nn.Module, batch: Any, recorder: StorageRecorder | None = None) -> int:
-    device = model_device(model)
-    batch = move_batch(batch, device)
-    torch.clear_autocast_cache()
-    with recorder or StorageRecorder() as recorder, autocast(workload.precision, device):
-        terms = workload.objective.terms(model, batch)
-        held_bytes: int = recorder.alive_bytes
-    del terms
-    return held_bytes
+def remember_forwards(workload: Workload, model: nn.Module) -> Forward:
+    """Return the function that runs forwards of `model`, those of the same size and seed once."""
+
+    @cache
+    def forward(size: int, seed: int = 0) -> tuple[int, bool]:
+        device = model_device(model)
+        batch = move_batch(workload.build_batch(size), device)
+        seed_everything(seed)
+        host = _host_draws()
+        torch.clear_autocast_cache()
+        with DrawRecorder() as recorder, autocast(workload.precision, device):
+            terms = workload.objective.terms(model, batch)
+            held_bytes: int = recorder.alive_bytes
+        del terms
+        return held_bytes, recorder.decides or _host_draws() != host
+
+    return forward
 
 
 def describe_environment(device: torch.device) -> Mapping[str, Any]:

@@ -29,6 +29,8 @@ _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
 _FLAT = 1.01
 """Two peaks whose ratio is at most this count as equal."""
+_PROBABLE = 0.5
+"""A size is tried in a fresh process at once if it is the answer with more than this probability."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
 
@@ -112,7 +114,7 @@ def search(
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
         from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
-        probes_first: Run the first trial in a used process, which takes less time: its size is the least certain.
+        probes_first: Run the first trial in a used process, which takes less time, unless it is probably the answer.
 
     Raises:
         DoesNotFitError: The smallest size ran out of memory.
@@ -234,9 +236,10 @@ class _Search:
         if size > estimate.ceiling:
             is_unsure = not self.needs.grants_leftovers and estimate.probability(size) > _UNSURE
             return self.leftovers_matter or is_unsure
-        if self.probes_first and not self.trials:
-            return False
         index = bisect_left(self.sizes, size)
+        if self.probes_first and not self.trials:
+            larger = estimate.probability(self.sizes[index + 1]) if index + 1 < high else 0.0
+            return estimate.probability(size) - larger > _PROBABLE
         next_fails = index + 1 == high or self.sizes[index + 1] > estimate.ceiling
         # The process of the inspection has more memory than others: what it imported does not count any more.
         return self.leftovers_matter or next_fails or not any(t.fresh for t in self.trials)

@@ -29,6 +29,7 @@ from autoaccum.devices.inspection import (
     describe_run,
     probe_size,
     probe_sizes,
+    remember_forwards,
 )
 from autoaccum.devices.simulated.alike_ranks import ALLOCATORS, join_alike_ranks
 from autoaccum.devices.simulated.simulation_requests import (
@@ -232,7 +233,9 @@ class SimulatedChild(Handler):
         with collect_warnings() as messages:
             trial = TracedTrial(workload, request, mode, self._mesh)
             trace = trial.trace()
-        workload, least_size, notes = probe_sizes(workload, trial.built[0], rank_samples, has_drawn=trial.has_drawn)
+        model = trial.built[0]
+        forward = remember_forwards(workload, model)
+        workload, least_size, notes = probe_sizes(workload, model, forward, rank_samples, has_drawn=trial.has_drawn)
         inspection = Inspection(
             **describe_run(workload, trial, rank_samples, terms=list(trial.result.terms), weighting=messages),
             environment=describe_environment(DEVICE),
