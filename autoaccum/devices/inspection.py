@@ -46,9 +46,8 @@ from autoaccum.spec import WorkloadFacts
 _SEEDS = 4
 _DRAWS = torch.Tag.nondeterministic_seeded
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-Forward = Callable[..., tuple[int, bool]]
-"""Runs a forward of a size, and of a seed if not 0: the bytes that stay alive for its backward, and whether random
-numbers decide which."""
+Forward = Callable[[int, int], tuple[int, bool]]
+"""Runs a forward of a size from a seed: the bytes that stay alive for its backward, and whether draws decide which."""
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
@@ -209,7 +208,7 @@ def _find_multiple(workload: Workload, model: nn.Module, forward: Forward, rank_
     if workload.multiple_of is not None or rank_samples < 2:
         return None
     with suppress(Exception):  # A model that cannot be observed can still train.
-        forward(3)
+        forward(3, 0)
         return None
     if _try_forward(workload, model, 3) is None:
         return None
@@ -284,7 +283,7 @@ def measure_sample_bytes(forward: Forward, size: int, more: int) -> int | None:
     search uses it as a hint: None if it cannot be measured, for any reason.
     """
     try:
-        (small, _), (large, _) = forward(size), forward(size + more)
+        (small, _), (large, _) = forward(size, 0), forward(size + more, 0)
     except Exception:  # A model that cannot be observed can still train.
         return None
     return (large - small) // more if large > small else None
@@ -323,7 +322,7 @@ def remember_forwards(workload: Workload, model: nn.Module) -> Forward:
     """Return the function that runs forwards of `model`, those of the same size and seed once."""
 
     @cache
-    def forward(size: int, seed: int = 0) -> tuple[int, bool]:
+    def forward(size: int, seed: int) -> tuple[int, bool]:
         device = model_device(model)
         batch = move_batch(workload.build_batch(size), device)
         seed_everything(seed)
