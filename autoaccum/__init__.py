@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.serialization import HtmlRecord
-
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
     from autoaccum.accumulation.schedule import windows as windows
@@ -60,6 +58,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'autoaccum' has no attribute {name!r}")
     from importlib import import_module
 
+    from autoaccum.serialization import HtmlRecord
+
+    HtmlRecord.to_html = _to_html
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
@@ -73,6 +74,3 @@ def _to_html(record: Any) -> str:
     from autoaccum.reporting.page import render_record  # It loads matplotlib.
 
     return render_record(record)
-
-
-HtmlRecord.to_html = _to_html

@@ -55,13 +55,14 @@ class HtmlRecord:
     """A plan, a comparison or a verification, which a notebook shows as HTML.
 
     Attributes:
-        to_html: Returns the HTML. The package sets it, since `reporting` lies above the records.
+        to_html: Returns the HTML. The package sets it with the first of its names that is used: `reporting`, which has
+            the HTML, lies above the records.
     """
 
-    to_html: ClassVar[Callable[[Any], str]]
+    to_html: ClassVar[Callable[[Any], str] | None] = None
 
-    def _repr_html_(self) -> str:
-        return HtmlRecord.to_html(self)
+    def _repr_html_(self) -> str | None:
+        return None if HtmlRecord.to_html is None else HtmlRecord.to_html(self)
 
 
 def encode_record(record: Any) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from consoles import drawn, told
 
+from autoaccum import Verification
 from autoaccum.messages import message
 from autoaccum.reporting.verify_report import VerificationProgress, verification_blocks
 from autoaccum.verification.verification_result import (
@@ -19,7 +20,6 @@ from autoaccum.verification.verification_result import (
     Comparison,
     Difference,
     Quantity,
-    Verification,
     VerificationStarted,
 )
 
@@ -136,7 +136,7 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
 
 def test_a_notebook_shows_all_with_code_to_verify_again() -> None:
     assert repr(DIFFERENT).startswith("<Verification: not equivalent (weight, batchnorm), target_batch 16, micro_batch")
-    shown = html.unescape(DIFFERENT._repr_html_())
+    shown = html.unescape(DIFFERENT._repr_html_() or "")
     assert 'autoaccum.verify(..., batchnorm="exact")' in shown
     assert "1.count" in shown
     assert " -v" not in shown
