@@ -331,9 +331,7 @@ class _Planner:
         schedule = request.schedule(result.size)
         if schedule.smallest_part < least:
             raise too_small_error(schedule, result.size, least, stopped=result.stopped, capped=result.capped)
-        return dataclasses.replace(
-            result, trials=tuple(self.runner.trials[before:]), notes=(*result.notes, *forecast.notes)
-        )
+        return dataclasses.replace(result, trials=tuple(self.runner.trials[before:]), notes=forecast.notes)
 
     def _forecast(self, seconds_left: float | None) -> Forecast:
         self.notify(Doing("tracing"))

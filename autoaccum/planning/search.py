@@ -153,7 +153,7 @@ class _Search:
     tried_fresh: set[int] = field(default_factory=set)
     refuted: int | None = None
     stop: SearchStopped | None = None
-    notes: list[Message] = field(default_factory=list)
+    data_ends: tuple[Message, ...] = ()
 
     def find_largest(self) -> SearchResult:
         """Return the result of `search`."""
@@ -188,7 +188,7 @@ class _Search:
     def result(self, size: int, confirmed: Trial, refuted: Sequence[Message]) -> SearchResult:
         largest, first_fail, stop = self.largest_fit, self.first_fail, self.stop
         capped = largest == self.sizes[-1]
-        warnings = [*refuted]
+        warnings = [*refuted, *self.data_ends]
         if any(t.outcome == "tight" and t.micro_batch == largest for t in self.trials):
             warnings.append(message("tight", size=largest, predicted=self.needs.predicted))
         if stop is not None and not capped:
@@ -201,7 +201,6 @@ class _Search:
             capped=capped,
             trials=tuple(self.trials),
             warnings=tuple(warnings),
-            notes=tuple(self.notes),
             stopped=None if stop is None or capped else stop.stop,
         )
 
@@ -262,7 +261,7 @@ class _Search:
             if most < self.sizes[0]:
                 raise trial_error(trial, of_command=self.needs.of_command)
             self.sizes, self.refuted = self.sizes[: bisect_right(self.sizes, most)], most + 1
-            self.notes = [message("data_ends", size=trial.micro_batch, largest=self.sizes[-1])]
+            self.data_ends = (message("data_ends", size=trial.micro_batch, largest=self.sizes[-1]),)
         if not trial.ran and not trial.is_definite_oom and trial.micro_batch <= self.sizes[0]:
             raise uncertain_oom_error(trial, self.needs)
         return trial

@@ -334,7 +334,8 @@ def test_sizes_that_the_data_has_too_little_for_are_left_out(ceiling: int, is_se
 
     result = search(trial, range(1, 1001), limit_bytes=LIMIT if ceiling > 70 else ceiling)
     assert (result.size, result.trial.fresh) == (min(ceiling, 70), True)
-    assert [note.facts["largest"] for note in result.notes][-1:] == [70] * (ceiling >= 70)
+    told = [warning.facts["largest"] for warning in result.warnings if warning.code == "data_ends"]
+    assert told == [70] * (ceiling >= 70)
 
 
 @pytest.mark.parametrize(("fault", "error"), [("user", WorkloadError), ("measurement", NotMeasuredError)])
