@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, NamedTuple, get_args
 
 Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update", "evaluation"]
@@ -78,6 +79,20 @@ class Trace:
     streams: tuple[int, ...] = ()
     reads: int = 0
     batch: int = 0
+
+    def __hash__(self) -> int:
+        """Return a hash of a few fields: traces are keys, and have thousands of events."""
+        return hash((self.parts, len(self.events), self.last_update))
+
+    @cached_property
+    def workspaces(self) -> Mapping[int, Workspace]:
+        """The blocks whose size is a rule."""
+        return {block: size for block, size in enumerate(self.sizes) if isinstance(size, Workspace)}
+
+    @cached_property
+    def workspace_events(self) -> Sequence[int]:
+        """The events of these blocks, in order."""
+        return [event for event in self.events if max(event, ~event) in self.workspaces]
 
 
 @dataclass(frozen=True)

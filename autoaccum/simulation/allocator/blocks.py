@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 _GRAIN_BITS: Final = 9
-_ADDRESS_BITS: Final = 55
+_SIZE_SHIFT: Final = 55 - _GRAIN_BITS
+"""Sizes and addresses are multiples of 512 bytes."""
 
 
 class Block:
@@ -16,54 +17,33 @@ class Block:
     Attributes:
         address: The first byte.
         mapped: False for addresses of an expandable segment that have no memory.
-        segment_bytes: The size of the expandable segment that contains it, with all addresses; None for others.
         prev, next: The neighbours in the same segment.
         key: Its place among the free blocks of its pool, while it is one of them.
     """
 
-    __slots__ = ("address", "allocated", "key", "prev", "next", "mapped", "pool", "segment_bytes", "size")
+    __slots__ = ("address", "allocated", "key", "prev", "next", "mapped", "pool", "size")
 
     def __init__(
-        self, pool: BlockPool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
+        self,
+        pool: BlockPool,
+        address: int,
+        size: int,
+        prev: Block | None = None,
+        following: Block | None = None,
+        mapped: bool = True,
     ) -> None:
-        self.pool, self.address, self.size = pool, address, size
-        self.allocated, self.mapped, self.segment_bytes = False, mapped, segment_bytes
-        self.key = 0
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.prev = prev
+        self.next = following
+        self.allocated = False
+        self.mapped = mapped
 
     @property
     def is_split(self) -> bool:
         """Return whether the block is only a part of its segment (`is_split`)."""
         return self.prev is not None or self.next is not None
-
-    def split_at(self, size: int) -> Block:
-        """Keep the first `size` bytes and return the rest as a free block that is in no pool."""
-        rest = Block(
-            self.pool, self.address + size, self.size - size, mapped=self.mapped, segment_bytes=self.segment_bytes
-        )
-        rest.prev, rest.next = self, self.next
-        if self.next is not None:
-            self.next.prev = rest
-        self.next, self.size = rest, size
-        return rest
-
-    def merge_neighbours(self) -> None:
-        """Merge with free neighbours of the same segment, and remove them from their pool (`try_merge_blocks`)."""
-        other = self.prev
-        if other is not None and not other.allocated and other.mapped == self.mapped:
-            self.pool.remove(other)
-            self.address, self.prev = other.address, other.prev
-            self.size += other.size
-            if other.prev is not None:
-                other.prev.next = self
-        other = self.next
-        if other is not None and not other.allocated and other.mapped == self.mapped:
-            self.pool.remove(other)
-            self.next = other.next
-            self.size += other.size
-            if other.next is not None:
-                other.next.prev = self
 
 
 class BlockPool:
@@ -77,11 +57,13 @@ class BlockPool:
 
     def insert(self, block: Block) -> None:
         """Add a free block."""
-        block.key = key = (block.size >> _GRAIN_BITS << _ADDRESS_BITS if block.mapped else 0) | (
-            block.address >> _GRAIN_BITS
-        )
+        if block.mapped:
+            key, keys = block.size << _SIZE_SHIFT | block.address >> _GRAIN_BITS, self._keys
+        else:
+            key, keys = block.address >> _GRAIN_BITS, self._unmapped
+        block.key = key
         self._blocks[key] = block
-        insort(self._keys if block.mapped else self._unmapped, key)
+        insort(keys, key)
 
     def remove(self, block: Block) -> None:
         """Remove a free block, by the key that it had when it was added."""
@@ -90,10 +72,47 @@ class BlockPool:
         keys = self._keys if block.mapped else self._unmapped
         del keys[bisect_left(keys, key)]
 
+    def give_back(self, block: Block) -> None:
+        """Add a free block, merged with free neighbours of the same segment (`try_merge_blocks`)."""
+        mapped, size, address, blocks = block.mapped, block.size, block.address, self._blocks
+        keys = self._keys if mapped else self._unmapped
+        other = block.prev
+        if other is not None and not other.allocated and other.mapped == mapped:
+            key = other.key
+            del blocks[key], keys[bisect_left(keys, key)]
+            size += other.size
+            block.address = address = other.address
+            block.prev = before = other.prev
+            if before is not None:
+                before.next = block
+        other = block.next
+        if other is not None and not other.allocated and other.mapped == mapped:
+            key = other.key
+            del blocks[key], keys[bisect_left(keys, key)]
+            size += other.size
+            block.next = after = other.next
+            if after is not None:
+                after.prev = block
+        block.size = size
+        block.key = key = (size << _SIZE_SHIFT if mapped else 0) | address >> _GRAIN_BITS
+        blocks[key] = block
+        insort(keys, key)
+
     def take(self, size: int) -> Block | None:
         """Return the best fit, and remove it."""
-        index = bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
-        return self._blocks.pop(self._keys.pop(index)) if index < len(self._keys) else None
+        keys = self._keys
+        index = bisect_left(keys, size << _SIZE_SHIFT)
+        return self._blocks.pop(keys.pop(index)) if index < len(keys) else None
+
+    def split(self, block: Block, size: int) -> Block:
+        """Keep the first `size` bytes of a block that is not here, and add the rest, which is returned."""
+        following, address, left = block.next, block.address + size, block.size - size
+        block.next = rest = Block(self, address, left, block, following, block.mapped)
+        if following is not None:
+            following.prev = rest
+        block.size = size
+        self.insert(rest)
+        return rest
 
     def best_fit(self, size: int) -> Block | None:
         """Return the smallest block of at least `size` bytes; of equal ones, the one at the lowest address."""
@@ -101,7 +120,7 @@ class BlockPool:
 
     def blocks_from(self, size: int) -> Iterator[Block]:
         """Yield the blocks of at least `size` bytes, the smallest first."""
-        for index in range(bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS), len(self._keys)):
+        for index in range(bisect_left(self._keys, size << _SIZE_SHIFT), len(self._keys)):
             yield self._blocks[self._keys[index]]
 
     def free_blocks(self) -> list[Block]:
@@ -162,7 +181,7 @@ class ExpandableSegments:
 
     def release_cached(self) -> None:
         """Unmap every handle that is completely free (`release_blocks`, `unmap_block`)."""
-        unmapped = [self._unmap_block(block) for block in self._pool.free_blocks() if block.segment_bytes is not None]
+        unmapped = [self._unmap_block(block) for block in self._pool.free_blocks()]
         for block in unmapped:
             if block is not None and not block.is_split:
                 self._pool.remove(block)
@@ -175,7 +194,7 @@ class ExpandableSegments:
                 return first
         address = self._reserve_addresses(self._address_bytes + self._handle_bytes)
         address = -(-address // self._handle_bytes) * self._handle_bytes
-        segment = Block(self._pool, address, self._address_bytes, mapped=False, segment_bytes=self._address_bytes)
+        segment = Block(self._pool, address, self._address_bytes, mapped=False)
         self._pool.insert(segment)
         return segment
 
@@ -185,10 +204,9 @@ class ExpandableSegments:
             return False
         self._pool.remove(block)
         if mapped < block.size:
-            self._pool.insert(block.split_at(mapped))
+            self._pool.split(block, mapped)
         block.mapped = True
-        block.merge_neighbours()
-        self._pool.insert(block)
+        self._pool.give_back(block)
         return True
 
     def _unmap_block(self, block: Block) -> Block | None:
@@ -198,13 +216,13 @@ class ExpandableSegments:
             return None
         self._pool.remove(block)
         if first > block.address:
-            front, block = block, block.split_at(first - block.address)
+            front, block = block, self._pool.split(block, first - block.address)
+            self._pool.remove(block)
             self._pool.insert(front)
         if last < block.address + block.size:
-            self._pool.insert(block.split_at(last - block.address))
+            self._pool.split(block, last - block.address)
         block.mapped = False
-        block.merge_neighbours()
-        self._pool.insert(block)
+        self._pool.give_back(block)
         self._cuda_free(last - first)
         return block
 

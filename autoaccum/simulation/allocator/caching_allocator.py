@@ -173,7 +173,7 @@ class CachingAllocator:
             CudaOutOfMemoryError: There is no room for it.
         """
         requested = size
-        size = -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
+        size = size + MIN_BLOCK_BYTES - 1 & -MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
         if stream:
             pool = self._pools_of(stream)[size > SMALL_BYTES]
         else:
@@ -187,19 +187,18 @@ class CachingAllocator:
         if rest >= MIN_BLOCK_BYTES and (
             pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
         ):  # `should_split`
-            pool.insert(block.split_at(size))
+            pool.split(block, size)
         block.allocated = True
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.allocated_bytes = allocated = self.allocated_bytes + block.size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
         return block
 
     def free(self, block: Block) -> None:
         """Free a block and merge it with free neighbours (`free_block`)."""
         self.allocated_bytes -= block.size
         block.allocated = False
-        block.merge_neighbours()
-        block.pool.insert(block)
+        block.pool.give_back(block)
 
     def _round_size(self, size: int) -> int:
         """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""

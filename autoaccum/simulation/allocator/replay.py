@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from autoaccum.simulation.allocator.blocks import Block
 from autoaccum.simulation.allocator.caching_allocator import (
@@ -211,12 +212,12 @@ class _Replay:
     def __init__(self, allocator: CachingAllocator, sized: SizedTrace) -> None:
         self._allocator, self._sized = allocator, sized
         self._blocks: dict[int, Block] = {}
-        self._without: set[int] = set()
+        self._sizes = sized.sizes
 
     def run(self, events: Sequence[int]) -> tuple[int, int] | None:
         """Replay `events`; return the index of the event that failed and the bytes it requested, if one did."""
         malloc, free = self._allocator.malloc, self._allocator.free
-        sizes, optional, blocks, without = self._sized.sizes, self._sized.optional, self._blocks, self._without
+        sizes, optional, blocks = self._sizes, self._sized.optional, self._blocks
         streams = self._sized.trace.streams or bytes(len(sizes))
         left, event = iter(events), 0
         while True:
@@ -227,15 +228,15 @@ class _Replay:
                         if block is not None:
                             free(block)
                     elif (size := sizes[event]) > 0:
-                        if event not in without:
-                            blocks[event] = malloc(size, streams[event])
+                        blocks[event] = malloc(size, streams[event])
                     elif size == EMPTY_CACHE:
                         self._allocator.release_cached_blocks()
                 return None
             except CudaOutOfMemoryError as error:
                 if event not in optional:
                     return list(events).index(event), error.requested_bytes  # A block is allocated once.
-                without.update(block for block, purpose in optional.items() if purpose == optional[event])
+                without = {block for block, purpose in optional.items() if purpose == optional[event]}
+                sizes = self._sizes = [0 if block in without else size for block, size in enumerate(sizes)]
 
     def carry_over(self) -> None:
         """Give the blocks that an update left the numbers of those it found, so that its events can be repeated."""
@@ -338,9 +339,8 @@ class Replayer:
     def _with_sizes(self, trace: Trace) -> SizedTrace:
         """Return a trace with the size of each block; the same object for equal estimates of its workspaces."""
         estimates = {
-            size: estimate(size, self._card, self._torch_version)
-            for size in dict.fromkeys(trace.sizes)
-            if isinstance(size, Workspace)
+            workspace: estimate(workspace, self._card, self._torch_version)
+            for workspace in dict.fromkeys(trace.workspaces.values())
         }
         key = trace, tuple(estimates.values())
         if key not in self._replays.sized:
@@ -350,15 +350,16 @@ class Replayer:
 
 def _size(trace: Trace, estimates: Mapping[Workspace, Estimate]) -> SizedTrace:
     """Return a trace with the estimated sizes of its workspaces."""
-    workspaces = {block: size for block, size in enumerate(trace.sizes) if isinstance(size, Workspace)}
-    of_blocks = {block: estimates[workspace] for block, workspace in workspaces.items()}
-    sizes = [of_blocks[block].bytes if isinstance(size, Workspace) else size for block, size in enumerate(trace.sizes)]
+    of_blocks = {block: estimates[workspace] for block, workspace in trace.workspaces.items()}
+    sizes: list[Any] = list(trace.sizes)
+    for block, taken in of_blocks.items():
+        sizes[block] = taken.bytes
     bands = {block: estimate.uncertainty_bytes for block, estimate in of_blocks.items() if estimate.uncertainty_bytes}
-    changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
+    changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.workspace_events)
     return SizedTrace(
         trace,
         tuple(sizes),
         max(accumulate(changes), default=0),
-        tuple(dict.fromkeys(workspaces[block].rule for block in bands)),
-        {block: workspaces[block] for block, estimate in of_blocks.items() if estimate.optional},
+        tuple(dict.fromkeys(trace.workspaces[block].rule for block in bands)),
+        {block: trace.workspaces[block] for block, estimate in of_blocks.items() if estimate.optional},
     )

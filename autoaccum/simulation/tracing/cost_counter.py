@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.simulation.trace_records import Amount, UpdateCost
 from autoaccum.simulation.tracing.dispatch_mode import DEVICE_QUERY
 from autoaccum.simulation.tracing.recorder import Recorder, Watcher
+from autoaccum.simulation.tracing.values import find_tensors
 
 _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})
 _OF_PARTS = ("batch", "forward", "backward")
@@ -84,8 +84,8 @@ class CostCounter(TorchDispatchMode, Watcher):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if func is DEVICE_QUERY or self._updates < 2:
             return out
-        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        outputs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        tensors = list(find_tensors((*args, *kwargs.values()) if kwargs else args))
+        outputs = list(find_tensors((out,)))
         places = {tensor.device.type for tensor in (*tensors, *outputs)}
         launches = "cuda" in places and not _is_free(func, tensors, outputs)
         if launches:
@@ -130,7 +130,7 @@ def _touched_bytes(func: Any, args: Sequence[Any], tensors: Sequence[Tensor], ou
     """Return the bytes that an operator reads and writes; a tensor that is expanded is read once."""
     if func.overloadpacket in _GATHERS:
         return 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, tensors[1:]))
-    written = outputs or [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, Tensor)]
+    written = outputs or list(find_tensors(args[:1]))
     return sum(_bytes(tensor) for tensor in (*tensors, *written))
 
 
