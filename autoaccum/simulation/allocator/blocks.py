@@ -22,6 +22,7 @@ class Block:
     """
 
     __slots__ = ("address", "allocated", "key", "prev", "next", "mapped", "pool", "size")
+    key: int
 
     def __init__(
         self,
