@@ -25,8 +25,8 @@ class Script:
     Attributes:
         command: The command.
         workload: The file.
-        target: The samples of an update. Updates of one micro-batch are not compared: trials of a workload have
-            gradients from before in them, too.
+        target: The samples of an update; None: the command has no `{iter_size}`. Updates of one micro-batch are not
+            compared: trials of a workload have gradients from before in them, too.
         largest: The largest micro-batch tried.
         memory: The budget on the CPU.
         folder: Where it runs.
@@ -35,7 +35,7 @@ class Script:
 
     command: str
     workload: str
-    target: int
+    target: int | None
     largest: int
     memory: str = ""
     folder: str = "."
@@ -88,6 +88,53 @@ RUN = {
         """,
         target=512,
         largest=256,
+    ),
+    "gan": Script(
+        "python gan.py --images 2048 --batchSize {micro_batch} --cuda",
+        """
+        import torch
+        from torch import nn
+
+
+        class GAN(nn.Module):
+            def __init__(self):
+                super().__init__()
+                rows = ((32, 64, 1, 0), (64, 32, 2, 1), (32, 16, 2, 1))
+                ups = [
+                    layer for a, b, stride, padding in rows for layer in
+                    (nn.ConvTranspose2d(a, b, 4, stride, padding, bias=False), nn.BatchNorm2d(b), nn.ReLU(True))
+                ]
+                self.generator = nn.Sequential(*ups, nn.ConvTranspose2d(16, 3, 4, 2, 1, bias=False), nn.Tanh())
+                downs = [
+                    layer for a, b in ((16, 32), (32, 64)) for layer in
+                    (nn.Conv2d(a, b, 4, 2, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.2, inplace=True))
+                ]
+                first = nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True)
+                last = nn.Conv2d(64, 1, 4, 1, 0, bias=False), nn.Sigmoid()
+                self.discriminator = nn.Sequential(*first, *downs, *last)
+
+            def forward(self, real):
+                noise = torch.randn(len(real), 32, 1, 1, device=real.device)
+                return self.discriminator(self.generator(noise)).flatten()
+
+
+        model = GAN
+
+
+        def batch(size):
+            return torch.rand(size, 3, 32, 32)
+
+
+        def optimizer(parameters):
+            return torch.optim.Adam(parameters, lr=2e-4)
+
+
+        def loss(model, batch):  # The step of the generator holds the most: the other has ended when it begins.
+            output = model(batch)
+            return nn.functional.binary_cross_entropy(output, torch.ones_like(output))
+        """,
+        target=None,
+        largest=512,
     ),
     "torchrun": Script(
         "torchrun --standalone --nproc-per-node 2 ddp.py --width 2048 --batch-size {micro_batch}"
@@ -166,7 +213,8 @@ def plan(command: Command, folder: Path, *words: str) -> dict[str, Any]:
 
 def plan_both(command: Command, folder: Path, script: Script, *device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the plan of a script, and that of its workload in the same micro-batches, as one rank trains it."""
-    sizes = ["--target-batch", str(script.target), "--max-micro-batch", str(script.largest)]
+    target = [] if script.target is None else ["--target-batch", str(script.target)]
+    sizes = [*target, "--max-micro-batch", str(script.largest)]
     of_ranks = ["--world-size", str(script.ranks)]
     of_command = plan(command, folder, *device, *sizes, *of_ranks, "--", *script.command.split())
     (folder / "workload.py").write_text(dedent(script.workload))
