@@ -93,7 +93,7 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
         ("right.py", "right.py is a script, and no program: write python right.py"),
         ("--trial-limit=9 python right.py", "--trial-limit stands after --, and so belongs to your command: move it"),
         (
-            "env PYTHONPATH=. python right.py",
+            f"env PYTHONPATH=. {sys.executable} right.py",
             "the command sets PYTHONPATH to '.', by which autoaccum enters its processes",
         ),
     ],
