@@ -21,8 +21,8 @@ These arguments mean the same in every function that takes them:
   not rows of tensors; needs `size`.
 - `size`: `size(batch)`: returns the number of samples.
 - `reduction`: `mean` (when None) or `sum`.
-- `on_event`: called with each event of the function's events module; when None, all but `guard` show their progress
-  in a notebook.
+- `on_event`: called with each event of the function's events module; when None, `plan`, `compare` and `verify` show
+  their progress in a notebook.
 - `on_output`: called with each line that the workload prints; when None, these go to stderr.
 - `options`: fields of `autoaccum.options.Options`. `optimizer` may be the live one of a live model.
 

@@ -386,8 +386,8 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "command_scaled": _scaled,
     "command_divide_once": "divide the loss of each micro-batch once by the number of micro-batches per update if it "
     "is a mean, (loss / n).backward(), and not at all if it is a sum; frameworks that accumulate already divide it",
-    "command_scale_some": "leave how the loss is divided, since all other gradients are right: correct that of "
-    "{tensors:names} alone",
+    "command_scale_some": "leave how the loss is divided, since all other gradients are right: correct only "
+    "those of {tensors:names}",
     "command_ignored": "the script's first update has {passes:count backward pass}, not {expected}: {option} is "
     "ignored",
     "command_heed": "let the script take an optimizer step only after that many micro-batches",
@@ -506,7 +506,7 @@ SENTENCES: Final[Mapping[str, str | Callable[..., str]]] = {
     "not_simulated": "the search began without a simulation of the card ({error})",
     "no_token_budget": "no token budget was found ({error}): micro-batches are counted in samples",
     "not_explained": "where the memory goes is not known ({error})",
-    "changes_unknown": "what would change the peak is not known ({error})",
+    "changes_unknown": "what would change the peak is not fully known ({error})",
     "change_not_simulated": "the time limit ended before {change} was simulated",
     # An error of one case or trial, beside which others go on.
     "error": "{text}",

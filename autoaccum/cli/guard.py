@@ -85,9 +85,9 @@ def command(
       autoaccum guard --table README.md                                   write what fits into the README
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
-      0  nothing grew by more than the tolerance
-      1  peak, smallest budget or memory held by tokens grew, the locked micro-batch no longer fits,
-         the largest that fits fell, or what is to be locked does not fit
+      0  nothing that counts grew by more than the tolerance
+      1  the peak, the smallest budget or the peak by tokens grew, the locked micro-batch no longer
+         fits, the largest that fits fell, or what is to be locked does not fit
       2  wrong usage, a workload or command that fails, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """

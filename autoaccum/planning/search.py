@@ -253,7 +253,7 @@ class _Search:
     def keep(self, trial: Trial) -> Trial:
         """Keep a trial; raise if it ended by an error, or by an uncertain out-of-memory error of the smallest size.
 
-        If it has too little data for its size, larger sizes than it may suffice for are left out instead.
+        If the data was too little for its size, the sizes that need more than there is are left out instead.
         """
         self.trials.append(trial)
         if trial.outcome == "error":

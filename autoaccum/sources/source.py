@@ -196,14 +196,14 @@ class NamedSource(FileSource):
         return {name: known for name, known in super().constants.items() if name.islower() and name != "name"}
 
     def check_overrides(self) -> None:
-        """Also raise UsageError for a negative number, or for 0 where the parameter itself is above."""
+        """Also raise UsageError for a negative number, or for 0 where the default is above 0."""
         super().check_overrides()
         for name, parameter in self.constants.items():
-            least = parameter.value
-            if name in self.overrides and isinstance(least, int | float) and not isinstance(least, bool):
+            default = parameter.value
+            if name in self.overrides and isinstance(default, int | float) and not isinstance(default, bool):
                 value = parameter.convert(self.overrides[name], self.name)
-                if value < 0 or value == 0 < least:
-                    hint = f"give a number above 0, such as {least}" if least else "give a number above 0, or 0"
+                if value < 0 or value == 0 < default:
+                    hint = f"give a number above 0, such as {default}" if default else "give 0 or more"
                     raise UsageError(f"{name} of {self.name} is {value}", hint=hint)
 
     def load(self) -> Workload:

@@ -142,7 +142,7 @@ def test_the_name_of_a_model_by_name_cannot_be_set() -> None:
     ("name", "values", "told"),
     [
         ("hf:gpt2", {"length": 0, "lora_dropout": 0, "gradient_checkpointing": False}, None),
-        ("hf:gpt2", {"length": "-64"}, "length of hf:gpt2 is -64: give a number above 0, or 0"),
+        ("hf:gpt2", {"length": "-64"}, "length of hf:gpt2 is -64: give 0 or more"),
         ("hf:gpt2", {"seconds": -1}, "seconds of hf:gpt2 is -1.0: give a number above 0, such as 10.0"),
         ("torchvision:r3d_18", {"frames": 0}, "frames of torchvision:r3d_18 is 0: give a number above 0, such as 16"),
     ],

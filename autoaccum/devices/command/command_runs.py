@@ -227,7 +227,7 @@ class Observations:
         The samples are the first dimension of the first batch that differs between runs of two micro-batches: it grows
         with the micro-batch, and is there after the first update, too. Backward passes per update are a multiple of the
         micro-batches of an update, at least in one update: at the end of an epoch, what is left over makes a short one,
-        or goes into the next. A script that did so at one size, and no more at another, has too little data for that.
+        or goes into the next. A script that did so at one size, but not at another, has too little data for that one.
         """
         size, iter_size = max(parts), len(parts)
         if report.world_size != self._world_size:

@@ -204,9 +204,9 @@ class GradientWatch:
 
 
 class _Unreached(list[dict[str, Any]]):
-    """Groups of parameters that no loop of an optimizer reaches: some take it that each parameter has a gradient.
+    """Groups of parameters that a loop of an optimizer does not reach: some expect a gradient of each parameter.
 
-    By its index LBFGS finds its only one.
+    LBFGS reads its only group by index, and has it.
     """
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -172,7 +172,7 @@ def _check_hook(hook: str) -> None:
             is_python = Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
             if is_python and SETTINGS in named and hook not in path.split(os.pathsep):
                 raise UsageError(
-                    f"the command sets PYTHONPATH to {path!r}, by which autoaccum enters its processes",
+                    f"the command sets PYTHONPATH to {path!r}, and autoaccum enters its processes through it",
                     hint="set it before autoaccum, or let the command add to it in a shell: PYTHONPATH=.:$PYTHONPATH",
                 )
 

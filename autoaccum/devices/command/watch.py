@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NO_LIMIT: Final = 1 << 62
 _PATIENCE: Final = 10
-"""So many times as many backward passes as an update has may go by before a script makes its optimizer."""
+"""After this many times the backward passes of an update, a script has to have made its optimizer."""
 _Module: Any = nn.Module
 _Autocast: Any = torch.autocast
 _cuda: Any = torch.cuda
@@ -148,7 +148,7 @@ class Watch:
                 return run(*args, **kwargs)
             inside = True
             self._backwards += self._is_here
-            if self._is_here and self._backwards == _PATIENCE * len(self._settings.parts):
+            if self._is_here and not self._updates and self._backwards == _PATIENCE * len(self._settings.parts):
                 self._look_for_optimizer()
             self._note_first_batch()
             if self._settings.device is not None and self._meter is None and self._is_here:
@@ -165,7 +165,7 @@ class Watch:
     def _look_for_optimizer(self) -> None:
         """End a script that changes its weights by itself, of which no update would be seen."""
         if not any(issubclass(type(each), torch.optim.Optimizer) for each in gc.get_objects()):
-            seen = f"the script has made {self._backwards} backward passes, and no optimizer"
+            seen = f"the script made {self._backwards} backward passes without an optimizer"
             hint = "let it update its weights by an optimizer of torch.optim, whose steps are counted"
             self._report(NotMeasuredError(seen, hint=hint))
             self._wait_to_be_ended()

@@ -69,7 +69,7 @@ def test_a_script_that_hangs_is_ended_after_the_limit_on_its_time(tmp_path: Path
     [
         ("fails.py", 2, ["KeyError: 'sample 4'", "in read_annotations", "error: micro-batch 2 raised KeyError"]),
         ("no_update.py", 3, ["it made 0 updates and 2 backward passes"]),
-        ("no_optimizer.py", 3, ["the script has made 20 backward passes, and no optimizer: let it update"]),
+        ("no_optimizer.py", 3, ["the script made 20 backward passes without an optimizer: let it update"]),
         ("wrong_flag_ignored.py", 2, ["one update per backward pass, not per 2: it ignores --accum"]),
         ("not_there.py", 2, ["not_there.py", "the command left with exit status 2"]),
     ],
@@ -94,7 +94,7 @@ def test_a_script_that_cannot_be_planned_is_told_why(script: str, code: int, sai
         ("--trial-limit=9 python right.py", "--trial-limit stands after --, and so belongs to your command: move it"),
         (
             f"env PYTHONPATH=. {sys.executable} right.py",
-            "the command sets PYTHONPATH to '.', by which autoaccum enters its processes",
+            "the command sets PYTHONPATH to '.', and autoaccum enters its processes through it",
         ),
     ],
 )
