@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -42,19 +42,21 @@ def lock_table(entries: Mapping[Case, Measurement]) -> str:
     )
 
 
-def _labels(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of cases for cells, of a command its script, options, and what other runs of the script lack."""
-    cases = [f" {name}".partition(" -- ") for name in names]
+def _labels(names: Collection[str]) -> list[str]:
+    """Return labels of cases: script, options, and the arguments not in all runs of it; full names of equal labels."""
+    cases, labels = [f" {name}".partition(" -- ") for name in names], []
     for options, _, command in cases:
-        script, words = _script(command), command.split(" ")
-        alike = [set(other.split(" ")) for _, _, other in cases if _script(other) == script]
+        script = _script(command)
+        alike = [set(_arguments(other, script)) for _, _, other in cases if _script(other) == script]
         common = set.intersection(*alike) - {script}
-        kept = [
-            word
-            for word, value in zip(words, [*words[1:], script], strict=True)
-            if word not in common or (word.startswith("-") and value not in {*common, script})
-        ]
-        yield f"{' '.join(kept)}{options}".strip()
+        kept = [argument for argument in _arguments(command, script) if argument not in common]
+        labels.append(f"{' '.join(kept)}{options}".strip())
+    return [name if labels.count(label) > 1 else label for name, label in zip(names, labels, strict=True)]
+
+
+def _arguments(command: str, script: str) -> list[str]:
+    """Return the words of a command, each flag with its value: the next word that is no flag or script."""
+    return re.findall(rf"-[^\s=]+ (?!-\D|{re.escape(script)}(?!\S))\S+|\S+", command)
 
 
 def _script(command: str) -> str:

@@ -38,19 +38,26 @@ def test_rows_are_what_is_trained_and_columns_cards_by_their_memory() -> None:
     ]
 
 
-def test_commands_are_told_apart_by_the_words_that_differ() -> None:
-    words = (
-        "-- torchrun --nproc-per-node {} train.py --batch-size={{micro_batch}} --data /data/of/text --size {} --lr 1"
-    )
+def test_commands_are_told_apart_by_the_arguments_that_differ() -> None:
+    words = "-- torchrun --nproc-per-node {} train.py --batch-size={{micro_batch}} --data /data/of/text --size {}"
     commands = [
         words.format(2, "large"),
         words.format(2, "small"),
         words.format(4, "small"),
         "-- python -m my.train {x}",
+        *(f"-- python mixed.py --bs={{micro_batch}}{amp}" for amp in ("", " --amp")),
+        *(f"-- python size.py {sizes}" for sizes in ("2 64", "64 2")),
+        *(f"-- python wide.py --width {width} --depth {depth}" for width, depth in ((2, 64), (64, 2))),
     ]
     labels = re.findall(r"^\| `(.*)`", lock_table({a_case(name): a_measurement() for name in commands}), re.MULTILINE)
     assert labels == [
         "my.train --target-batch 256",
+        "mixed.py --target-batch 256",
+        "mixed.py --amp --target-batch 256",
+        "--target-batch 256 -- python size.py 2 64",
+        "--target-batch 256 -- python size.py 64 2",
+        "wide.py --width 2 --depth 64 --target-batch 256",
+        "wide.py --width 64 --depth 2 --target-batch 256",
         "--nproc-per-node 2 train.py --size large --target-batch 256",
         "--nproc-per-node 2 train.py --size small --target-batch 256",
         "--nproc-per-node 4 train.py --size small --target-batch 256",
