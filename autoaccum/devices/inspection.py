@@ -319,12 +319,13 @@ def _host_draws() -> bytes:
 
 
 def remember_forwards(workload: Workload, model: nn.Module) -> Forward:
-    """Return the function that runs forwards of `model`, those of the same size and seed once."""
+    """Return the function that runs forwards of `model`: each size and seed once, all seeds of a size on one batch."""
+    build_batch = cache(workload.build_batch)
 
     @cache
     def forward(size: int, seed: int) -> tuple[int, bool]:
         device = model_device(model)
-        batch = move_batch(workload.build_batch(size), device)
+        batch = move_batch(build_batch(size), device)
         seed_everything(seed)
         host = _host_draws()
         torch.clear_autocast_cache()

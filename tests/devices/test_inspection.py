@@ -129,18 +129,27 @@ class Drawing(nn.Linear):
         (lambda masked: False, False, False),
         (lambda masked: bool(torch.ones(2).all()), False, False),
         (lambda masked: bool(masked.sum() > 0), True, True),
-        (lambda masked: masked.nonzero().shape[0] > 4, True, True),
+        (lambda masked: masked.nonzero().shape[0] % 2 > 0, True, True),
         (lambda masked: random.random() < 0.5, False, True),
+        (lambda masked: bool(masked.isnan().any()), True, False),
     ],
-    ids=["dropout", "reads what is not drawn", "reads what is drawn", "counts what is drawn", "draws on the host"],
+    ids=[
+        *("dropout", "reads what is not drawn", "reads what is drawn", "counts what is drawn", "draws on the host"),
+        "reads what is drawn and does the same",
+    ],
 )
 def test_the_memory_of_a_forward_varies_only_where_draws_decide_what_runs(
     decide: Callable[[Tensor], bool], is_read: bool, varies: bool
 ) -> None:
+    def batch_of_a_random_length(size: int) -> tuple[Tensor, Tensor]:
+        length = random.randint(1, 100)
+        return torch.randn(size, length, 4), torch.randn(size, length, 2)
+
     with DrawRecorder() as recorder:
         Drawing(decide)(torch.ones(2, 4))
     assert recorder.decides == is_read
-    notes = inspect_workload(make(lambda: Drawing(decide)), rank_samples=8).notes
+    workload = make(lambda: Drawing(decide), batch=batch_of_a_random_length)
+    notes = inspect_workload(workload, rank_samples=8).notes
     assert ("random_memory" in [note.code for note in notes]) == varies
 
 
