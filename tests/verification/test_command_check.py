@@ -33,9 +33,13 @@ class Stacked(torch.optim.Adam):
     def step(self, closure=None):
         for group in self.param_groups:  # Each parameter must have a gradient, as for Muon.
             torch.stack([p.grad.sum() for p in group["params"]])
+        self.within.step()
         return super().step(closure)
 made, judge = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizers = [Stacked(model.parameters(), 0.1) for model in (judge, made)]
+optimizers = [Stacked([{"params": [p]} for p in model.parameters()], 0.1) for model in (judge, made)]
+for optimizer, model in zip(optimizers, (judge, made)):
+    optimizer.within = torch.optim.Adam(model.parameters(), 0.1)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1)
 for update in range(3):
     batches = data[update * accum : (update + 1) * accum]
     judge.zero_grad()
@@ -43,6 +47,7 @@ for update in range(3):
         (judge(x).sigmoid().mean() / accum).backward()
         (-judge(made(x).detach()).sigmoid().mean() / accum).backward()
     optimizers[0].step()
+    schedule.step()
     made.zero_grad()
     for x in batches:
         judge(made(x)).sigmoid().mean().backward()

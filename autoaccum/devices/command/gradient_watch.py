@@ -52,8 +52,8 @@ class GradientWatch:
         self._parameters: dict[int, nn.Parameter] = {}
         self._gradients: dict[int, Tensor | None] = {}
         self._parts: dict[int, list[Tensor]] = {}
-        self._held: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._groups: list[dict[str, Any]] = []
+        self._stepping: list[tuple[list[dict[str, Any]], list[tuple[nn.Parameter, Tensor | None]]]] = []
+        """What is given back after each step under way, the innermost last: its groups and the gradients."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._steps: Counter[int] = Counter()
         self._rows: list[Tensor] = []
@@ -138,25 +138,25 @@ class GradientWatch:
             with torch.enable_grad():
                 loss = closure()
             args = (args[0], lambda: loss, *args[2:])
-        for group in optimizer.param_groups:
+        groups, held = optimizer.param_groups, list[tuple[nn.Parameter, Tensor | None]]()
+        for group in groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if id(parameter) not in self._gradients:
                     self._parameters[id(parameter)] = parameter  # So that no other gets its id.
                     self._gradients[id(parameter)] = None if gradient is None else _plain(gradient).cpu().clone()
-                self._held.append((parameter, gradient))
+                held.append((parameter, gradient))
                 parameter.grad = None
-        if not isinstance(optimizer.param_groups, _Unreached):  # By a step that calls that of its base class.
-            self._groups = optimizer.param_groups
-            optimizer.param_groups = _Unreached(self._groups)
+        self._stepping.append((groups, held))
+        if not isinstance(groups, _Unreached):  # By a step that calls that of its base class.
+            optimizer.param_groups = _Unreached(groups)
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps[id(optimizer)] += 1
-        optimizer.param_groups = self._groups
-        for parameter, gradient in self._held:
+        optimizer.param_groups, held = self._stepping.pop()
+        for parameter, gradient in held:
             parameter.grad = gradient
-        self._held.clear()
 
     def _neutralise(self) -> None:
         """Leave out what is drawn at random, what changes a gradient that is known, and worker processes."""
