@@ -33,9 +33,12 @@ Every function raises `UsageError` if an argument cannot be honoured, `WorkloadE
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -62,6 +65,23 @@ _LIVE = (
     *("weight", "split", "size", "reduction"),
 )
 """The arguments of `plan` and `verify` for what is trained, where that is not a workload."""
+
+
+@contextmanager
+def _listening(on_event: Any, verb: Literal["plan", "verify"], *, of_command: bool = False) -> Iterator[Any]:
+    """Yield `on_event`; if it is None, in a notebook a listener that draws the progress there."""
+    if on_event is not None or "IPython" not in sys.modules:
+        yield on_event
+        return
+    state = random.getstate()  # Rich draws a number when it is imported.
+    from autoaccum.reporting.console import drawn_in_notebook
+    from autoaccum.reporting.progress import PlanProgress
+    from autoaccum.reporting.verify_report import OPENINGS, VerificationProgress
+
+    random.setstate(state)
+    kind, first = (PlanProgress, OPENINGS[0]) if verb == "plan" else (VerificationProgress, OPENINGS[of_command])
+    with drawn_in_notebook(kind, first) as listen:
+        yield listen
 
 
 def plan(
@@ -139,7 +159,6 @@ def plan(
     given = dict(locals())
 
     from autoaccum.accumulation.packing import check_target
-    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.planning.plan_request import PlanRequest
     from autoaccum.planning.planner import make_plan
     from autoaccum.planning.solve import solve_plan
@@ -165,10 +184,7 @@ def plan(
         report=report,
     )
     make = make_plan if solve is None else solve_plan
-    with preserve_rng_state():  # Rich draws a random number when it is imported.
-        from autoaccum.reporting.console import drawn_in_notebook
-        from autoaccum.reporting.progress import PlanProgress
-    with drawn_in_notebook(PlanProgress, on_event) as listen:
+    with _listening(on_event, "plan") as listen:
         return make(source, request, live=live, on_event=listen, on_output=on_output)
 
 
@@ -220,7 +236,6 @@ def compare(
         on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
         **options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
     """
-    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.planning.comparison import ComparisonRequest, compare_plans
 
     request = ComparisonRequest(
@@ -236,10 +251,7 @@ def compare(
         prices=prices,
         options=options,
     )
-    with preserve_rng_state():
-        from autoaccum.reporting.console import drawn_in_notebook
-        from autoaccum.reporting.progress import PlanProgress
-    with drawn_in_notebook(PlanProgress, on_event) as listen:
+    with _listening(on_event, "plan") as listen:
         rows = on_row or (listen if on_event is None else None)
         return compare_plans(workload, request, on_row=rows, on_event=listen, on_output=on_output)
 
@@ -295,15 +307,11 @@ def verify(
     """
     given = dict(locals())
 
-    from autoaccum.accumulation.rng_state import preserve_rng_state
     from autoaccum.sources.command import CommandSource, read_command
 
     asked, live = Options.of("verify", {"device": "cpu", **options}), {name: given[name] for name in _LIVE}
     source, asked = read_command(workload, asked, verb="verify", live={**live, "accumulate": accumulate})
-    with preserve_rng_state():
-        from autoaccum.reporting.console import drawn_in_notebook
-        from autoaccum.reporting.verify_report import OPENINGS, VerificationProgress
-    with drawn_in_notebook(VerificationProgress, on_event, OPENINGS[isinstance(source, CommandSource)]) as listen:
+    with _listening(on_event, "verify", of_command=isinstance(source, CommandSource)) as listen:
         sizes: dict[str, Any] = {"target_batch": target_batch, "micro_batch": micro_batch}
         if isinstance(source, CommandSource):
             from autoaccum.verification.command_check import verify_command

@@ -117,11 +117,11 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options
 
 
 @contextmanager
-def drawn_in_notebook(kind: Callable[[PlainConsole], Any], on_event: Any, first: str = "loading ...") -> Iterator[Any]:
-    """Yield `on_event`; if it is None, in a notebook a listener that draws there what the command does, else None."""
+def drawn_in_notebook(kind: Callable[[PlainConsole], Any], first: str) -> Iterator[Any]:
+    """Yield a listener that draws in a notebook what a command does, first that it does `first`; elsewhere None."""
     console = make_console(stderr=True)
-    if on_event is not None or not isinstance(console, NotebookConsole):
-        yield on_event
+    if not isinstance(console, NotebookConsole):
+        yield None
         return
     with kind(console) as progress:
         progress.show(first)

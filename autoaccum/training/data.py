@@ -142,20 +142,29 @@ class IterableReader(WindowReader):
             start_loader_epoch(self._data, self._epoch, seed)
 
     def _collated(self) -> Iterator[Any]:
-        """Yield each window of samples as `_read_window` returns it."""
+        """Yield the parts of each window, collated from samples; by tokens, this rank's at once, as `_read_window`."""
         collate = self._settings.collate or default_collate
         for pairs in self._cut(self._data):
             window = [sample for sample, _ in pairs]
             again = LongestBatches(window, collate).collate
-            parts = [[window[at] for at in part] for part in self._places(pairs)]
-            collated = [self._read_collated(collate(part), len(part), again) for part in parts]
-            yield collated, len(window), sum(added for _, added in pairs)
+            if self._has_whole_windows:
+                parts = [[window[at] for at in part] for part in self._places(pairs)]
+                collated = [self._read_collated(collate(part), len(part), again) for part in parts]
+                yield collated, len(window), sum(added for _, added in pairs)
+            else:  # All ranks collate the same parts.
+                for part in slices(split_evenly(len(window), self.part_size, self.multiple_of)):
+                    yield self._read_collated(collate(window[part]), part.stop - part.start, again)
+
+    @property
+    def _has_whole_windows(self) -> bool:
+        """Whether an entry is a whole window of this rank: of samples whose lengths count."""
+        return self._has_samples and (self.micro_tokens or self._settings.target_tokens) is not None
 
     def _length(self, sample: Any) -> int:
         return self._settings.costs.of_sample(sample, self._settings.collate, self._settings.batching)
 
     def _read_window(self) -> tuple[list[Any], int, int]:
-        if self._has_samples:
+        if self._has_whole_windows:
             entry = self._next_entry()
             return ([], 0, 0) if entry is END else entry
         batches = self._read_entries()
