@@ -106,12 +106,13 @@ class ChildDevice(Device):
             trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
+        finally:
+            if self._waiting is not None:
+                child.close()
+                self._child, self._waiting = self._waiting, None
         if not trial.ran:
             child.close()
         self._has_proved |= fresh and trial.ran
-        if self._waiting is not None:
-            child.close()
-            self._child, self._waiting = self._waiting, None
         return dataclasses.replace(trial, lengths=lengths, fresh=is_first or (trial.fresh and not trial.ran))
 
     @contextmanager

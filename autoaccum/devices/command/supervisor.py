@@ -163,14 +163,15 @@ class Supervisor(Handler):
 
 
 def _check_hook(hook: str) -> None:
-    """Raise UsageError if a Python process of the command has another PYTHONPATH, without the folder of the hook."""
+    """Raise UsageError if a process that has loaded PyTorch has another PYTHONPATH, without the folder of the hook."""
     for pid in _descendants():
         with suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
             named = dict(variable.partition("=")[::2] for variable in variables)
             path = named.get("PYTHONPATH", "")
-            is_python = Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
-            if is_python and SETTINGS in named and hook not in path.split(os.pathsep):
+            if SETTINGS not in named or hook in path.split(os.pathsep):
+                continue
+            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
                 raise UsageError(
                     f"the command sets PYTHONPATH to {path!r}, and autoaccum enters its processes through it",
                     hint="set it before autoaccum, or let the command add to it in a shell: PYTHONPATH=.:$PYTHONPATH",
