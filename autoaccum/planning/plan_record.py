@@ -132,7 +132,8 @@ class Plan(HtmlRecord):
             collectives; None where it does not shard the model.
         grad_sync_peaks: The peak of each of these ways that was tried, in bytes, whether it fits or not.
         largest_fit: The largest micro-batch that ran, or that is predicted to run.
-        capped: `largest_fit` is the cap of the search (the share, or `max_micro_batch`), not the limit of memory.
+        capped: `largest_fit` is the cap of the search (the share, `max_micro_batch`, or the data of a command), not the
+            limit of memory.
         stopped: The limit that ended the search before it knew the largest size; None when none did.
         limit_bytes: The budget of every trial.
         peak_bytes: Peak of the schedule's own trial; None where the device cannot measure it. A predicted peak is

@@ -145,10 +145,10 @@ def _explanation(verdict: Verdict) -> str:
 
 
 def _largest(measurement: Measurement) -> str:
-    """Write the largest micro-batch that fits; `(all)` where an update has no more samples."""
+    """Write the largest micro-batch that fits; `at least` where it was not memory that ended the search."""
     if measurement.largest == 0:
         return "none"
-    return f"{measurement.largest} (all)" if measurement.capped else str(measurement.largest)
+    return f"at least {measurement.largest}" if measurement.capped else str(measurement.largest)
 
 
 def _figures(before: Measurement, now: Measurement) -> Table:

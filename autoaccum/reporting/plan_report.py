@@ -236,6 +236,8 @@ def _short(parts: tuple[int, ...]) -> str:
 
 
 def _largest_fit(plan: Plan) -> str:
+    if plan.capped and any(warning.code == "data_ends" for warning in plan.warnings):
+        return f"{plan.largest_fit}, the largest before the script's data ended the search"
     if plan.capped:
         return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:

@@ -10,6 +10,7 @@ from factories import change_facts, message_at
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.child.failures import Outcome
+from autoaccum.messages import message
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import accumulator_line, plan_blocks
 from autoaccum.spec import DeviceFacts
@@ -77,7 +78,11 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (make_plan(257, 100, world_size=2), "parts        1 rank of 65 + 64; 1 rank of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "parts        2 ranks of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
-        (make_plan(capped=True), "largest fit  100, the largest size allowed\n"),
+        (make_plan(capped=True, warnings=()), "largest fit  100, the largest size allowed\n"),
+        (
+            make_plan(capped=True, warnings=(message("data_ends", size=200, largest=100),)),
+            "largest fit  100, the largest before the script's data ended the search\n",
+        ),
         (make_plan(stopped="time"), "largest fit  100, the largest before the limit on time ended the"),
         (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
         (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
