@@ -37,12 +37,10 @@ class AutoaccumError(Exception):
     Attributes:
         code: The name of the class in small letters and without `Error`, such as `does_not_fit`, for programs.
         exit_code: The exit code of a command that it ends.
-        most_samples: The largest micro-batch to try instead, where a training has too little data for this one.
     """
 
     code = "autoaccum"
     exit_code = 3
-    most_samples: int | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -65,9 +63,11 @@ class WorkloadError(AutoaccumError):
 
     Attributes:
         user_traceback: The traceback of the user's own code, to be shown, if that code raised; None otherwise.
+        most_samples: The largest micro-batch to try instead, where a command has too little data for this one.
     """
 
     exit_code = 2
+    most_samples: int | None = None
 
     def __init__(self, message: str, *, hint: str | None = None, user_traceback: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -97,7 +97,13 @@ class DoesNotFitError(AutoaccumError):
 
 
 class NotMeasuredError(AutoaccumError):
-    """Nothing could be measured: a trial hung or was killed, or the memory of the device cannot be limited here."""
+    """Nothing could be measured: a trial hung or was killed, or the memory of the device cannot be limited here.
+
+    Attributes:
+        most_samples: As of `WorkloadError`, where the command ended too early.
+    """
+
+    most_samples: int | None = None
 
 
 class CheckpointError(AutoaccumError):

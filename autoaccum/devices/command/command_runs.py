@@ -22,7 +22,7 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import TOO_LONG_HINT, ChildProcess, child_environment
 from autoaccum.devices.command.settings import ProcessReport, WatchSettings
 from autoaccum.devices.command.supervisor import CommandEnd, RunCommand
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import NotMeasuredError, WorkloadError
 from autoaccum.messages import Message, message
 from autoaccum.options import resolve_spec
 from autoaccum.sources.command import ITER_SIZE, MICRO_BATCH, TOTAL_ITER_SIZE, CommandSource
@@ -185,7 +185,8 @@ def check_ran(trial: Trial, report: ProcessReport | None, owner: str) -> Process
         return report
     failure = Failure(outcome=trial.outcome, message=trial.message or "", traceback=trial.traceback, fault=trial.fault)
     error = failure_error(failure, owner)
-    error.most_samples = trial.most_samples
+    if isinstance(error, (WorkloadError, NotMeasuredError)):
+        error.most_samples = trial.most_samples
     raise error
 
 
@@ -238,14 +239,15 @@ class Observations:
         backwards = report.backwards[0] if report.backwards else 0
         if self.source.takes_iter_size and backwards and all(count % iter_size for count in report.backwards):
             passes = "backward pass" if backwards == 1 else f"{backwards} backward passes"
-            option, most = self.iter_option, max(report.backwards)
-            if self._accumulates and most < iter_size:
+            option, made = self.iter_option, max(report.backwards)
+            if self._accumulates and made < iter_size:
                 error = WorkloadError(
                     f"the script makes one update per {passes}, not per {iter_size} of {size} samples: an epoch has no"
                     " more",
                     hint="give it more data, or take a smaller --target-batch",
                 )
-                error.most_samples = self._most_samples(parts, size, most, iter_size)
+                if not self._is_whole_update(parts):
+                    error.most_samples = _most_samples(size, size * made, iter_size)
                 return error
             if backwards * self._world_size == iter_size > backwards:
                 why, way_out = f"divides {option} by the number of ranks", f"write {TOTAL_ITER_SIZE} for {ITER_SIZE}"
@@ -269,15 +271,17 @@ class Observations:
             )
         if given[0] == size and size in given[1:]:
             return None
-        # Data that ends with the second batch has two of half of both.
-        seen = given[0] if given[0] != size else max(given[1:], default=0)
-        most = seen if given[0] != size else (size + seen) // 2
+        if given[0] != size:
+            seen, most = given[0], _most_samples(size, given[0], 1)
+        else:  # The data ends with the second batch.
+            seen = max(given[1:], default=0)
+            most = _most_samples(size, size + seen, 2)
         rows, asked = (first[self._place] * samples // before for samples in (seen, size))
         error = WorkloadError(
             f"at {{micro_batch}} = {size} the script's batches have {rows} rows, not {asked}: its data has no more",
-            hint=f"try no larger size than it trains with (--max-micro-batch {most})",
+            hint=f"try no larger size than it trains with (--max-micro-batch {most})" if most else None,
         )
-        error.most_samples = most if 0 < most < size else None
+        error.most_samples = most
         return error
 
     def judge(self, trial: Trial, report: ProcessReport | None) -> Trial:
@@ -293,9 +297,11 @@ class Observations:
             return dataclasses.replace(trial.failed(failure), most_samples=error.most_samples)
         if report is None or report.failure is not None or trial.fault != "measurement" or trial.timed_out:
             return trial
-        iter_size = len(trial.parts)
-        given, made = self._given(trial.micro_batch, report)[0], report.updates * iter_size or sum(report.backwards)
-        most = self._most_samples(trial.parts, given, made, _ENOUGH_UPDATES * iter_size)
+        if self._is_whole_update(trial.parts):
+            return trial
+        size, iter_size = trial.micro_batch, len(trial.parts)
+        given, made = self._given(size, report)[0], report.updates * iter_size or sum(report.backwards)
+        most = _most_samples(size, min(given or size, size) * made, _ENOUGH_UPDATES * iter_size)
         return dataclasses.replace(trial, most_samples=most)
 
     def _given(self, size: int, report: ProcessReport) -> list[int]:
@@ -310,16 +316,9 @@ class Observations:
             return [0]
         return [call[place] * before // first[place] for call in calls if place < len(call)] or [0]
 
-    def _most_samples(self, parts: tuple[int, ...], given: int, made: int, needed: int) -> int | None:
-        """Return the size to try after a run of which the data was enough for `made` of the `needed` micro-batches.
-
-        None: no smaller one needs less, since updates of the target batch are what the data is too little for.
-        """
-        size = max(parts)
-        if len(parts) > 1 and sum(parts) >= self._target:
-            return None
-        most = min(given or size, size) * made // needed if made else size // 2
-        return most if 0 < most < size else None
+    def _is_whole_update(self, parts: tuple[int, ...]) -> bool:
+        """Return whether parts add up to the target batch: where the data is less, smaller parts need as much of it."""
+        return len(parts) > 1 and sum(parts) >= self._target
 
     def warnings(self, parts: tuple[int, ...], report: ProcessReport) -> tuple[Message, ...]:
         """Return what a plan should say of a run of these parts that `check` has let pass."""
@@ -339,6 +338,15 @@ class Observations:
         at = next(at for at, word in enumerate(words) if place in word)
         word = words[at].replace(place, "").rstrip("=: ")
         return word or (words[at - 1] if at else place)
+
+
+def _most_samples(size: int, samples: int, micro_batches: int) -> int | None:
+    """Return the size to try where one had too little data: its samples in so many equal `micro_batches`.
+
+    Of data that is less than a batch, nothing was seen (0 samples): then half the size. None: that is no smaller one.
+    """
+    most = samples // micro_batches if samples else size // 2
+    return most if 0 < most < size else None
 
 
 def _lengths(shapes: Iterable[Iterable[int]]) -> list[int]:
