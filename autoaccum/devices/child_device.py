@@ -41,8 +41,6 @@ class ChildDevice(Device):
         self._settings = settings
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
-        self._waiting: ChildProcess | None = None
-        """A used child, while a fresh one runs a trial."""
         self._has_proved = False
         """Whether a trial ran in a fresh process; on the CPU, the next one usually fails, and is the last."""
         self._held_bytes: int | None = None
@@ -91,10 +89,18 @@ class ChildDevice(Device):
     def trial(
         self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
     ) -> Trial:
-        """As `Device.trial`."""
-        is_loaded = self._standby is not None and self._standby.posted is not None
-        if fresh and is_loaded and self._child is not None and self._child.alive and self._child.calls > 1:
-            self._waiting, self._child = self._child, None
+        """As `Device.trial`; while a standby process that has loaded the workload runs it, a used child waits."""
+        is_loaded, used = self._standby is not None and self._standby.posted is not None, self._child
+        if not (fresh and is_loaded and used is not None and used.alive and used.calls > 1):
+            return self._run_trial(parts, lengths, limit_seconds, fresh=fresh)
+        self._child = None
+        try:
+            return self._run_trial(parts, lengths, limit_seconds, fresh=fresh)
+        finally:
+            self._end_child()
+            self._child = used
+
+    def _run_trial(self, parts: Sizes, lengths: Sizes, limit_seconds: float | None, *, fresh: bool) -> Trial:
         child = self._use_child(fresh=fresh)
         if not self._host_budget_bytes or not (fresh or self._has_proved):
             self._start_standby()
@@ -106,10 +112,6 @@ class ChildDevice(Device):
             trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:
             trial = record_death(parts, death, crashes_for_memory=self._crashes_for_memory)
-        finally:
-            if self._waiting is not None:
-                child.close()
-                self._child, self._waiting = self._waiting, None
         if not trial.ran:
             child.close()
         self._has_proved |= fresh and trial.ran
@@ -193,8 +195,8 @@ class ChildDevice(Device):
         return 0
 
     def _end_child(self) -> None:
-        children, self._child, self._waiting = (self._child, self._waiting), None, None
-        for child in filter(None, children):
+        child, self._child = self._child, None
+        if child is not None:
             child.close()
 
 
