@@ -87,8 +87,8 @@ def run_on_cards(
 def _tracing(settings: TrialSettings) -> tuple[type[TraceCache], Callable[..., Tracer]]:
     """Return what keeps the traces of the source, and what starts a process that makes them on a card."""
     if isinstance(settings.source, CommandSource):
-        from autoaccum.devices.command.command_runs import Observations
         from autoaccum.devices.command.command_tracer import CommandTracer, CommandTraces
+        from autoaccum.devices.command.observations import Observations
 
         return CommandTraces, partial(CommandTracer, settings, Observations(settings))
     from autoaccum.devices.simulated.simulation_requests import Tracer

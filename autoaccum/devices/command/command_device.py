@@ -7,7 +7,8 @@ from contextlib import closing
 
 from autoaccum.devices.base import Device, Inspection, Sizes, Trial, TrialSettings
 from autoaccum.devices.budget import choose_budget
-from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
+from autoaccum.devices.command.command_runs import CommandRun, check_ran, inspection_of
+from autoaccum.devices.command.observations import Observations
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.cpu import describe_host
 from autoaccum.devices.cuda import InstalledCard

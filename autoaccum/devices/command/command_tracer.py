@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import Deadline
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.command.command_runs import CommandRun, Observations, check_ran, inspection_of
+from autoaccum.devices.command.command_runs import CommandRun, check_ran, inspection_of
+from autoaccum.devices.command.observations import Observations
 from autoaccum.devices.command.settings import ProcessReport, SimulatedRun
 from autoaccum.devices.simulated.simulation_requests import (
     CountCost,

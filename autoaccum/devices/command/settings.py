@@ -24,6 +24,9 @@ SETTINGS: Final = "AUTOACCUM_COMMAND"
 DEFAULT_UPDATES: Final = 3
 """The first update makes the optimizer's state; the next ones find it, and the cache of the first."""
 
+ENOUGH_UPDATES: Final = 2
+"""The second update finds the optimizer's state: a script that has data for no more is measured too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import Trial, TrialSettings
-from autoaccum.devices.command.command_runs import Observations
+from autoaccum.devices.command.observations import Observations
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.sources.command import CommandSource
 
