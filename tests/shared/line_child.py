@@ -16,6 +16,7 @@ class Lines(Request[dict[str, Any]]):
     """Run lines of Python; the reply is what they put into `answer`."""
 
     lines: str
+    in_copy: bool = False
     doing = "a job"
 
 
@@ -30,5 +31,6 @@ class LineChild(ChildProcess):
     def __init__(self, on_output: Callable[[str], None] | None = None) -> None:
         super().__init__("line_child:LineHandler", on_output=on_output, measured=False)
 
-    def do(self, lines: str, seconds: float = 20) -> dict[str, Any]:
-        return self.call(Lines(f"import os, signal, subprocess, sys, time\n{textwrap.dedent(lines)}"), seconds)
+    def do(self, lines: str, seconds: float = 20, *, in_copy: bool = False) -> dict[str, Any]:
+        lines = f"import os, signal, subprocess, sys, time\n{textwrap.dedent(lines)}"
+        return self.call(Lines(lines, in_copy), seconds)

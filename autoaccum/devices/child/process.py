@@ -1,8 +1,8 @@
 """The parent's side of a child process: start it, call it over a private connection, notice its death, end it.
 
-A child is a new Python (`sys.executable -m`), never a fork: a fork hangs after an OpenMP region, and multiprocessing's
-spawn imports the user's script again. It has a session of its own, so that Ctrl-C in the terminal reaches only the
-parent, which then ends the child's whole process group.
+A child is a new Python (`sys.executable -m`), never a fork of this one: that hangs after an OpenMP region, and
+multiprocessing's spawn imports the user's script again. It has a session of its own, so that Ctrl-C in the terminal
+reaches only the parent, which then ends the child's whole process group.
 """
 
 from __future__ import annotations

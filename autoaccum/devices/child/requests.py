@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from autoaccum.serialization import read_record
 Reply = TypeVar("Reply")
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
+_HAS_REPLIED = 101
+"""The exit status of a copy that has replied."""
 
 
 class Request(Generic[Reply]):
@@ -37,9 +40,10 @@ class Request(Generic[Reply]):
 
     Attributes:
         may_be_refused: Whether a UsageError that ends it is raised as one; it is the workload's fault otherwise.
+        in_copy: Whether a copy of the process runs it, which has to allow that (`can_be_copied`), and stays as it is.
     """
 
-    may_be_refused = False
+    may_be_refused = in_copy = False
 
     @property
     def doing(self) -> str:
@@ -139,9 +143,7 @@ class ParentConnection:
         atexit.unregister(remove_semaphores)
         atexit.register(remove_semaphores)
         descriptor, parent = map(int, arguments)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # The parent ended before the prctl.
-            os._exit(1)
+        _end_with(parent)
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
         faulthandler.enable()
@@ -156,6 +158,21 @@ class ParentConnection:
         except (EOFError, ConnectionError):
             return None
         return read_request(message)
+
+    def copy_process(self) -> bool:
+        """Return True in a copy of this process; in this one False if the copy replied, or it dies as that did."""
+        parent, copy = os.getpid(), os.fork()
+        if copy == 0:
+            _end_with(parent)
+            self._pid = os.getpid()
+            return True
+        code = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+        if code < 0:
+            faulthandler.disable()  # The copy's has told.
+            os.kill(parent, -code)
+        if code != _HAS_REPLIED:
+            os._exit(code)
+        return False
 
     @property
     def parent_has_gone(self) -> bool:
@@ -183,6 +200,8 @@ def serve(connection: ParentConnection) -> None:
     connection.reply(None)
     handler: Handler | None = None
     while (request := connection.read()) is not None:
+        if request.in_copy and not connection.copy_process():
+            continue
         try:
             if handler is None:
                 handler = _find_class(first.handler)()
@@ -192,6 +211,29 @@ def serve(connection: ParentConnection) -> None:
             is_usage = request.may_be_refused and isinstance(error, UsageError)
             reply = replace(describe_failure(error, request.doing), is_usage=is_usage)
         connection.reply(reply)
+        if request.in_copy:
+            os._exit(_HAS_REPLIED)
+
+
+def can_be_copied() -> bool:
+    """Return whether this thread is the only one, but for those that end before a fork, as those of OpenBLAS do.
+
+    A copy has no other threads: it would wait for them forever, such as for OpenMP's (GNU's libgomp).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of threads, from Python 3.12 on.
+        copy = os.fork()
+    if copy == 0:
+        os._exit(0)
+    os.waitpid(copy, 0)
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends (prctl(2)), or end it if that has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _prepare(request: Prepare) -> None:

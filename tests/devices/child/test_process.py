@@ -74,18 +74,41 @@ def test_without_a_listener_the_child_prints_to_stderr() -> None:
 
 @pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_child() -> None:
-    script = (
-        "from line_child import LineChild as C; c = C(); c.do('pass'); print(c.pid, flush=True); c.do('time.sleep(60)')"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=VARIABLES) as parent:
+    job = "print(os.getpid(), flush=True); time.sleep(60)"
+    script = f"from line_child import LineChild as C; c = C(print); print(c.pid); c.do({job!r}, in_copy=True)"
+    words = [sys.executable, "-u", "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=VARIABLES) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        child, copy = int(parent.stdout.readline()), int(parent.stdout.readline())
         assert is_running(child)
+        assert is_running(copy)
         parent.kill()
     assert wait_until_gone(child)
+    assert wait_until_gone(copy)
+
+
+def test_a_copy_answers_and_leaves_the_process_as_it_is(start: Start) -> None:
+    child = start()
+    for _ in range(2):
+        answer = child.do("answer.update(seen=hasattr(sys, 'seen'), parent=os.getppid()); sys.seen = 1", in_copy=True)
+        assert answer == {"seen": False, "parent": child.pid}
+    child.close()
+    assert not child.alive
+
+
+def test_only_a_process_without_threads_can_be_copied(start: Start) -> None:
+    answer = start().do("""
+        import numpy, threading  # OpenBLAS ends its threads before a fork.
+        from autoaccum.devices.child.requests import can_be_copied
+        answer["alone"] = can_be_copied()
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        answer["beside_a_thread"] = can_be_copied()
+    """)
+    assert answer == {"alone": True, "beside_a_thread": False}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_copy", [False, True])
 @pytest.mark.parametrize(
     ("lines", "number", "text"),
     [
@@ -93,18 +116,22 @@ def test_a_parent_that_is_killed_leaves_no_child() -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", signal.SIGKILL, "was ended by SIGKILL"),
         ("os.kill(os.getpid(), 35)", 35, "was ended by signal 35"),
         ("os._exit(0)", None, "left with exit status 0"),
-        ("os.closerange(3, 64); time.sleep(60)", None, "closed the connection it answers on"),
         ("subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(9)", None, "left with exit status 9"),
     ],
 )
-def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str) -> None:
+def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str, in_copy: bool) -> None:
     child = start()
     with pytest.raises(ChildDied, match=f"^a job: its process {text}$") as death:
-        child.do(lines)
+        child.do(lines, in_copy=in_copy)
     assert (death.value.signal, death.value.timed_out) == (number, False)
     assert (death.value.failure.outcome, death.value.failure.fault) == ("error", "measurement")
     assert not child.alive
     assert wait_until_gone(child.pid)
+
+
+def test_notices_that_the_connection_is_closed(start: Start) -> None:
+    with pytest.raises(ChildDied, match="^a job: its process closed the connection it answers on$"):
+        start().do("os.closerange(3, 64); time.sleep(60)")
 
 
 def test_a_child_that_hangs_is_ended(start: Start) -> None:
