@@ -30,8 +30,8 @@ class ChildDevice(Device):
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
     they did not free may be missing for later ones (`search` repeats failures that may be due to it). After a failure
     the next trial has a fresh child. While jobs run, a standby process imports PyTorch for the next fresh child and, on
-    the CPU, loads the workload, if the host has the memory for it beside the budget. Then each of its jobs runs in a
-    copy of it, which is a fresh process, unless the workload has started threads: a copy would not have them.
+    the CPU, loads the workload, if the host has the memory for it beside the budget. Copies of that process then run
+    all fresh trials, unless the workload has started threads, which a copy would not have.
     """
 
     _crashes_for_memory = False
@@ -42,8 +42,6 @@ class ChildDevice(Device):
         self._settings = settings
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
-        self._copied: ChildProcess | None = None
-        """The last process to load the workload, if it is one whose jobs run in copies."""
         self._has_proved = False
         """Whether a trial ran in a fresh process; on the CPU, the next one usually fails, and is the last."""
         self._held_bytes: int | None = None
@@ -74,8 +72,7 @@ class ChildDevice(Device):
         """As `Device.inspect`."""
         child, self._has_proved = self._use_child(), False
         self._start_standby()
-        request = Inspect(savers=self._savers, in_copy=child is self._copied)
-        inspection = child.run(request, self._settings.job_seconds(limit_seconds))
+        inspection = child.run(Inspect(savers=self._savers), self._settings.job_seconds(limit_seconds))
         self._needs_whole_batch, self._multiple_of = inspection.workload.whole_batch is not None, inspection.multiple_of
         return inspection
 
@@ -93,33 +90,15 @@ class ChildDevice(Device):
     def trial(
         self, parts: Sizes, *, lengths: Sizes = (), fresh: bool = False, limit_seconds: float | None = None
     ) -> Trial:
-        """As `Device.trial`; while a standby process that has loaded the workload runs it, a used child waits."""
-        is_loaded, used = self._standby is not None and self._standby.calls > 0, self._child
-        if not (fresh and is_loaded and used is not None and used.alive and used.calls > 1):
-            return self._run_trial(parts, lengths, limit_seconds, fresh=fresh)
-        self._child = None
-        try:
-            return self._run_trial(parts, lengths, limit_seconds, fresh=fresh)
-        finally:
-            if self._child is self._copied:
-                self._standby, self._child = self._child, None
-            self._end_child()
-            self._child = used
-
-    def _run_trial(self, parts: Sizes, lengths: Sizes, limit_seconds: float | None, *, fresh: bool) -> Trial:
-        child = self._use_child(fresh=fresh)
-        in_copy = child is self._copied
+        """As `Device.trial`."""
+        has_child = self._child is not None and self._child.alive
+        child = self._use_child(fresh=fresh or not has_child)
         if not self._host_budget_bytes or not (fresh or self._has_proved):
             self._start_standby()
-        is_first, whole, limit_bytes = child.calls == 1, self._needs_whole_batch, self.limit_bytes
-        request = RunTrial(
-            parts=parts,
-            lengths=lengths,
-            needs_whole_batch=whole,
-            savers=self._savers,
-            limit_bytes=limit_bytes,
-            in_copy=in_copy,
-        )
+        in_copy = child is self._standby
+        is_first, whole = in_copy or child.calls == 1, self._needs_whole_batch
+        fields: dict[str, Any] = {"savers": self._savers, "limit_bytes": self.limit_bytes, "in_copy": in_copy}
+        request = RunTrial(parts=parts, lengths=lengths, needs_whole_batch=whole, **fields)
         try:
             trial = child.call(request, self._settings.job_seconds(limit_seconds))
         except ChildDied as death:
@@ -127,7 +106,7 @@ class ChildDevice(Device):
         if not (trial.ran or in_copy):
             child.close()
         self._has_proved |= fresh and trial.ran
-        return dataclasses.replace(trial, lengths=lengths, fresh=is_first or in_copy or (trial.fresh and not trial.ran))
+        return dataclasses.replace(trial, lengths=lengths, fresh=is_first or (trial.fresh and not trial.ran))
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -150,9 +129,16 @@ class ChildDevice(Device):
             self._end_standby()
 
     def _use_child(self, *, fresh: bool = False) -> ChildProcess:
-        """Return the running child, or a new one that has loaded the workload; the first one sets the budget."""
-        is_used = self._child is not None and self._child.calls > 1 and self._child is not self._copied
-        if self._child is not None and (not self._child.alive or (fresh and is_used)):
+        """Return a child that has loaded the workload; the first one sets the budget.
+
+        That is the running one; for what is `fresh` one that ran nothing, or the standby process if it is copied.
+        """
+        if fresh and self._standby is not None and self._standby.calls and not (self._child and self._child.calls == 1):
+            if self._standby.posted is not None and not self._standby.has_died():
+                self._facts = self._standby.run(self._standby.posted, self._load_seconds)
+            if self._facts["is_copied"] and not self._standby.has_died():
+                return self._standby
+        if self._child is not None and (not self._child.alive or (fresh and self._child.calls > 1)):
             self._end_child()
         if self._child is None:
             if self._standby is not None and self._standby.has_died():
@@ -160,10 +146,9 @@ class ChildDevice(Device):
             child, self._standby = self._standby or self._start(), None
             if self._limit_bytes is None:  # Both import PyTorch at once.
                 self._start_standby()
-            if child is not self._copied:
+            if child.posted is not None or not child.calls:
                 self._facts = child.run(child.posted or self._load_request(), self._load_seconds)
-                self._held_bytes, self._copied = self._facts["held_bytes"], child if self._facts["is_copied"] else None
-            self._child = child
+            self._child, self._held_bytes = child, self._facts["held_bytes"]
         if self._limit_bytes is None:
             options, available = self._settings.options, self._available(self._facts)
             self._limit_bytes = choose_budget(available, options.memory, options.reserve)

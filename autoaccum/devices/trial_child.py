@@ -23,7 +23,7 @@ from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.requests import Handler, Request, can_be_copied
+from autoaccum.devices.child.requests import Handler, can_be_copied
 from autoaccum.devices.host_memory import read_process_memory
 from autoaccum.devices.inspection import SAMPLES, inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, synchronize_device, warm_up
@@ -45,6 +45,8 @@ class TrialChild(Handler):
     _workload: Workload
     _meter: Meter
     _share: int
+    _waits: bool
+    """Whether it has computed nothing yet, so that it can be copied."""
     _world_size: int
     _timed: tuple[Accumulator, Any] | None = None
     _least_run: int | None = None
@@ -82,13 +84,13 @@ class TrialChild(Handler):
                 "the workload has parallelize, and trials on a device of this machine run the whole model",
                 hint="plan for a simulated card (--gpu NAME), or take --parallel ddp",
             )
-        is_copied = request.to_copy and can_be_copied()
-        facts = _keep_imports() if is_copied else start_meter(self._meter)
-        return {**facts, "is_copied": is_copied, "held_bytes": read_process_memory().anonymous_bytes}
+        self._waits = request.to_copy and can_be_copied()
+        facts = {} if self._waits else start_meter(self._meter)
+        return {**facts, "is_copied": self._waits, "held_bytes": read_process_memory().anonymous_bytes}
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection:
-        self._begin(request)
+        self._begin()
         workload, inspection = request.replaced(self._workload), None
         least = workload.multiple_of or 1
         try:
@@ -106,7 +108,7 @@ class TrialChild(Handler):
     @handle.register
     def _trial(self, request: RunTrial) -> Trial:
         """Run a trial under its limit, which is lifted before a failure is described."""
-        self._begin(request)
+        self._begin()
         release_memory()
         meter, workload = self._meter, request.replaced(self._workload)
         has_cache, least = meter.device.type != "cpu", self._least_run or request.parts[0]
@@ -133,9 +135,10 @@ class TrialChild(Handler):
         doing = f"{request.doing}, {run.phase}"
         return trial.failed(describe_failure(failure, doing, at=f"{doing}: "), run.phase)
 
-    def _begin(self, request: Request[Any]) -> None:
-        """Make the device ready in a copy, which has only the workload."""
-        if request.in_copy:
+    def _begin(self) -> None:
+        """Make the device ready, unless loading has."""
+        if self._waits:
+            self._waits = False
             start_meter(self._meter)
 
     @handle.register
@@ -192,12 +195,7 @@ def start_meter(meter: Meter) -> Mapping[str, Any]:
         if isinstance(error, AutoaccumError) or find_out_of_memory(error) is not None:
             raise
         raise NotMeasuredError(f"PyTorch does not start on {meter.device} ({first_line(error)})") from error
-    _keep_imports()
-    return meter.begin()
-
-
-def _keep_imports() -> Mapping[str, Any]:
-    """Leave what is there out of later collections: PyTorch's modules take 0.3 s each time, and are never garbage."""
     release_memory()
+    # Looking through PyTorch's own modules takes 0.3 s, several times a trial, and they are never garbage.
     gc.freeze()
-    return {}
+    return meter.begin()

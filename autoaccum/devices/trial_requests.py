@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class LoadWorkload(Request[Mapping[str, Any]]):
     """Load the workload, and make the device ready; the reply is what a budget is chosen by (`Meter.begin`).
 
-    The fields are those of `TrialSettings`. A process that is `to_copy` computes nothing if it can be
-    copied: its copies make the device ready. The reply says whether it `is_copied`.
+    The fields are those of `TrialSettings`. A process that is `to_copy` computes nothing if it can be copied:
+    its copies make the device ready. The reply says whether it `is_copied`.
     """
 
     device: str = "cpu"
@@ -42,7 +42,6 @@ class _WithSavers:
     """What is done with `savers` in place of the workload's, if they are given."""
 
     savers: tuple[str, ...] | None = None
-    in_copy: bool = False
 
     def replaced(self, workload: Workload) -> Workload:
         """Return the workload with these savers in place of its own."""
@@ -82,6 +81,7 @@ class RunTrial(PartsRequest[Trial]):
     """Run a trial of `parts` under a limit on memory."""
 
     limit_bytes: int
+    in_copy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

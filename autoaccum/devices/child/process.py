@@ -136,7 +136,7 @@ class ChildProcess:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._watched.append(self._process.stdout)
         paths = paths or ImportPaths.of()
-        self._preparing: Prepare | None = Prepare(handler=handler, paths=paths, measured=measured)
+        self._preparing: Prepare | None = Prepare(handler=handler, paths=paths)
         self._send(self._preparing)
 
     @property

@@ -73,12 +73,10 @@ class Prepare(Request[None]):
     Attributes:
         handler: The subclass of `Handler` for all later requests, as `package.module:Name`.
         paths: Where its modules are.
-        measured: Whether the child measures its own memory.
     """
 
     handler: str
     paths: ImportPaths
-    measured: bool
 
     doing = "starting a process"
 
@@ -239,15 +237,13 @@ def _end_with(parent: int) -> None:
 def _prepare(request: Prepare) -> None:
     """Import what the handler needs; what goes wrong here goes wrong again when the workload is loaded.
 
-    To look for garbage takes a fifth of the time; where no memory is measured, it is never looked for in what is
-    imported here.
+    To look for garbage takes a fifth of the time; in what is imported here it is never looked for.
     """
     request.paths.use()
     gc.disable()
     with suppress(Exception):
         _find_class(request.handler).prepare()
-    if not request.measured:
-        gc.freeze()
+    gc.freeze()
     gc.enable()
 
 
