@@ -200,6 +200,10 @@ class CachingAllocator:
         block.allocated = False
         block.pool.give_back(block)
 
+    def set_capacity(self, capacity: int) -> None:
+        """Limit the bytes of segments from now on; those that are there stay (`setMemoryFraction`)."""
+        self._capacity = capacity
+
     def _round_size(self, size: int) -> int:
         """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""
         step = MIN_BLOCK_BYTES

@@ -128,7 +128,7 @@ class SizedTrace:
     def _replay(self, allocator: CachingAllocator, repeats: int) -> ReplayResult:
         events, last = self.trace.events, self.trace.last_update
         again = repeats if self.replacements is not None and events[last:] else 0
-        running = _Replay(allocator, self)
+        running = EventReplay(allocator, self)
         number = released = quiet = earlier = 0
         failed: tuple[int, int] | None = None
         for index in range(2 + again):
@@ -189,7 +189,7 @@ class SizedTrace:
     def reserved_over_time(self, settings: AllocatorSettings | None = None) -> list[int]:
         """Return the bytes reserved after each event without a limit, in the last update once it is repeated."""
         allocator = CachingAllocator(None, settings)
-        running = _Replay(allocator, self)
+        running = EventReplay(allocator, self)
 
         def run(part: Sequence[int]) -> list[int]:
             reserved = []
@@ -206,7 +206,7 @@ class SizedTrace:
         return reserved
 
 
-class _Replay:
+class EventReplay:
     """Replays ranges of the events of a trace in an allocator, one after the other."""
 
     def __init__(self, allocator: CachingAllocator, sized: SizedTrace) -> None:

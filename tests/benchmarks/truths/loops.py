@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +18,8 @@ from truths.scores import NotBuilt, Predicted
 
 from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.simulation.allocator.blocks import Block
-from autoaccum.simulation.allocator.caching_allocator import CachingAllocator, read_settings
-from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
+from autoaccum.simulation.allocator.caching_allocator import LARGE_GRAIN_BYTES, CachingAllocator, read_settings
+from autoaccum.simulation.allocator.replay import EventReplay, Replayer, SizedTrace
 from autoaccum.simulation.cards import Card, ContextMemory, context_memory
 from autoaccum.simulation.releases import Release
 from autoaccum.simulation.torch_patches import torch_release
@@ -55,11 +56,14 @@ class Loop:
         zero_grad: When gradients are cleared.
         set_to_none: Whether they are then gone.
         keeps: Whether the loss and the outputs of an iteration stay until those of the next take their names.
-        resident_batch: One batch, put on the card before the first iteration; else one for each iteration.
+        resident_batch: One batch, put on the card before the first iteration; else one for each iteration, whose name
+            is the host's batch by then, so that the one before is gone.
         channels_last: Whether model and batch are put into that format, on the card.
         benchmark: `torch.backends.cudnn.benchmark`.
         updates: How many. The last one is replayed once more if it leaves nothing behind, as it does without `keeps`:
             then the second is like those that follow.
+        twice: Whether the process runs it once more, with a new model and nothing cached. The least memory is then that
+            of the second run; the first one may use the whole card.
     """
 
     model: Callable[[], nn.Module]
@@ -76,6 +80,7 @@ class Loop:
     channels_last: bool = False
     benchmark: bool = False
     updates: int = 3
+    twice: bool = False
 
 
 def with_parameters(make: Callable[..., Optimizer], **settings: Any) -> Callable[[nn.Module], Optimizer]:
@@ -93,7 +98,12 @@ def predict_loop(
     """
     release = release or torch_release()
     outside = _eager_context(card) if eager else context_memory(card)
-    return predict_trace(trace_loop(loop, card, batch, release), card, batch, release, outside, os.environ)[0]
+    traces = trace_runs(loop, card, batch, release)
+    predicted, _ = predict_trace(traces[0], card, batch, release, outside, os.environ)
+    if not loop.twice or not predicted.trains:
+        return predicted
+    replayer = Replayer(card, read_settings(os.environ, card.total_bytes), release)
+    return replace(predicted, min_budget_bytes=_least_of_second(traces[1], replayer, predicted.capacity_bytes))
 
 
 def predict_trace(
@@ -120,6 +130,24 @@ def predict_trace(
         modules_bytes=outside.modules_bytes,
     )
     return predicted, sized
+
+
+def _least_of_second(trace: Trace, replayer: Replayer, capacity_bytes: int) -> int:
+    """Return the smallest limit at which the second run of a process goes through; the first one has all memory.
+
+    Without one up to `capacity_bytes`, the result is larger than that. All segments are multiples of 2 MiB.
+    """
+    sized = replayer.with_sizes(trace)
+    start = max(index for index, phase in trace.phases if phase == "load")
+
+    def fits(grains: int) -> bool:
+        allocator = CachingAllocator(capacity_bytes, replayer.settings)
+        replay = EventReplay(allocator, sized)
+        replay.run(trace.events[:start])
+        allocator.set_capacity(grains * LARGE_GRAIN_BYTES)
+        return replay.run(trace.events[start:]) is None
+
+    return LARGE_GRAIN_BYTES * bisect_left(range(capacity_bytes // LARGE_GRAIN_BYTES + 1), True, key=fits)
 
 
 def phase_peaks(sized: SizedTrace, replayer: Replayer, capacity_bytes: int) -> Mapping[str, int]:
@@ -159,21 +187,29 @@ def _eager_context(card: Card) -> ContextMemory:
     )
 
 
-def trace_loop(loop: Loop, card: Card, batch: int, release: Release | None = None) -> Trace:
-    """Return the allocator requests of `loop` on `card`, from moving the model there, or from loading it."""
+def trace_runs(loop: Loop, card: Card, batch: int, release: Release | None = None) -> list[Trace]:
+    """Return the allocator requests of `loop` on `card`, and if it runs twice, those of both runs.
+
+    They begin with moving the model there, or with loading it. Those of the second run all have the phase `load`.
+    """
     recorder, before = Recorder(), torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = loop.benchmark
     phases: list[Phase] = ["load"]
+    traces: list[Trace] = []
     try:
         with simulate(card, recorder, release) as mode, manual_garbage_collection():
-            if loop.loads:
-                recorder.begin(lambda: phases[-1])
-            model = _lazily(mode, loop.model, loop.with_values)
-            if not loop.loads:
-                recorder.begin(lambda: phases[-1])
-                model.to("cuda", **_layout(loop))
-            _run(loop, model.train(), mode, phases.append)
-            return recorder.trace((batch,))
+            recorder.begin(lambda: phases[-1])
+            for again in (False, True) if loop.twice else (False,):
+                if again:
+                    gc.collect()
+                    recorder.record_empty_cache()
+                model = _lazily(mode, loop.model, loop.with_values)
+                if not loop.loads:
+                    model.to("cuda", **_layout(loop))
+                _run(loop, model.train(), mode, phases.append)
+                traces.append(recorder.trace((batch,)))
+                del model
+            return traces
     finally:
         torch.backends.cudnn.benchmark = before
 
@@ -197,6 +233,7 @@ def _run(loop: Loop, model: nn.Module, mode: FakeCudaMode, enter: Callable[[Phas
         if loop.zero_grad == "start":
             clear()
         if not loop.resident_batch:
+            batch = None
             batch = _on_card(loop, mode)
         enter("forward")
         with nullcontext() if loop.precision is None else torch.autocast("cuda", dtype=loop.precision):

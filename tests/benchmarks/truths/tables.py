@@ -151,7 +151,14 @@ def _compare_timm(case: Case, predicted: Sequence[Predicted]) -> Iterator[Score]
 
 
 def _predict_xmem(case: Case, batch: int) -> Predicted:
-    """Where the table does not say when gradients were cleared, the run behaved like `start`."""
+    """The loops of `exp/trainer/train_loop.py` in xMem's artifact: four iterations in fp32.
+
+    The container that measured a run then made xMem's estimate, and trained again under that as a cap, in the same
+    process, after `empty_cache` (`run_group_truth` and `_verify_est_mem` in `exp/run.py`). By then the workspaces of
+    cuBLAS exist, and parameters come to lie beside them; in a new process, activations do, and leave larger gaps. The
+    estimates of other tools, which a row does not tell apart, were tried in processes of their own. Where the table
+    does not say when gradients were cleared, the run behaved like `start`.
+    """
     subject = {"CNN": models.find_torchvision, "Transformer": models.find_language_model}[case.row["family"]]
     model, make_batch, forward = subject(case.model)
     loop = Loop(
@@ -160,6 +167,8 @@ def _predict_xmem(case: Case, batch: int) -> Predicted:
         forward=forward,
         optimizer=with_parameters(getattr(torch.optim, case.row["optimizer"]), lr=1e-3),
         zero_grad=_ZERO_GRAD[int(case.row["zero_grad_position"] or 0)],
+        updates=4,
+        twice=True,
     )
     card = replace(find_card(case.row["gpu"]), total_bytes=int(case.row["gpu_total_bytes"]))
     return predict_loop(loop, card, batch, release=(2, 6))

@@ -45,6 +45,16 @@ def test_cached_memory_is_released_only_without_other_room() -> None:
     assert made.least_refused_bytes == 142 * MIB
 
 
+def test_a_lower_capacity_keeps_the_segments_that_are_there() -> None:
+    """`setMemoryFraction`."""
+    made = CachingAllocator(100 * MIB)
+    made.free(made.malloc(40 * MIB))
+    made.set_capacity(30 * MIB)
+    made.malloc(40 * MIB)
+    with pytest.raises(CudaOutOfMemoryError):
+        made.malloc(20 * MIB)
+
+
 # --- invariants -----------------------------------------------------------------------------------------------------
 
 steps = st.lists(st.tuples(st.booleans(), st.sampled_from(SIZES), st.integers(0, 30)), max_size=60)
