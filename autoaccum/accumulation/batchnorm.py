@@ -73,7 +73,7 @@ def check_synchronised(mode: BatchNormMode, modules: Iterable[nn.Module], parts:
 
 def uncompiled() -> AbstractContextManager[object]:
     """Return a context in which torch.compile does nothing. Does not load torch._dynamo, which takes a second."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else nullcontext()
 
 
 def is_scripted(module: nn.Module) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -20,6 +20,9 @@ from autoaccum.simulation.releases import CUDNN, Release
 
 _Lists: TypeAlias = list[list[Tensor | None]]
 _Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[_Lists, list[int]]]
+_MISSING: Any = object()
+_PATCHES: list[tuple[Any, str, Any, Any]] = []
+"""Those of attributes in this process, in order: the owner, the name, the value before, and the one in its place."""
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -35,11 +38,31 @@ def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
             f"torch {torch.__version__} has no {owner_name}.{name}, which the simulated card replaces",
             hint="upgrade autoaccum, or install torch 2.9 to 2.15",
         )
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
+    made = owner, name, vars(owner).get(name, _MISSING), value
+    _PATCHES.append(made)
+    stack.callback(_PATCHES.remove, made)
+    stack.callback(_set, *made[:3])
     setattr(owner, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """Undo all patches of attributes for a while."""
+    made = tuple(_PATCHES)
+    for owner, name, before, _ in reversed(made):
+        _set(owner, name, before)
+    try:
+        yield
+    finally:
+        for owner, name, _, value in made:
+            setattr(owner, name, value)
 
 
 def register_missing(library: torch.library.Library, kernels: Mapping[str, Callable[..., Any]], key: str) -> None:

@@ -50,6 +50,7 @@ from autoaccum.options import Options, Parallel, make_options
 from autoaccum.simulation.cards import Card, CardInUse
 from autoaccum.simulation.trace_records import LabelledTrace, Trace, UpdateCost
 from autoaccum.simulation.tracing.cost_counter import CostCounter
+from autoaccum.simulation.tracing.deferred_compiler import defer_compiler
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.fake_cuda import DEVICE
 from autoaccum.simulation.tracing.labelling import BlockLabeller
@@ -154,6 +155,7 @@ class SimulatedChild(Handler):
     @staticmethod
     def prepare() -> None:
         """Import the parts of PyTorch that it would import with the first fake tensor and the first optimizer."""
+        defer_compiler()
         card = Card(name="any", title="any", total_bytes=1 << 30, capability=(8, 0), multiprocessors=1, source="none")
         with simulate(card):
             weight = torch.ones(2, 2, device="cuda", requires_grad=True)
