@@ -89,11 +89,6 @@ class Trace:
         """The blocks whose size is a rule."""
         return {block: size for block, size in enumerate(self.sizes) if isinstance(size, Workspace)}
 
-    @cached_property
-    def workspace_events(self) -> Sequence[int]:
-        """The events of these blocks, in order."""
-        return [event for event in self.events if max(event, ~event) in self.workspaces]
-
 
 @dataclass(frozen=True)
 class OutputAllocated:

@@ -355,7 +355,7 @@ def _size(trace: Trace, estimates: Mapping[Workspace, Estimate]) -> SizedTrace:
     for block, taken in of_blocks.items():
         sizes[block] = taken.bytes
     bands = {block: estimate.uncertainty_bytes for block, estimate in of_blocks.items() if estimate.uncertainty_bytes}
-    changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.workspace_events)
+    changes = (bands.get(event, 0) - bands.get(~event, 0) for event in (trace.events if bands else ()))
     return SizedTrace(
         trace,
         tuple(sizes),

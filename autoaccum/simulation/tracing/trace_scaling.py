@@ -51,17 +51,21 @@ class AffineTrace:
     of_second: frozenset[int] | None = None
 
     @cached_property
-    def _growing(self) -> list[tuple[int, tuple[_Affine, ...]]]:
-        """The blocks whose sizes are not the same in all traces, with their functions."""
-        return [
-            (block, functions)
-            for block, functions in enumerate(self._functions)
-            if any(function.slope for function in functions)
-        ]
+    def _growing(self) -> dict[tuple[tuple[_Affine, ...], str, bool], list[int]]:
+        """The blocks whose sizes are not the same in all traces, by functions, rule, and whether they are `of_second`.
+
+        Layers are alike, so that many blocks are computed as one.
+        """
+        alike: dict[tuple[tuple[_Affine, ...], str, bool], list[int]] = {}
+        for block, functions in enumerate(self._functions):
+            if any(function.slope for function in functions):
+                rule, _ = _kind(self.smallest.sizes[block])
+                alike.setdefault((functions, rule, block in (self.of_second or ())), []).append(block)
+        return alike
 
     def at(self, first: int, second: int | None = None) -> Trace:
         """Return the trace at micro-batches of `first` samples; or at two parts, if they were told apart."""
-        least, second_blocks = first if second is None else min(first, second), self.of_second or ()
+        least = first if second is None else min(first, second)
         if least < self.sizes[0]:
             raise NotAffineError(
                 f"{least} samples are fewer than {self.sizes[0]}, the smallest size traced", hint=_HINT
@@ -69,13 +73,14 @@ class AffineTrace:
         if second is not None and self.of_second is None:
             raise NotAffineError(f"{first} and {second} samples were not told apart", hint=_HINT)
         sizes = list(self.smallest.sizes)
-        for block, functions in self._growing:
-            traced = sizes[block]
-            size = second if second is not None and block in second_blocks else first
+        for (functions, rule, is_second), blocks in self._growing.items():
+            size = second if second is not None and is_second else first
             numbers = tuple([intercept + slope * size for intercept, slope in functions])
             if min(numbers) < 0 and any(function.slope and function.at(size) < 0 for function in functions):
-                raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
-            sizes[block] = Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0]
+                raise NotAffineError(f"block {blocks[0]} would take {min(numbers)} at {size} samples", hint=_HINT)
+            taken = Workspace(rule, numbers) if rule else numbers[0]
+            for block in blocks:
+                sizes[block] = taken
         host_bytes = None if self._host is None else self._host.at(first)
         parts = (first,) * len(self.smallest.parts) if second is None else (first, second)
         return replace(self.smallest, parts=parts, sizes=tuple(sizes), host_bytes=host_bytes)
