@@ -39,7 +39,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False, built: nn.Modu
     Args:
         workload: The workload.
         coupled: The samples are known to be coupled; then nothing is reported if no weight fits.
-        built: As in `copy_workload_model`.
+        built: A model that was built before, and has maybe been trained: if its parts plainly agree, no other is built.
 
     Returns:
         Warnings for the plan, with the likely right `weight`; none if the parts agree with the whole.
@@ -49,7 +49,13 @@ def check_weighting(workload: Workload, *, coupled: bool = False, built: nn.Modu
     """
     sizes = [(workload.multiple_of or 1) * size for size in _SIZES]
     with fixed_seeds():
-        comparison = _compare_copy(workload, take_small_batch(workload, sum(sizes)), sizes, built)
+        batch = take_small_batch(workload, sum(sizes))
+        if built is not None:
+            with suppress(Exception):  # Another model will tell.
+                shares = copy_module(built, {id(parameter): parameter for parameter in built.parameters()})
+                if _compare_losses(workload, batch, sizes, shares).agrees_plainly():
+                    return []
+        comparison = _compare_losses(workload, batch, sizes, copy_workload_model(workload)[0])
         found = explain_mismatch(comparison, coupled=coupled)
         varied = None if found else comparison.shortened()
         return found if varied is None else explain_mismatch(varied, coupled=coupled)
@@ -133,6 +139,12 @@ class LossComparison:
         """Return the terms with a weight above 0 whose parts do not add up to the whole."""
         return [name for name in self._weighted() if not self.agrees(name, self.declared(name))]
 
+    def agrees_plainly(self) -> bool:
+        """Return whether parts add up to the whole, also when shortened, although their own losses differ from it."""
+        terms, varied = self._weighted(), self.shortened()
+        differ = bool(terms) and not any(self.agrees(name, part[name]) for part in self.losses for name in terms)
+        return differ and not self.mismatched() and (varied is None or varied.agrees_plainly())
+
     def raise_if_nan(self) -> None:
         """Raise a WorkloadError if a term with a weight above 0 is NaN."""
         for name in self._weighted():
@@ -163,15 +175,15 @@ class LossComparison:
             return {name: float(term.detach()) for name, term in terms.items()}
 
 
-def copy_workload_model(workload: Workload, built: nn.Module | None = None) -> tuple[nn.Module, bool]:
+def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
     """Return a copy of the workload's model in training mode, with noise in constant weights, and True.
 
     A head that starts at zero, for one, gives all samples the same loss. If the model cannot be copied, return the
-    model itself, unchanged, and False. `built` is a model that was built before: one that differs needs no copy.
+    model itself, unchanged, and False.
     """
     with user_code("model()"):
         model = workload.make_model()
-    if not isinstance(workload.model, nn.Module | type) and (built is None or built is model):
+    if not isinstance(workload.model, nn.Module | type):
         try:
             model = copy_module(model)  # A function may return the same model each time; that belongs to the caller.
         except Exception:  # `__deepcopy__` may be the user's.
@@ -193,9 +205,8 @@ def _is_constant(values: Tensor) -> bool:
     return all(bool((some == values[:1]).all()) for some in (values[:64], values))
 
 
-def _compare_copy(workload: Workload, batch: Any, sizes: Sequence[int], built: nn.Module | None) -> LossComparison:
-    """Run a copy of the workload's model, in eval mode unless it computes a loss only in training mode."""
-    model, _ = copy_workload_model(workload, built)
+def _compare_losses(workload: Workload, batch: Any, sizes: Sequence[int], model: nn.Module) -> LossComparison:
+    """Run a model in eval mode, unless it computes a loss only in training mode."""
     objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
     has_grad = False
 

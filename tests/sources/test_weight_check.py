@@ -144,6 +144,21 @@ def test_says_nothing_of_right_weights() -> None:
     assert check_weighting(workload(token_loss, full_batch, weight=lambda batch: (batch["ids"] != 0).sum())) == []
 
 
+@pytest.mark.parametrize(("is_right", "zero_head", "builds"), [(True, False, 0), (True, True, 1), (False, True, 1)])
+def test_a_built_model_spares_another_if_it_shows_that_weights_are_right(
+    is_right: bool, zero_head: bool, builds: int
+) -> None:
+    models = []
+
+    def model() -> nn.Module:
+        models.append(TinyText())
+        return models[-1]
+
+    weight = {"weight": lambda batch: (batch["labels"] != -100).sum()} if is_right else {}
+    found = check_weighting(workload(token_loss, text_batch, model, **weight), built=TinyText(zero_head=zero_head))
+    assert (found == [], len(models)) == (is_right, builds)
+
+
 def test_compares_every_term_with_its_own_weight() -> None:
     def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         return {"tokens": token_loss(model, batch), "samples": sample_loss(model, batch)}

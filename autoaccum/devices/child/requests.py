@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,8 +30,7 @@ from autoaccum.serialization import read_record
 Reply = TypeVar("Reply")
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
-_HAS_REPLIED = 101
-"""The exit status of a copy that has replied."""
+_HAS_REPLIED = 101  # The exit status of a copy that has.
 
 
 class Request(Generic[Reply]):
@@ -218,9 +216,7 @@ def can_be_copied() -> bool:
 
     A copy has no other threads: it would wait for them forever, such as for OpenMP's (GNU's libgomp).
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Of threads, from Python 3.12 on.
-        copy = os.fork()
+    copy = os.fork()
     if copy == 0:
         os._exit(0)
     os.waitpid(copy, 0)
