@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-import jinja2
-
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
@@ -98,6 +96,8 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     Raises:
         UsageError: As from `check_emittable`.
     """
+    import jinja2
+
     recipe, precision = plan.workload.recipe, plan.spec.precision
     spec = dataclasses.replace(plan.spec, multiple_of=plan.multiple_of)
     check_emittable(spec, plan.workload, world_size=plan.world_size)

@@ -30,6 +30,7 @@ _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 DEVICE_QUERY = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _aten = torch.ops.aten
+_NORMAL = _aten.normal_.default
 _LOCK = threading.RLock()  # Not the mode's, since a model is copied with the mode of its tensors.
 
 
@@ -139,6 +140,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs) if lists is None else self._run_on_shards(func, args, lists)
             if self._is_simulated(func, args, kwargs):
                 return self._dispatch(func, types, args, kwargs)
+        if func is _NORMAL and args[0].is_meta:  # Its kernel for meta tensors, in Python, takes long to do nothing.
+            return args[0]
         return func(*args, **kwargs)  # On the host, several threads at a time.
 
     def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
