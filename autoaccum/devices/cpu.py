@@ -50,7 +50,7 @@ class CpuDevice(ChildDevice):
     """
 
     grants_leftovers = True
-    _crashes_for_memory = _loads_standby = True
+    _crashes_for_memory = _copies = True
 
     def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
@@ -71,14 +71,6 @@ class CpuDevice(ChildDevice):
         limit_bytes = self.limit_bytes
         assert self._host is not None
         return describe_host(self._host, limit_bytes)
-
-    @property
-    def _host_budget_bytes(self) -> int:
-        """The budget, or at most what it will be: all that is free, if no memory is given."""
-        if self._limit_bytes is None:
-            host, memory = read_host_memory(), self._settings.options.memory
-            return host.total_bytes if memory is None else memory.resolve(host.total_bytes)
-        return self._limit_bytes
 
     def _available(self, facts: Mapping[str, Any]) -> AvailableMemory:
         self._host = read_host_memory()

@@ -24,7 +24,6 @@ from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Handler, can_be_copied
-from autoaccum.devices.host_memory import read_process_memory
 from autoaccum.devices.inspection import SAMPLES, inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, synchronize_device, warm_up
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial, TimeUpdate
@@ -86,7 +85,7 @@ class TrialChild(Handler):
             )
         self._waits = request.to_copy and can_be_copied()
         facts = {} if self._waits else start_meter(self._meter)
-        return {**facts, "is_copied": self._waits, "held_bytes": read_process_memory().anonymous_bytes}
+        return {**facts, "is_copied": self._waits}
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection:
@@ -130,6 +129,7 @@ class TrialChild(Handler):
                 failure = error
         fields = {"seconds": time.perf_counter() - began, "host_bytes": run.host_bytes}
         trial = meter.record(request.parts, request.limit_bytes, **fields)
+        self.is_spoilt = failure is not None
         if failure is None:
             return trial
         doing = f"{request.doing}, {run.phase}"

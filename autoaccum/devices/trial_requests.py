@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.requests import Reply, Request
@@ -42,6 +42,7 @@ class _WithSavers:
     """What is done with `savers` in place of the workload's, if they are given."""
 
     savers: tuple[str, ...] | None = None
+    copy: Literal["new", "kept"] | None = None
 
     def replaced(self, workload: Workload) -> Workload:
         """Return the workload with these savers in place of its own."""
@@ -81,7 +82,6 @@ class RunTrial(PartsRequest[Trial]):
     """Run a trial of `parts` under a limit on memory."""
 
     limit_bytes: int
-    in_copy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

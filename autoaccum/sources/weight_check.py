@@ -52,8 +52,8 @@ def check_weighting(workload: Workload, *, coupled: bool = False, built: nn.Modu
         batch = take_small_batch(workload, sum(sizes))
         if built is not None:
             with suppress(Exception):  # Another model will tell.
-                shares = copy_module(built, {id(parameter): parameter for parameter in built.parameters()})
-                if _compare_losses(workload, batch, sizes, shares).agrees_plainly():
+                model = copy_module(built, {id(parameter): parameter for parameter in built.parameters()})
+                if _compare_losses(workload, batch, sizes, model).agrees_plainly():
                     return []
         comparison = _compare_losses(workload, batch, sizes, copy_workload_model(workload)[0])
         found = explain_mismatch(comparison, coupled=coupled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Handler, Request
@@ -16,7 +16,7 @@ class Lines(Request[dict[str, Any]]):
     """Run lines of Python; the reply is what they put into `answer`."""
 
     lines: str
-    in_copy: bool = False
+    copy: Literal["new", "kept"] | None = None
     doing = "a job"
 
 
@@ -31,6 +31,6 @@ class LineChild(ChildProcess):
     def __init__(self, on_output: Callable[[str], None] | None = None) -> None:
         super().__init__("line_child:LineHandler", on_output=on_output, measured=False)
 
-    def do(self, lines: str, seconds: float = 20, *, in_copy: bool = False) -> dict[str, Any]:
+    def do(self, lines: str, seconds: float = 20, *, copy: Literal["new", "kept"] | None = None) -> dict[str, Any]:
         lines = f"import os, signal, subprocess, sys, time\n{textwrap.dedent(lines)}"
-        return self.call(Lines(lines, in_copy), seconds)
+        return self.call(Lines(lines, copy), seconds)

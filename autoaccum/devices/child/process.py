@@ -78,7 +78,6 @@ class ChildProcess:
     Attributes:
         owner: What runs out of memory if it does, in messages.
         calls: The number of jobs so far.
-        posted: The request whose reply has not been received; None: all have.
 
     Args:
         handler: The class that handles its requests, as `package.module:Name` (`requests.Handler`).
@@ -111,7 +110,6 @@ class ChildProcess:
         self._on_output = on_output
         self._printed = b""
         self._ended = False
-        self.posted: Request[Any] | None = None
         self.owner, self.calls, self._grace_seconds = owner, 0, grace_seconds
         self._connection, theirs = Pipe()
         try:
@@ -150,26 +148,23 @@ class ChildProcess:
         return not self._ended
 
     def call(self, request: Request[Reply], limit_seconds: float) -> Reply:
-        """Send a request, unless it is `posted`, and wait for its reply; the limit begins when the child has started.
+        """Send a request and wait for its reply; the limit begins when the child has started.
 
         Raises:
             JobFailed: The job failed, and the child can run another.
             ChildDied: It died or took too long, and was ended.
         """
-        if request is not self.posted:
-            self._wait_for_start()
-            self.post(request)
+        self.post(request)
         return self.receive(request, limit_seconds)
 
     def post(self, request: Request[Any]) -> None:
         """Send a request, whose reply is to be received later, so that several children can work at once."""
-        self.calls, self.posted = self.calls + 1, request
+        self.calls += 1
         self._send(request)
 
     def receive(self, request: Request[Reply], limit_seconds: float) -> Reply:
         """Wait for the reply to the request that was posted last; raises as `call`."""
         self._wait_for_start()
-        self.posted = None
         return self._wait_for_reply(request, limit_seconds)
 
     def run(self, request: Request[Reply], limit_seconds: float) -> Reply:

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import util
+from multiprocessing import Pipe, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from autoaccum.devices.child.failures import Failure, JobFailed, describe_failure
 from autoaccum.devices.child.import_paths import ImportPaths
@@ -30,7 +30,7 @@ from autoaccum.serialization import read_record
 Reply = TypeVar("Reply")
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
-_HAS_REPLIED = 101  # The exit status of a copy that has.
+_STAYS, _ENDS = b"stays", b"ends"
 
 
 class Request(Generic[Reply]):
@@ -38,10 +38,12 @@ class Request(Generic[Reply]):
 
     Attributes:
         may_be_refused: Whether a UsageError that ends it is raised as one; it is the workload's fault otherwise.
-        in_copy: Whether a copy of the process runs it, which has to allow that (`can_be_copied`), and stays as it is.
+        copy: A copy of the process runs it, a `new` one or the one that is `kept` for such, and the process stays as it
+            is, which has to be one that `can_be_copied`; None: the process itself runs it.
     """
 
-    may_be_refused = in_copy = False
+    may_be_refused = False
+    copy: Literal["new", "kept"] | None = None
 
     @property
     def doing(self) -> str:
@@ -109,8 +111,10 @@ class Handler:
     Attributes:
         paths: Where the modules of a child are; None: it is none.
         connection: The connection to the parent, for a job that is a conversation; its last reply is made by `serve`.
+        is_spoilt: Whether no other job is to run in a copy that is kept.
     """
 
+    is_spoilt = False
     paths: ImportPaths | None = None
     connection: ParentConnection
 
@@ -146,29 +150,60 @@ class ParentConnection:
         os.set_inheritable(descriptor, False)
         self._pid = os.getpid()
         self._connection: Connection[Any, Any] = Connection(descriptor)
+        self._original: Connection[Any, Any] | None = None
+        self._kept: tuple[int, Connection[Any, Any]] | None = None
 
     def read(self) -> Request[Any] | None:
         """Wait for the next request; return None if the parent has closed its end."""
         try:
-            message = self._connection.recv_bytes()
+            message = (self._original or self._connection).recv_bytes()
         except (EOFError, ConnectionError):
             return None
         return read_request(message)
 
-    def copy_process(self) -> bool:
-        """Return True in a copy of this process; in this one False if the copy replied, or it dies as that did."""
-        parent, copy = os.getpid(), os.fork()
-        if copy == 0:
-            _end_with(parent)
-            self._pid = os.getpid()
-            return True
-        code = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
-        if code < 0:
+    def passes_on(self, request: Request[Any]) -> bool:
+        """Have a copy of this process reply, and return True, or die as that dies; False in a copy that is to reply."""
+        if request.copy is None or self._original is not None:
+            return False
+        kept, said = self._kept if request.copy == "kept" else None, b""
+        if kept is None:
+            parent, (ours, theirs) = os.getpid(), Pipe()
+            if not (copy := os.fork()):
+                ours.close()
+                _end_with(parent)
+                self._pid, self._original, self._kept = os.getpid(), theirs, None
+                return False
+            theirs.close()
+        else:
+            copy, ours = kept
+        with suppress(EOFError, ConnectionError):
+            if kept is not None:
+                ours.send_bytes(request.to_json())
+            said = ours.recv_bytes()
+        if request.copy == "kept":
+            self._kept = (copy, ours) if said == _STAYS else None
+        code = 0 if said == _STAYS else os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+        if not said:
             faulthandler.disable()  # The copy's has told.
-            os.kill(parent, -code)
-        if code != _HAS_REPLIED:
+            os.kill(os.getpid(), max(-code, 0))
             os._exit(code)
-        return False
+        return True
+
+    def end_copy(self, *, stays: bool) -> None:
+        """Tell the process that this is a copy of, if it is one, that it has replied; end it, unless it `stays`."""
+        if self._original is not None:
+            self._original.send_bytes(_STAYS if stays else _ENDS)
+            if not stays:
+                self.close()
+
+    def close(self) -> None:
+        """End the copy that is kept, or this process, if it is one: functions for an exit are the original's."""
+        if self._kept is not None:
+            self._kept[1].close()
+            os.waitpid(self._kept[0], 0)
+        if self._original is not None:
+            util._exit_function()  # type: ignore[attr-defined]
+            os._exit(0)
 
     @property
     def parent_has_gone(self) -> bool:
@@ -196,7 +231,7 @@ def serve(connection: ParentConnection) -> None:
     connection.reply(None)
     handler: Handler | None = None
     while (request := connection.read()) is not None:
-        if request.in_copy and not connection.copy_process():
+        if connection.passes_on(request):
             continue
         try:
             if handler is None:
@@ -207,8 +242,8 @@ def serve(connection: ParentConnection) -> None:
             is_usage = request.may_be_refused and isinstance(error, UsageError)
             reply = replace(describe_failure(error, request.doing), is_usage=is_usage)
         connection.reply(reply)
-        if request.in_copy:
-            os._exit(_HAS_REPLIED)
+        connection.end_copy(stays=request.copy == "kept" and handler is not None and not handler.is_spoilt)
+    connection.close()
 
 
 def can_be_copied() -> bool:
@@ -216,8 +251,7 @@ def can_be_copied() -> bool:
 
     A copy has no other threads: it would wait for them forever, such as for OpenMP's (GNU's libgomp).
     """
-    copy = os.fork()
-    if copy == 0:
+    if not (copy := os.fork()):
         os._exit(0)
     os.waitpid(copy, 0)
     return len(list(Path("/proc/self/task").iterdir())) == 1

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import environment, is_running
@@ -75,7 +76,7 @@ def test_without_a_listener_the_child_prints_to_stderr() -> None:
 @pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_child() -> None:
     job = "print(os.getpid(), flush=True); time.sleep(60)"
-    script = f"from line_child import LineChild as C; c = C(print); print(c.pid); c.do({job!r}, in_copy=True)"
+    script = f"from line_child import LineChild as C; c = C(print); print(c.pid); c.do({job!r}, copy='new')"
     words = [sys.executable, "-u", "-c", script]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=VARIABLES) as parent:
         assert parent.stdout is not None
@@ -90,10 +91,17 @@ def test_a_parent_that_is_killed_leaves_no_child() -> None:
 def test_a_copy_answers_and_leaves_the_process_as_it_is(start: Start) -> None:
     child = start()
     for _ in range(2):
-        answer = child.do("answer.update(seen=hasattr(sys, 'seen'), parent=os.getppid()); sys.seen = 1", in_copy=True)
+        answer = child.do("answer.update(seen=hasattr(sys, 'seen'), parent=os.getppid()); sys.seen = 1", copy="new")
         assert answer == {"seen": False, "parent": child.pid}
+    lines = "answer.update(pid=os.getpid(), seen=hasattr(sys, 'kept')); sys.kept = 1"
+    kept = [child.do(lines, copy="kept") for _ in range(2)]
+    assert [answer["seen"] for answer in kept] == [False, True]
+    assert kept[0]["pid"] == kept[1]["pid"] != child.pid
+    assert not child.do(lines, copy="new")["seen"]
+    assert not child.do(lines)["seen"]
     child.close()
     assert not child.alive
+    assert wait_until_gone(kept[0]["pid"])
 
 
 def test_only_a_process_without_threads_can_be_copied(start: Start) -> None:
@@ -108,7 +116,7 @@ def test_only_a_process_without_threads_can_be_copied(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_copy", [False, True])
+@pytest.mark.parametrize("copy", [None, "new", "kept"])
 @pytest.mark.parametrize(
     ("lines", "number", "text"),
     [
@@ -119,10 +127,10 @@ def test_only_a_process_without_threads_can_be_copied(start: Start) -> None:
         ("subprocess.Popen(['sleep', '60'], close_fds=False); os._exit(9)", None, "left with exit status 9"),
     ],
 )
-def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str, in_copy: bool) -> None:
+def test_notices_every_way_of_dying(start: Start, lines: str, number: int | None, text: str, copy: Any) -> None:
     child = start()
     with pytest.raises(ChildDied, match=f"^a job: its process {text}$") as death:
-        child.do(lines, in_copy=in_copy)
+        child.do(lines, copy=copy)
     assert (death.value.signal, death.value.timed_out) == (number, False)
     assert (death.value.failure.outcome, death.value.failure.fault) == ("error", "measurement")
     assert not child.alive
@@ -161,15 +169,19 @@ def test_grandchildren_are_ended_too(start: Start) -> None:
     assert wait_until_gone(grandchild)
 
 
-def test_semaphores_of_a_workload_are_gone_with_its_child(start: Start) -> None:
+@pytest.mark.parametrize("copy", [None, "kept"])
+def test_semaphores_of_a_workload_are_gone_with_its_child(start: Start, copy: Any) -> None:
     """Its group is killed right after it, and the process that would remove them with it."""
     child = start()
-    name = child.do("""
+    name = child.do(
+        """
         import builtins
         from multiprocessing import get_context
         builtins.lock = get_context("spawn").Lock()  # As of a pool of processes; it lives as long as the child.
         answer["name"] = builtins.lock._semlock.name
-    """)["name"]
+    """,
+        copy=copy,
+    )["name"]
     semaphore = Path(f"/dev/shm/sem.{name[1:]}")
     assert semaphore.exists()
     child.close()
