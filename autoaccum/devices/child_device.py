@@ -42,8 +42,7 @@ class ChildDevice(Device):
         self._child: ChildProcess | None = None
         self._standby: ChildProcess | None = None
         self._facts: Mapping[str, Any] = {"is_copied": False}
-        self._keeps_copy = False
-        """Whether jobs have run in a copy of the child that is kept for others."""
+        self._keeps_copy = False  # Whether a copy of the child is kept, in which jobs have run.
         self._limit_bytes: int | None = None
         self._multiple_of: int | None = None
         self._needs_whole_batch = False

@@ -247,14 +247,15 @@ def serve(connection: ParentConnection) -> None:
 
 
 def can_be_copied() -> bool:
-    """Return whether this thread is the only one, but for those that end before a fork, as those of OpenBLAS do.
+    """Return whether a copy would miss no thread: it might wait for one forever, as for OpenMP's (GNU's libgomp).
 
-    A copy has no other threads: it would wait for them forever, such as for OpenMP's (GNU's libgomp).
+    Those of OpenBLAS end before a fork, and jemalloc, which pyarrow has, does without its own after one.
     """
     if not (copy := os.fork()):
         os._exit(0)
     os.waitpid(copy, 0)
-    return len(list(Path("/proc/self/task").iterdir())) == 1
+    threads = (thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir())
+    return sum(name != "jemalloc_bg_thd" for name in threads) == 1
 
 
 def _end_with(parent: int) -> None:
