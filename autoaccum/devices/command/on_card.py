@@ -25,6 +25,7 @@ from autoaccum.simulation.torch_patches import patch
 from autoaccum.simulation.trace_records import Phase
 from autoaccum.simulation.tracing import script_ranks
 from autoaccum.simulation.tracing.cost_counter import CostCounter
+from autoaccum.simulation.tracing.deferred_compiler import defer_compiler
 from autoaccum.simulation.tracing.labelling import BlockLabeller
 from autoaccum.simulation.tracing.placeholders import answer_reads
 from autoaccum.simulation.tracing.placement import follow_parameters
@@ -153,6 +154,7 @@ class CardWatch:
         assert settings.card is not None
         self._settings, self._in_use = settings, CardInUse(settings.card, settings.others)
         self._stack, self._phases = ExitStack(), ScriptPhases()
+        defer_compiler()
         self._mode = self._stack.enter_context(simulate(self._in_use, torch_version=settings.torch_version))
         self._mode.values.computed = settings.values == "cpu"
         self._phases.track(self._stack)
