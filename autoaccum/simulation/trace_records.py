@@ -50,6 +50,8 @@ class Workspace(NamedTuple):
 
 EMPTY_CACHE: Final = -1
 """The size of a block that stands for a call of `torch.cuda.empty_cache`, and is freed at once."""
+EMPTY_CACHE_ONCE: Final = -2
+"""The same, of a call that is not repeated if its update is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,14 @@ class Kept:
     output: int | None = None
 
 
-MemoryStep = Workspace | OutputAllocated | Freed | Kept
+@dataclass(frozen=True)
+class Emptied:
+    """The operator releases what is free in the allocator, at its first call of this `kind` alone."""
+
+    kind: Workspace
+
+
+MemoryStep = Workspace | OutputAllocated | Freed | Kept | Emptied
 Role = Literal["plain", "recomputed", "summed", "workspace"]
 """How a block was allocated. `recomputed`: by a forward pass within backward, as in checkpointing. `summed`: as
 autograd accumulates a gradient into its parameter. `workspace`: by a kernel or a library, besides tensors."""

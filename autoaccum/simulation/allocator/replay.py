@@ -21,7 +21,7 @@ from autoaccum.simulation.allocator.caching_allocator import (
 from autoaccum.simulation.cards import Card
 from autoaccum.simulation.operators.workspace_sizes import Estimate, estimate
 from autoaccum.simulation.releases import Release, holds
-from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace, Workspace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, EMPTY_CACHE_ONCE, Phase, Trace, Workspace
 
 _MAX_REPEATS = 8
 """The updates after which an allocator has settled, or never does: few of those observed took longer."""
@@ -59,7 +59,8 @@ class SizedTrace:
 
     Attributes:
         trace: The trace, whose own sizes do not count.
-        sizes: The bytes of each block, or `EMPTY_CACHE`. As in PyTorch, blocks of 0 bytes are never allocated.
+        sizes: The bytes of each block, or `EMPTY_CACHE` or `EMPTY_CACHE_ONCE`. As in PyTorch, blocks of 0 bytes are
+            never allocated.
         uncertainty_bytes: How far off the sum of the blocks alive may be, at most at any time.
         guessed: The rules of the blocks that count in the band.
         optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
@@ -212,6 +213,7 @@ class EventReplay:
     def __init__(self, allocator: CachingAllocator, sized: SizedTrace) -> None:
         self._allocator, self._sized = allocator, sized
         self._blocks: dict[int, Block] = {}
+        self._emptied: set[int] = set()
         self._sizes = sized.sizes
 
     def run(self, events: Sequence[int]) -> tuple[int, int] | None:
@@ -229,7 +231,8 @@ class EventReplay:
                             free(block)
                     elif (size := sizes[event]) > 0:
                         blocks[event] = malloc(size, streams[event])
-                    elif size == EMPTY_CACHE:
+                    elif size == EMPTY_CACHE or (size == EMPTY_CACHE_ONCE and event not in self._emptied):
+                        self._emptied.add(event)
                         self._allocator.release_cached_blocks()
                 return None
             except CudaOutOfMemoryError as error:

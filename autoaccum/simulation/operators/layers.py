@@ -29,7 +29,7 @@ from autoaccum.simulation.operators.operator_call import (
 )
 from autoaccum.simulation.operators.reductions import reduction_workspaces
 from autoaccum.simulation.releases import holds
-from autoaccum.simulation.trace_records import Freed, Kept, MemoryStep, OutputAllocated, Workspace
+from autoaccum.simulation.trace_records import Emptied, Freed, Kept, MemoryStep, OutputAllocated, Workspace
 
 _cudnn: Any = torch.backends.cudnn
 MIN_EPS = 0.0
@@ -37,6 +37,8 @@ MIN_EPS = 0.0
 _CUDNN, _NATIVE = 1, 0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+_BATCH = 6
+"""The index of the batch size among the numbers of a convolution."""
 
 
 _PRODUCTS = ("mm", "bmm", "addmm_", "baddbmm_", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm")
@@ -125,7 +127,7 @@ def _convolution_gradient(call: OperatorCall) -> list[MemoryStep]:
         if mask[index]:
             copied = layout_copies(operand, memory_format=layout)
             taken = _workspace(call, part, source, layout)
-            steps += [*copied, OutputAllocated(index), *taken, Freed(len(copied) + len(taken))]
+            steps += [*copied, OutputAllocated(index), *taken, Freed(len(copied) + bool(taken))]
     steps.append(Freed(len(copies)))
     if mask[2]:
         dims = (0, *range(2, grad.dim()))
@@ -134,8 +136,13 @@ def _convolution_gradient(call: OperatorCall) -> list[MemoryStep]:
     return steps
 
 
-def _workspace(call: OperatorCall, kind: int, source: Tensor, layout: torch.memory_format) -> list[Workspace]:
-    """Return the workspace for a convolution of `source`, or one of its gradients."""
+def _workspace(call: OperatorCall, kind: int, source: Tensor, layout: torch.memory_format) -> list[MemoryStep]:
+    """Return the workspace for a convolution of `source`, or one of its gradients.
+
+    `benchmark=True` times plans at the first of its kind, and then empties the cache (`run_single_conv` in
+    ATen/native/cudnn/Conv_v8.cpp; before it, `findAlgorithms` in Conv_v7.cpp). In PyTorch, each batch size is of a kind
+    of its own. Here one stands for all, so that traces of two sizes are alike.
+    """
     tensor, weight = call["input"], call["weight"]
     channels_last = layout != torch.contiguous_format
     # PyTorch's own kernel, or one of cuDNN's for fp16 that takes nothing (`use_cudnn_depthwise` in Convolution.cpp).
@@ -152,7 +159,11 @@ def _workspace(call: OperatorCall, kind: int, source: Tensor, layout: torch.memo
         for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     ]
     data_type = DATA_TYPES.get(str(weight.dtype), -1)
-    return [Workspace("convolution", (kind, data_type, *map(int, flags), *chain(*shapes, *windows)))]
+    taken = Workspace("convolution", (kind, data_type, *map(int, flags), *chain(*shapes, *windows)))
+    if not torch.backends.cudnn.benchmark:
+        return [taken]
+    of_any_batch = (*taken.numbers[:_BATCH], 0, *taken.numbers[_BATCH + 1 :])
+    return [Emptied(Workspace("convolution", of_any_batch)), taken]
 
 
 def is_cudnn_batch_norm(

@@ -101,8 +101,9 @@ def convolution(on: Target, *numbers: int) -> Estimate:
     """The workspace of a convolution, or of one of its gradients: the numbers of a `Convolution`, and `benchmark`.
 
     It is that of the plan that cuDNN prefers, if it is here to be asked; the card may split sums into more parts, of a
-    tile for each multiprocessor. `benchmark=True` takes the fastest of several plans. If there is no memory for a
-    plan's workspace, the next plan is taken and kept (`try_configs` in Conv_v8.cpp catches the allocator's error).
+    tile for each multiprocessor. `benchmark=True` takes the fastest of several plans, probably the one with the
+    smallest workspace, since copies take time (so 18 runs on an H100). If there is no memory for a plan's workspace,
+    the next plan is taken and kept (`try_configs` in Conv_v8.cpp catches the allocator's error).
     """
     kind, data_type, channels_last, tf32, deterministic, benchmark, *geometry = numbers
     asked = Convolution(kind, data_type, channels_last, tf32, deterministic, tuple(geometry))
@@ -110,10 +111,11 @@ def convolution(on: Target, *numbers: int) -> Estimate:
     if asked.is_product:  # In cuBLASLt: nothing is copied, and sums may be split (H100, cuDNN 9.19: up to 8.3 MiB).
         size, band = _PRODUCT_BYTES if kind == WEIGHT_GRADIENT else 0, _PRODUCT_BYTES + (1 << 20)
     elif plans := plan_workspaces(on.card.capability, asked, _BENCHMARK_LIMIT if benchmark else 1):
+        size = min(plans) if benchmark else plans[0]
         is_depthwise_sum = kind == WEIGHT_GRADIENT and data_type in HALVES and asked.tensors[0][1] == 1
-        goes_on = is_depthwise_sum and not benchmark and plans[0] > sum(bytes_of)
-        size = 0 if goes_on else plans[0]  # Then an H100 took a plan that needs 2 MiB at most, in fp16 and in bf16.
-        band = _TILE_BYTES * on.card.multiprocessors + max(abs(other - plans[0]) for other in plans)
+        if is_depthwise_sum and not benchmark and size > sum(bytes_of):
+            size = 0  # Then an H100 took a plan that needs 2 MiB at most, in fp16 and in bf16.
+        band = _TILE_BYTES * on.card.multiprocessors + max(abs(other - size) for other in plans)
     else:
         size = _copied_bytes(on.card, asked, bytes_of)
         band = max(size, min(sum(bytes_of), _CONVOLUTION_LEAST_BAND)) * (4 if benchmark else 1)

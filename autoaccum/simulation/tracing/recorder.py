@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.simulation.trace_records import EMPTY_CACHE, Freed, MemoryStep, OutputAllocated, Phase, Trace, Workspace
+from autoaccum.simulation.trace_records import (
+    EMPTY_CACHE,
+    EMPTY_CACHE_ONCE,
+    Emptied,
+    Freed,
+    MemoryStep,
+    OutputAllocated,
+    Phase,
+    Trace,
+    Workspace,
+)
 from autoaccum.simulation.unsupported import UnsupportedError
 
 
@@ -31,6 +41,9 @@ def manual_garbage_collection() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         (gc.enable if was_enabled else gc.disable)()
+
+
+_EMPTIES, _EMPTIES_ONCE = (Workspace("empty_cache", (size,)) for size in (EMPTY_CACHE, EMPTY_CACHE_ONCE))
 
 
 class Watcher:
@@ -106,6 +119,10 @@ class Recorder:
                 self.record_outputs(out if step.index is None else out[step.index])
             elif isinstance(step, Freed):
                 self._free_latest(blocks, step.count)
+            elif isinstance(step, Emptied):
+                if step.kind not in self._resident:
+                    self._resident.add(step.kind)
+                    self.events.append(~self._allocate(_EMPTIES_ONCE, is_workspace=True))
             elif step.output is None:
                 if step.workspace not in self._resident:
                     self._resident.add(step.workspace)
@@ -122,7 +139,7 @@ class Recorder:
     def record_empty_cache(self, *_: Any, **__: Any) -> None:
         """Record that the allocator releases the segments that are free."""
         self.op = None
-        self.record_steps([Workspace("empty_cache", (EMPTY_CACHE,))])
+        self.record_steps([_EMPTIES])
 
     def block_of(self, tensor: Tensor) -> int | None:
         """Return the number of the block that holds `tensor`; None if none was recorded."""

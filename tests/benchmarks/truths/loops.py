@@ -23,7 +23,7 @@ from autoaccum.simulation.allocator.replay import EventReplay, Replayer, SizedTr
 from autoaccum.simulation.cards import Card, ContextMemory, context_memory
 from autoaccum.simulation.releases import Release
 from autoaccum.simulation.torch_patches import torch_release
-from autoaccum.simulation.trace_records import EMPTY_CACHE, Phase, Trace
+from autoaccum.simulation.trace_records import Phase, Trace
 from autoaccum.simulation.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.simulation.tracing.recorder import Recorder, manual_garbage_collection
 from autoaccum.simulation.tracing.simulation import simulate
@@ -169,7 +169,7 @@ def phase_peaks(sized: SizedTrace, replayer: Replayer, capacity_bytes: int) -> M
                 allocator.free(block)
         elif sized.sizes[event] > 0:
             blocks[event] = allocator.malloc(sized.sizes[event])
-        elif sized.sizes[event] == EMPTY_CACHE:
+        elif sized.sizes[event] < 0:  # `EMPTY_CACHE`, or once.
             allocator.release_cached_blocks()
         if phase == "load":
             peaks[phase] = allocator.allocated_bytes

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.simulated_device import predict_trial
 from autoaccum.simulation.allocator.caching_allocator import AllocatorSettings
 from autoaccum.simulation.allocator.replay import Replayer, SizedTrace
 from autoaccum.simulation.cards import find_card
-from autoaccum.simulation.trace_records import EMPTY_CACHE, Trace, Workspace
+from autoaccum.simulation.trace_records import EMPTY_CACHE, EMPTY_CACHE_ONCE, Trace, Workspace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -181,6 +181,14 @@ def test_the_release_decides_among_equal_free_blocks(release: tuple[int, int], t
     replayer = Replayer(find_card("rtx3090"), AllocatorSettings(), release)
     left = replayer.with_sizes(trace).reserved_over_time(replayer.settings)[len(events) - 1]
     assert left == {"lower": 52 + 40, "older": 52}[taken_from] * MIB
+
+
+@pytest.mark.parametrize(("size", "left"), [(EMPTY_CACHE, 0), (EMPTY_CACHE_ONCE, 30)])
+def test_what_an_update_empties_once_is_not_emptied_when_it_is_repeated(size: int, left: int) -> None:
+    sizes, events = (30 * MIB, Workspace("empty_cache", (size,))), (0, ~0, 1, ~1)
+    trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
+    sized = Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13)).with_sizes(trace)
+    assert sized.reserved_over_time()[-1] == left * MIB
 
 
 def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:

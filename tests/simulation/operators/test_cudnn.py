@@ -22,7 +22,7 @@ from autoaccum.simulation.operators.cudnn import (
     plan_workspaces,
 )
 from autoaccum.simulation.operators.workspace_sizes import Estimate, estimate
-from autoaccum.simulation.trace_records import Workspace
+from autoaccum.simulation.trace_records import EMPTY_CACHE_ONCE, Workspace
 from autoaccum.simulation.tracing.recorder import Recorder
 from autoaccum.simulation.tracing.simulation import simulate
 from tests.gpu.convolutions import convolution_of, read_rows
@@ -151,11 +151,25 @@ def test_guesses_cover_most_of_what_a_card_took(monkeypatch: pytest.MonkeyPatch)
     assert len(outside(ROWS)) < len(ROWS) / 10
 
 
-def test_benchmarking_may_choose_any_of_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace_sizes, "plan_workspaces", lambda _, __, count: (100, 0, 5000)[:count])
+def test_benchmarking_takes_the_smallest_of_several_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace_sizes, "plan_workspaces", lambda _, __, count: (100, 10, 5000)[:count])
     usual, timed = (estimated(asked(FORWARD, PLAIN), benchmark) for benchmark in (0, 1))
-    assert timed.uncertainty_bytes - usual.uncertainty_bytes == 4900
-    assert (usual.bytes, usual.optional) == (100, True)
+    assert (usual.bytes, timed.bytes, usual.optional) == (100, 10, True)
+    assert timed.uncertainty_bytes - usual.uncertainty_bytes == 4990
+
+
+def test_benchmarking_empties_the_cache_at_the_first_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    recorder = Recorder()
+    with simulate(find_card("rtx3090"), recorder):
+        layers = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)]).to("cuda")
+        recorder.begin(lambda: "forward")
+        for batch, size in ((2, 5), (2, 7), (3, 7)):
+            layers(torch.randn(batch, 8, size, size, device="cuda", requires_grad=True)).sum().backward()
+    trace = recorder.trace((2,))
+    empties = [block for block, size in enumerate(trace.sizes) if size == Workspace("empty_cache", (EMPTY_CACHE_ONCE,))]
+    assert len(empties) == 2 * 3, "forward, and the gradients of input and weight, for images of two sizes"
+    assert all(trace.events[trace.events.index(block) + 1] == ~block for block in empties)
 
 
 @pytest.mark.parametrize("content", [b"", Path(_ctypes.__file__).read_bytes()])
