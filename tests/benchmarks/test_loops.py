@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from truths.loops import Loop, predict_loop, trace_runs, with_parameters
-from truths.models import check_timm
+from truths.models import build_timm
 from truths.scores import NotBuilt
 
 from autoaccum.simulation.allocator.caching_allocator import LARGE_SEGMENT_BYTES
@@ -84,6 +86,7 @@ def test_the_second_run_of_a_process_starts_with_what_the_first_left() -> None:
     assert after.min_budget_bytes - alone.min_budget_bytes == MOMENT - LARGE_SEGMENT_BYTES
 
 
-def test_a_model_that_was_another_one_is_not_rebuilt() -> None:
-    with pytest.raises(NotBuilt, match="in-place"):
-        check_timm("tresnet_xl_448")
+def test_models_of_another_timm_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(__version__="1.0.31"))
+    with pytest.raises(NotBuilt, match=r"with timm 0\.6\.7, not 1\.0\.31"):
+        build_timm("resnet50")

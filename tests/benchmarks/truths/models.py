@@ -16,46 +16,31 @@ from truths.language_models import build_language_model, loss_of_tokens, make_to
 from truths.scores import NotBuilt
 
 _CLASSES, _FEW_CLASSES = 1000, 10
-_WITHDRAWN: Final = re.compile(r"Invalid pretrained tag \(\S+\) for (?P<model>\w+)")
-"""timm's message for an old name whose weights, but not the architecture, were removed."""
+_TIMM: Final = "0.6.7"
 _XMEM_SIDE: Final = 86
 _MISSING: Final = re.compile(r"operator (torchvision::\w+) does not exist")
 _LIKE_NMS: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
-_IN_PLACE: Final = re.compile(r"tresnet_(m|l|xl)")
-"""Until huggingface/pytorch-image-models#1785, norms and activations kept one tensor for both; now they keep two."""
 
 Subject = tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[[nn.Module, Any], tuple[Tensor, Any]]]
 """Builds a model; makes a batch of so many samples; its loss, and what else the loop names."""
 
 
-def check_timm(model: str) -> None:
-    """See whether the installed timm has `model` as it was measured, by this name or one it was known by.
+def build_timm(model: str) -> nn.Module:
+    """`model` by the timm that was measured; its attention is written out.
+
+    The measured runs are of July 2022, with the code of timm 0.6.6 (huggingface/pytorch-image-models@5e7d47c) and of
+    the commit before 0.6.7 (c865028). PyPI has no 0.6.6.
 
     Raises:
-        NotBuilt: It has not.
+        NotBuilt: Another timm is installed, whose models are others, or it has no such model.
     """
-    if _IN_PLACE.match(model):
-        raise NotBuilt("it was measured with in-place activated batch norms, which the library has given up")
     import timm
 
+    if timm.__version__ != _TIMM:
+        raise NotBuilt(f"these models were measured with timm {_TIMM}, not {timm.__version__}")
     if not timm.is_model(model):
         raise NotBuilt("the installed library has no such model")
-
-
-def build_timm(model: str) -> nn.Module:
-    """`model` with 1000 classes and attention written out."""
-    import timm
-    from timm.layers import set_fused_attn
-
-    set_fused_attn(enable=False)
-    try:
-        built: nn.Module = timm.create_model(model, num_classes=_CLASSES)
-    except RuntimeError as error:
-        withdrawn = _WITHDRAWN.search(str(error))
-        if withdrawn is None:
-            raise
-        built = timm.create_model(withdrawn["model"], num_classes=_CLASSES)
+    built: nn.Module = timm.create_model(model, drop_rate=0.0)
     return built
 
 

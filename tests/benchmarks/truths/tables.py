@@ -121,7 +121,6 @@ class Table:
 
 
 def _predict_timm(case: Case, batch: int) -> Predicted:
-    models.check_timm(case.model)
     loop = Loop(
         model=partial(models.build_timm, case.model),
         batch=partial(models.images, batch, int(case.row["img_size"])),
