@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe, util
+from multiprocessing import Pipe, process, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -31,6 +31,8 @@ Reply = TypeVar("Reply")
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
 _STAYS, _ENDS = b"stays", b"ends"
+_POLL_SECONDS = 0.05
+_LEAVE_SECONDS = 5
 
 
 class Request(Generic[Reply]):
@@ -172,6 +174,8 @@ class ParentConnection:
                 ours.close()
                 _end_with(parent)
                 self._pid, self._original, self._kept = os.getpid(), theirs, None
+                process._children.clear()  # type: ignore[attr-defined]  # As in multiprocessing's own forks.
+                util._run_after_forkers()  # type: ignore[attr-defined]
                 return False
             theirs.close()
         else:
@@ -179,6 +183,9 @@ class ParentConnection:
         with suppress(EOFError, ConnectionError):
             if kept is not None:
                 ours.send_bytes(request.to_json())
+            while not ours.poll(_POLL_SECONDS):  # A process that it has forked keeps its end open when it dies.
+                if os.waitid(os.P_PID, copy, os.WEXITED | os.WNOHANG | os.WNOWAIT) and not ours.poll():
+                    raise EOFError
             said = ours.recv_bytes()
         if request.copy == "kept":
             self._kept = (copy, ours) if said == _STAYS else None
@@ -202,6 +209,8 @@ class ParentConnection:
             self._kept[1].close()
             os.waitpid(self._kept[0], 0)
         if self._original is not None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_LEAVE_SECONDS)  # What it has started may not end.
             util._exit_function()  # type: ignore[attr-defined]
             os._exit(0)
 
@@ -249,8 +258,11 @@ def serve(connection: ParentConnection) -> None:
 def can_be_copied() -> bool:
     """Return whether a copy would miss no thread: it might wait for one forever, as for OpenMP's (GNU's libgomp).
 
-    Those of OpenBLAS end before a fork, and jemalloc, which pyarrow has, does without its own after one.
+    Those of OpenBLAS end before a fork, and jemalloc, which pyarrow has, does without its own after one. A workload
+    that ignores or handles the end of its children takes their exit statuses from here.
     """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+        return False
     if not (copy := os.fork()):
         os._exit(0)
     os.waitpid(copy, 0)

@@ -20,6 +20,7 @@ from autoaccum.devices.child.process import PACKAGE_ROOT, child_environment
 from autoaccum.errors import UsageError
 
 Start = Callable[..., LineChild]
+_STARTS_ANOTHER = "import multiprocessing as m; m.get_context('fork').Process(target=time.sleep, args=(60,)).start()"
 VARIABLES = environment(PYTHONPATH=f"{PACKAGE_ROOT}:{PACKAGE_ROOT / 'tests/shared'}")
 
 
@@ -102,6 +103,35 @@ def test_a_copy_answers_and_leaves_the_process_as_it_is(start: Start) -> None:
     child.close()
     assert not child.alive
     assert wait_until_gone(kept[0]["pid"])
+
+
+@pytest.mark.parametrize("copy", ["new", "kept"])
+def test_a_copy_that_dies_or_leaves_waits_for_no_process_that_it_has_started(start: Start, copy: Any) -> None:
+    child, began = start(), time.monotonic()
+    child.do(_STARTS_ANOTHER, copy="new")
+    assert child.do("answer['next'] = True", copy=copy) == {"next": True}
+    with pytest.raises(ChildDied, match="left with exit status 9"):
+        child.do("os._exit(9) if os.fork() else time.sleep(60)", copy=copy)
+    assert time.monotonic() - began < 30
+
+
+def test_a_copy_leaves_the_processes_of_the_original_to_it(start: Start) -> None:
+    lines: list[str] = []
+    child = start(lines.append)
+    child.do(_STARTS_ANOTHER)
+    for copy in ("new", "kept"):
+        child.do("import atexit; atexit.register(print, 'left')", copy=copy)
+    assert child.do("import multiprocessing as m; answer['running'] = len(m.active_children())") == {"running": 1}
+    assert lines == []
+
+
+def test_only_a_process_that_learns_how_its_children_end_can_be_copied(start: Start) -> None:
+    answer = start().do("""
+        from autoaccum.devices.child.requests import can_be_copied
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        answer["can_be_copied"] = can_be_copied()
+    """)
+    assert answer == {"can_be_copied": False}
 
 
 def test_only_a_process_without_threads_can_be_copied(start: Start) -> None:
