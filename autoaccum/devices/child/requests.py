@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -174,8 +175,7 @@ class ParentConnection:
                 ours.close()
                 _end_with(parent)
                 self._pid, self._original, self._kept = os.getpid(), theirs, None
-                process._children.clear()  # type: ignore[attr-defined]  # As in multiprocessing's own forks.
-                util._run_after_forkers()  # type: ignore[attr-defined]
+                _leave_exit_to_original()
                 return False
             theirs.close()
         else:
@@ -204,15 +204,15 @@ class ParentConnection:
                 self.close()
 
     def close(self) -> None:
-        """End the copy that is kept, or this process, if it is one: functions for an exit are the original's."""
+        """End the copy that is kept, or this process, if it is one."""
         if self._kept is not None:
             self._kept[1].close()
             os.waitpid(self._kept[0], 0)
         if self._original is not None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_LEAVE_SECONDS)  # What it has started may not end.
-            util._exit_function()  # type: ignore[attr-defined]
-            os._exit(0)
+            atexit._run_exitfuncs()
+            _leave()
 
     @property
     def parent_has_gone(self) -> bool:
@@ -268,6 +268,20 @@ def can_be_copied() -> bool:
     os.waitpid(copy, 0)
     threads = (thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir())
     return sum(name != "jemalloc_bg_thd" for name in threads) == 1
+
+
+def _leave_exit_to_original() -> None:
+    """Forget the processes and the functions for an exit that a copy has from its original, as multiprocessing does.
+
+    Otherwise it would remove temporary folders of the original, say (`weakref.finalize`).
+    """
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False
+    process._children.clear()  # type: ignore[attr-defined]
+    atexit._clear()
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+    util._run_after_forkers()  # type: ignore[attr-defined]
 
 
 def _end_with(parent: int) -> None:

@@ -39,7 +39,7 @@ def _leave(function: Any = None, *_: Any, **__: Any) -> Any:
 
 class _DeferredModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.load()
         return getattr(self, name)

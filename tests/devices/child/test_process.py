@@ -115,12 +115,16 @@ def test_a_copy_that_dies_or_leaves_waits_for_no_process_that_it_has_started(sta
     assert time.monotonic() - began < 30
 
 
-def test_a_copy_leaves_the_processes_of_the_original_to_it(start: Start) -> None:
+def test_a_copy_leaves_what_the_original_has_started_to_it_and_ends_its_own(start: Start) -> None:
     lines: list[str] = []
     child = start(lines.append)
-    child.do(_STARTS_ANOTHER)
-    for copy in ("new", "kept"):
-        child.do("import atexit; atexit.register(print, 'left')", copy=copy)
+    makes_folder = "import tempfile; sys.made = tempfile.TemporaryDirectory(); answer['folder'] = sys.made.name"
+    child.do(f"{_STARTS_ANOTHER}; import atexit; atexit.register(print, 'left')")
+    folder = child.do(makes_folder)["folder"]
+    made = child.do(makes_folder, copy="new")["folder"]
+    child.do("pass", copy="new")
+    assert Path(folder).exists()
+    assert not Path(made).exists()
     assert child.do("import multiprocessing as m; answer['running'] = len(m.active_children())") == {"running": 1}
     assert lines == []
 

@@ -29,6 +29,20 @@ print(hasattr(torch._dynamo, "nothing"), torch.compile(torch.neg, backend="eager
 """
 
 
+_STAR = """
+from autoaccum.simulation.tracing.deferred_compiler import defer_compiler
+
+defer_compiler()
+from torch._dynamo import *
+print(optimize.__module__)
+"""
+
+
+def test_all_names_of_the_deferred_compiler_can_be_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", _STAR], capture_output=True, text=True, check=False)
+    assert done.stdout == "torch._dynamo.eval_frame\n", done.stderr
+
+
 def test_a_simulated_step_leaves_the_compiler_out_until_something_asks_for_a_part_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", _SIMULATED], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["False False", "True", "True cuda:0", "False -1.0"], done.stderr
