@@ -3,7 +3,8 @@
 What the installed torch answers itself, such as the order of its attention kernels or an operator's decomposition, has
 no row. A release newer than all rows follows all rules. The rows up to 2.14 were checked by running each release's own
 code on a card without kernels (tests/shared/real_allocator): `_fused_sdp_choice`, and the requests to the allocator.
-From 2.9 to 2.11 no rule changed, but cuDNN did.
+What 2.14.1 predicted by the rules of 2.15 is what 2.15.0 predicts, but for plans of its newer cuDNN. From 2.9 to 2.11
+no rule changed, but cuDNN did.
 """
 
 from __future__ import annotations

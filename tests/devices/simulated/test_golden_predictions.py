@@ -19,7 +19,6 @@ from warm_children import WarmPython
 from autoaccum.units import MIB
 
 GOLDEN = Path(__file__).parent / "golden"
-"""The file of 2.15.0 was made by 2.14.1 with the rules of 2.15 (`simulation/releases.py`): no build is equal to it."""
 NEAR = 0.03
 """The share by which allocated bytes may differ from those of another release. Reserved bytes, in steps of 20 MiB, and
 what fits within a limit may differ by more."""
