@@ -25,6 +25,7 @@ _CUSTOM_KERNEL = (
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
 _DRIVER = re.compile(r"\d active drivers|libcuda\.so|Cannot get CUDA generator|CUDAGuardImpl")
 UNKNOWN_SIZE = "a number that was read from a tensor on the card is used as a size"
+_HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
 
@@ -87,6 +88,8 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
         name = _name(error)
         return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
+    if isinstance(error, NotImplementedError) and (operator := _HIGHER_ORDER.search(text)):
+        return f"{operator[1]} cannot be simulated", _ELSEWHERE
     if "UnknownInteger" in text:  # By its type: C++ does not ask for its `__index__`.
         return UNKNOWN_SIZE, _NO_VALUES
     if _DRIVER.search(text):

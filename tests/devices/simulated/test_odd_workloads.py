@@ -126,6 +126,12 @@ REFUSED = {
         module("return self.layer(torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize())"),
         ["cannot be simulated", "model.py:18", "--device"],
     ),
+    "a higher-order operator": (
+        "import warnings\nfrom torch.nn.attention.flex_attention import flex_attention\n"
+        "warnings.simplefilter('ignore')\n"  # That it is slow without torch.compile.
+        + module("q = x.reshape(len(x), 1, 2, 4)\nreturn self.layer(flex_attention(q, q, q).reshape(len(x), 8))"),
+        ["flex_attention cannot be simulated", "model.py:22", "--device"],
+    ),
     "a custom operator": (
         '@torch.library.custom_op("tests_of_autoaccum::twice", mutates_args=())\n'
         "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n" + module("return self.layer(twice(x))"),
