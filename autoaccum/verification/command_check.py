@@ -19,12 +19,7 @@ from torch import Tensor
 
 from autoaccum.checks import read_count
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.command.command_runs import (
-    CommandRun,
-    check_ran,
-    command_environment,
-    inspection_of,
-)
+from autoaccum.devices.command.command_runs import CommandRun, check_ran, command_environment, inspection_of
 from autoaccum.devices.command.observations import Observations
 from autoaccum.devices.command.settings import ProcessReport
 from autoaccum.devices.device_choice import check_named_device
